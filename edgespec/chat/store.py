@@ -1,0 +1,295 @@
+"""Saved chats: one versioned JSON file each, written atomically, read with suspicion.
+
+A chat file that cannot be read is reported and left where it is: nothing here deletes or overwrites
+a file that was not asked for by its id.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from edgespec.chat.message import Message, Role
+from edgespec.errors import ChatFileError
+
+__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "data_folder", "title_of"]
+
+Setting = str | int | float | bool | list[str]
+"""What one sampling setting may hold in a chat file."""
+
+VERSION = 1
+_MAX_TITLE = 60
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
+
+
+def data_folder() -> Path:
+    """Where edgespec keeps what a user made: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
+    if chosen := os.environ.get("EDGESPEC_DATA_DIR"):
+        return Path(chosen).expanduser()
+    from platformdirs import user_data_dir
+
+    return Path(user_data_dir("edgespec", appauthor=False))
+
+
+def title_of(messages: Sequence[Message]) -> str:
+    """A short one-line title from the first user message."""
+    first = next((m.content for m in messages if m.role == "user"), "")
+    line = " ".join(first.split())
+    if len(line) <= _MAX_TITLE:
+        return line or "New chat"
+    head, _, _ = line[: _MAX_TITLE - 1].rpartition(" ")
+    return (head or line[: _MAX_TITLE - 1]) + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedChat:
+    """One chat as it is kept on disk. Times are UTC; an empty `title` is filled from the first message."""
+
+    id: str
+    messages: tuple[Message, ...]
+    created: datetime
+    updated: datetime
+    title: str = ""
+    target: str = ""
+    system: str | None = None
+    sampling: Mapping[str, Setting] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """The chat as the JSON object of version 1."""
+        return {
+            "version": VERSION,
+            "id": self.id,
+            "title": self.title or title_of(self.messages),
+            "created": self.created.isoformat(),
+            "updated": self.updated.isoformat(),
+            "target": self.target,
+            "system": self.system,
+            "messages": [{"role": m.role, "content": m.content} for m in self.messages],
+            "sampling": dict(self.sampling),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChat:
+    """One line of the list of chats. `problem` is empty, or says why the file cannot be opened."""
+
+    id: str
+    path: Path
+    title: str
+    updated: datetime
+    message_count: int
+    problem: str = ""
+
+
+class ChatStore:
+    """The folder of saved chats."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder if folder is not None else data_folder() / "chats"
+
+    def new_id(self) -> str:
+        """An id no chat has yet: sortable by time, random at the end."""
+        while True:
+            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            chat_id = f"{stamp}-{secrets.token_hex(4)}"
+            if not self._path(chat_id).exists():
+                return chat_id
+
+    def save(self, chat: SavedChat) -> Path:
+        """Write `chat`, replacing its older version in one step. Raises ChatFileError."""
+        path = self._path(chat.id)
+        # Lone surrogates can reach us through a paste; they have no UTF-8 form.
+        text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
+        payload = text.encode("utf-8", "replace") + b"\n"
+        temporary: str | None = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # mkstemp makes the file readable by its owner only, and os.replace keeps that.
+            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{chat.id}.", suffix=".tmp")
+            with os.fdopen(handle, "wb") as file:
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            if temporary is not None:
+                with suppress(OSError):
+                    os.unlink(temporary)
+            raise ChatFileError(
+                f"cannot save the chat to {path}: {_reason(error)}",
+                "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
+            ) from error
+        return path
+
+    def load(self, chat_id: str) -> SavedChat:
+        """Read one chat by its id. Raises ChatFileError."""
+        return read_chat(self._path(chat_id))
+
+    def delete(self, chat_id: str) -> None:
+        """Remove one chat by its id; a chat that is already gone is fine. Raises ChatFileError."""
+        path = self._path(chat_id)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ChatFileError(
+                f"cannot delete {path}: {_reason(error)}", "check the permissions of its folder"
+            ) from error
+
+    def list(self) -> list[StoredChat]:
+        """All chats, newest first; files that cannot be read are listed with the reason."""
+        try:
+            paths = [p for p in self.folder.iterdir() if p.suffix == ".json" and not p.name.startswith(".")]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ChatFileError(
+                f"cannot list the chats in {self.folder}: {_reason(error)}",
+                "set EDGESPEC_DATA_DIR to a folder you can read",
+            ) from error
+        return sorted(
+            (_entry(path) for path in paths), key=lambda chat: (chat.updated, chat.id), reverse=True
+        )
+
+    def _path(self, chat_id: str) -> Path:
+        # The id becomes a file name: nothing that could name another folder gets through.
+        if not _ID.fullmatch(chat_id):
+            raise ChatFileError(f"{chat_id!r} is not a chat id", "use an id from the list of saved chats")
+        return self.folder / f"{chat_id}.json"
+
+
+def _entry(path: Path) -> StoredChat:
+    try:
+        chat = read_chat(path)
+    except ChatFileError as error:
+        try:
+            updated = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        except OSError:
+            updated = datetime.fromtimestamp(0, UTC)
+        return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
+    return StoredChat(path.stem, path, chat.title, chat.updated, len(chat.messages))
+
+
+def read_chat(path: Path) -> SavedChat:
+    """Read and check one chat file. Raises ChatFileError with what is wrong and what to do."""
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes > _MAX_FILE_BYTES:
+            raise _broken(path, f"it has {size_bytes:,} bytes, more than a chat can have")
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ChatFileError(f"there is no saved chat at {path}", "pick one from the list of chats") from None
+    except OSError as error:
+        raise ChatFileError(
+            f"cannot read {path.name}: {_reason(error)}", f"check the permissions of {path}"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _broken(path, f"it is not UTF-8 text (byte {error.start})") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise _broken(path, f"it is not complete JSON ({error.msg} at {where})") from None
+    except (RecursionError, ValueError):
+        raise _broken(path, "its JSON cannot be read") from None
+    return _checked(path, data)
+
+
+def _checked(path: Path, data: object) -> SavedChat:
+    if not isinstance(data, dict):
+        raise _broken(path, f"it holds {_kind(data)} and not a chat object")
+    version = data.get("version")
+    if isinstance(version, bool) or not isinstance(version, int):
+        raise _broken(path, f"its version is {version!r} and not a whole number")
+    if version != VERSION:
+        raise ChatFileError(
+            f"{path.name} has format version {version}, and this edgespec reads version {VERSION}",
+            "open it with the edgespec that wrote it, or upgrade edgespec",
+        )
+    messages = data.get("messages")
+    if not isinstance(messages, list):
+        raise _broken(path, f"`messages` is {_kind(messages)} and not a list")
+    system = data.get("system")
+    if system is not None and not isinstance(system, str):
+        raise _broken(path, f"`system` is {_kind(system)} and not text")
+    checked = tuple(_message(path, number, item) for number, item in enumerate(messages, 1))
+    chat_id = _text(path, data, "id")
+    if chat_id != path.stem:
+        raise _broken(path, f"its id {chat_id[:80]!r} is not its file name")
+    return SavedChat(
+        id=chat_id,
+        messages=checked,
+        created=_time(path, data, "created"),
+        updated=_time(path, data, "updated"),
+        title=" ".join(_text(path, data, "title").split()) or title_of(checked),
+        target=_text(path, data, "target"),
+        system=system,
+        sampling=_sampling(path, data.get("sampling")),
+    )
+
+
+def _message(path: Path, number: int, item: object) -> Message:
+    if not isinstance(item, dict):
+        raise _broken(path, f"message {number} is {_kind(item)} and not an object")
+    name, content = item.get("role"), item.get("content")
+    role = _ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise _broken(path, f"message {number} has the role {name!r}")
+    if not isinstance(content, str):
+        raise _broken(path, f"the content of message {number} is {_kind(content)} and not text")
+    return Message(role, content)
+
+
+def _text(path: Path, data: dict[str, object], name: str) -> str:
+    value = data.get(name)
+    if not isinstance(value, str):
+        raise _broken(path, f"`{name}` is {_kind(value)} and not text")
+    return value
+
+
+def _time(path: Path, data: dict[str, object], name: str) -> datetime:
+    text = _text(path, data, name)
+    try:
+        moment = datetime.fromisoformat(text)
+        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise _broken(path, f"`{name}` is {text[:40]!r} and not a time") from None
+
+
+def _sampling(path: Path, value: object) -> dict[str, Setting]:
+    if not isinstance(value, dict):
+        raise _broken(path, f"`sampling` is {_kind(value)} and not an object")
+    settings: dict[str, Setting] = {}
+    for name, setting in value.items():
+        if isinstance(setting, list) and all(isinstance(item, str) for item in setting):
+            settings[name] = list(setting)
+        elif isinstance(setting, str | bool | int) or (isinstance(setting, float) and math.isfinite(setting)):
+            settings[name] = setting
+        else:
+            raise _broken(path, f"the setting {name[:40]!r} is {_kind(setting)}")
+    return settings
+
+
+def _broken(path: Path, why: str) -> ChatFileError:
+    return ChatFileError(
+        f"{path.name} is not a readable chat: {why}", f"mend or move {path}; other chats are not affected"
+    )
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "missing"}
+    return names.get(type(value), "a number")
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()

@@ -1,0 +1,196 @@
+"""Saved chats: what is written comes back, and nothing broken on disk can hurt."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, SavedChat, data_folder, title_of
+from edgespec.errors import ChatFileError
+
+NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
+TALK = (Message("user", "How do I list files?"), Message("assistant", "Use `ls`.\n\n```sh\nls -S\n```"))
+
+
+def chat(
+    chat_id: str = "one", *, updated: datetime = NOON, messages: tuple[Message, ...] = TALK
+) -> SavedChat:
+    return SavedChat(
+        chat_id, messages, NOON, updated, target="demo", sampling={"temperature": 0.5, "top_k": 20}
+    )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ChatStore:
+    return ChatStore(tmp_path / "chats")
+
+
+def test_a_saved_chat_comes_back_whole(store: ChatStore) -> None:
+    saved = SavedChat(
+        "one",
+        TALK,
+        NOON,
+        NOON,
+        title="Files",
+        target="demo",
+        system="Be brief.",
+        sampling={"stop": ["a", "b"]},
+    )
+    store.save(saved)
+    assert store.load("one") == saved
+
+
+def test_the_file_is_versioned_json_for_its_owner_only(store: ChatStore) -> None:
+    path = store.save(chat())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    data = json.loads(path.read_text("utf-8"))
+    assert data["version"] == 1
+    assert data["messages"][0] == {"role": "user", "content": "How do I list files?"}
+    assert list(data) == [
+        "version", "id", "title", "created", "updated", "target", "system", "messages", "sampling",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["日本語 और हिन्दी", "👩‍👩‍👧 é\u0301", "\u202e right to left", "nul \x00 tab \t", "\ud83d"]
+)
+def test_any_text_survives(store: ChatStore, text: str) -> None:
+    store.save(chat(messages=(Message("user", text),)))
+    expected = text.encode("utf-8", "replace").decode("utf-8")
+    assert store.load("one").messages == (Message("user", expected),)
+
+
+def test_the_newest_chat_is_listed_first(store: ChatStore) -> None:
+    for hours, name in ((2, "middle"), (1, "old"), (3, "new")):
+        store.save(chat(name, updated=NOON + timedelta(hours=hours)))
+    assert [entry.id for entry in store.list()] == ["new", "middle", "old"]
+    assert [entry.message_count for entry in store.list()] == [2, 2, 2]
+
+
+def test_no_folder_means_no_chats(store: ChatStore) -> None:
+    assert store.list() == []
+
+
+def test_ids_are_unique(store: ChatStore) -> None:
+    assert len({store.new_id() for _ in range(500)}) == 500
+
+
+@pytest.mark.parametrize("chat_id", ["", "../other", "a/b", ".hidden", "a" * 65, "a.b", "a\n"])
+def test_an_id_cannot_name_another_folder(store: ChatStore, chat_id: str) -> None:
+    with pytest.raises(ChatFileError, match="not a chat id"):
+        store.load(chat_id)
+
+
+def _with(**changes: object) -> str:
+    return json.dumps({**chat().to_json(), **changes})
+
+
+BROKEN = {
+    "truncated": (_with()[:-40], "not complete JSON"),
+    "empty": ("", "not complete JSON"),
+    "a list": ("[]", "a list and not a chat object"),
+    "no version": (_with(version=None), "version is None"),
+    "a newer version": (_with(version=7), "format version 7"),
+    "a boolean version": (_with(version=True), "version is True"),
+    "messages as text": (_with(messages="hello"), "`messages` is text"),
+    "a message as text": (_with(messages=["hello"]), "message 1 is text"),
+    "an unknown role": (_with(messages=[{"role": "robot", "content": ""}]), "the role 'robot'"),
+    "a list as role": (_with(messages=[{"role": [], "content": ""}]), "the role \\[\\]"),
+    "content as a number": (_with(messages=[{"role": "user", "content": 3}]), "message 1 is a number"),
+    "a system prompt as a number": (_with(system=3), "`system` is a number"),
+    "a title as a list": (_with(title=[]), "`title` is a list"),
+    "no time": (_with(updated="yesterday"), "`updated` is 'yesterday'"),
+    "an impossible time": (_with(updated="0001-01-01T00:00:00+23:00"), "not a time"),
+    "another id": (_with(id="other"), "is not its file name"),
+    "sampling as a list": (_with(sampling=[]), "`sampling` is a list"),
+    "a setting as an object": (_with(sampling={"top_k": {}}), "'top_k' is an object"),
+    "a setting that is not a number": (_with().replace("0.5", "NaN"), "'temperature' is a number"),
+    "deep nesting": ("[" * 200_000, "JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_file_is_listed_with_its_reason_and_kept(store: ChatStore, text: str, message: str) -> None:
+    store.save(chat("good", updated=NOON))
+    path = store.folder / "one.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ChatFileError, match=message) as caught:
+        store.load("one")
+    assert "\n" not in str(caught.value)
+    assert caught.value.next_step
+    problems = {entry.id: entry.problem for entry in store.list()}
+    assert problems["good"] == ""
+    assert problems["one"] == caught.value.what
+    assert path.read_text("utf-8") == text
+
+
+def test_bytes_that_are_no_text_are_a_broken_chat(store: ChatStore) -> None:
+    store.folder.mkdir()
+    (store.folder / "one.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ChatFileError, match="not UTF-8"):
+        store.load("one")
+
+
+def test_a_missing_chat_says_so(store: ChatStore) -> None:
+    with pytest.raises(ChatFileError, match="no saved chat"):
+        store.load("gone")
+
+
+def test_a_folder_in_the_place_of_a_chat_is_listed_as_broken(store: ChatStore) -> None:
+    (store.folder / "one.json").mkdir(parents=True)
+    assert store.list()[0].problem
+
+
+def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(chat())
+
+    def full_disk(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(ChatFileError, match="no space left"):
+        store.save(chat(messages=(*TALK, Message("user", "more"))))
+    assert store.load("one").messages == TALK
+    assert [path.name for path in store.folder.iterdir()] == ["one.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = ChatStore(tmp_path / "file" / "chats")
+    with pytest.raises(ChatFileError, match="EDGESPEC_DATA_DIR"):
+        store.save(chat())
+    with pytest.raises(ChatFileError, match="EDGESPEC_DATA_DIR"):
+        store.list()
+
+
+def test_delete_removes_one_chat_and_is_calm_about_a_missing_one(store: ChatStore) -> None:
+    store.save(chat("one"))
+    store.save(chat("two"))
+    store.delete("one")
+    store.delete("one")
+    assert [entry.id for entry in store.list()] == ["two"]
+
+
+def test_the_title_comes_from_the_first_user_message() -> None:
+    assert title_of(TALK) == "How do I list files?"
+    assert title_of(()) == "New chat"
+    assert title_of((Message("user", "  \n "),)) == "New chat"
+    assert title_of((Message("user", "one\ntwo   three"),)) == "one two three"
+    long = title_of((Message("user", "word " * 40),))
+    assert long.endswith("word…")
+    assert len(long) <= 60
+    assert len(title_of((Message("user", "x" * 200),))) == 60
+
+
+def test_the_data_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    assert data_folder() == tmp_path
+    assert ChatStore().folder == tmp_path / "chats"
+    monkeypatch.delenv("EDGESPEC_DATA_DIR")
+    assert "edgespec" in str(data_folder())
