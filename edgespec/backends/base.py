@@ -1,0 +1,169 @@
+"""The Protocol of a model that a backend has loaded: a target, or the model behind a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+
+__all__ = [
+    "Capabilities",
+    "LanguageModel",
+    "LoadOptions",
+    "ModelFacts",
+    "Progress",
+    "Snapshot",
+    "Vocabulary",
+]
+
+# Called with (what, fraction from 0 to 1); False asks for a stop.
+Progress = Callable[[str, float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    context_tokens: the size of the KV cache; None takes the model's default.
+    gpu_layers: layers put on an accelerator; None puts all there that the backend can.
+    kv_type: `f16`, `f32`, `q8_0`, `q5_1`, `q4_0` and the like.
+    flash_attention: `auto`, `on` or `off`.
+    max_branches: how many leaves a token tree may have.
+    """
+
+    context_tokens: int | None = None
+    threads: int | None = None
+    gpu_layers: int | None = None
+    kv_type: str = "f16"
+    flash_attention: str = "auto"
+    mmap: bool = True
+    mlock: bool = False
+    batch_tokens: int = 512
+    max_branches: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a loaded model can do, checked at load and not promised.
+
+    rollback: cached tokens can be taken back exactly; without it nothing can be drafted.
+    tree: a pass may hold branches.
+    reason: one line that says why something is missing; empty when nothing is.
+    """
+
+    rollback: bool
+    tree: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known about a loaded model. Sizes in bytes and tokens."""
+
+    name: str
+    path: str
+    architecture: str
+    description: str
+    parameters: int
+    file_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    quantisation: str
+    trained_context_tokens: int
+    context_tokens: int
+    vocab_size: int
+    chat_template: bool
+    capabilities: Capabilities
+    notice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The cache of a model at one moment, to be restored into the same model."""
+
+    length: int
+    data: bytes = field(repr=False)
+
+
+class Vocabulary(Protocol):
+    """The tokens of a model and the way to and from text."""
+
+    size: int
+    chat_template: str | None
+    start_text: str
+    end_text: str
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        """Text to tokens. `special`: control tokens written in the text count as such.
+
+        `start`: put the model's start token first if it wants one.
+        """
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token adds to the text; control tokens add none."""
+
+    def raw_piece(self, token: int) -> bytes:
+        """The token as it stands in the vocabulary, control tokens included."""
+
+    def is_end(self, token: int) -> bool:
+        """True for tokens that end a reply."""
+
+
+class LanguageModel(Protocol):
+    """A loaded model with one KV cache.
+
+    The cache holds `length` tokens. `verify` puts a tree after them for the time of a round; `commit`
+    keeps one path of it. Every method but `interrupt` belongs to one thread. After `close`, every call
+    raises ClosedError; closing again does nothing.
+    """
+
+    facts: ModelFacts
+    vocabulary: Vocabulary
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the context takes."""
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        """Append tokens to the cache without computing their logits.
+
+        Raises ContextFullError when they do not fit (the cache is as before), CancelledError after
+        `interrupt` (the cache holds what was done; see `length`).
+        """
+
+    def verify(self, tree: TokenTree, first: int = 0) -> Logits:
+        """Run nodes `first` and up of a tree after the cache; row i of the logits follows node first + i.
+
+        With `first` > 0 the nodes before it were run by earlier calls of this round, so that a drafter
+        can grow its tree level by level. The logits are valid until the next pass.
+        Raises ContextFullError, CapabilityError (branches the model cannot hold) and CancelledError;
+        after any of them the cache is as before the round.
+        """
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Keep the root and the nodes of `path`, in order from the root; drop the rest of the round."""
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` cached tokens; also ends the round. CapabilityError without rollback."""
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the cache."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Make the cache what it was. BackendError when the snapshot is of another model or context."""
+
+    def interrupt(self, wanted: bool) -> None:
+        """Stop the running pass and refuse new ones with CancelledError until called with False.
+
+        Safe from any thread.
+        """
+
+    def close(self) -> None:
+        """Free everything."""

@@ -1,0 +1,156 @@
+"""A language model made of a table: exact probabilities, no weights, real bookkeeping.
+
+The next token's logits are a function of the last `order` tokens. It keeps its cache as a list, and
+is as strict as a real backend about what may be called when: what passes here and fails elsewhere is
+a fault of the other backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+
+__all__ = ["LetterVocabulary", "TabularModel"]
+
+
+class LetterVocabulary:
+    """One character for each token id, from `a` on; the last id ends a reply."""
+
+    chat_template: str | None = None
+    start_text = ""
+    end_text = ""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        return [(ord(c) - ord("a")) % self.size for c in text]
+
+    def piece(self, token: int) -> bytes:
+        return b"" if self.is_end(token) else self.raw_piece(token)
+
+    def raw_piece(self, token: int) -> bytes:
+        return chr(ord("a") + token).encode()
+
+    def is_end(self, token: int) -> bool:
+        return token == self.size - 1
+
+
+class TabularModel:
+    """A LanguageModel over a table of logits.
+
+    `logits`: float32 [vocab ** order, vocab]; the row of a context is its last `order` tokens read as a
+    number in base `vocab` (missing tokens count as 0).
+    """
+
+    def __init__(
+        self, logits: NDArray[np.float32], *, context_tokens: int = 4096, rollback: bool = True, tree: bool = True
+    ) -> None:
+        self._table = np.asarray(logits, np.float32)
+        vocab = self._table.shape[1]
+        self._order = round(np.log(len(self._table)) / np.log(vocab))
+        if vocab**self._order != len(self._table):
+            raise ValueError(f"{len(self._table)} rows are no power of the vocabulary size {vocab}")
+        self.vocabulary = LetterVocabulary(vocab)
+        self.facts = ModelFacts(
+            name="tabular",
+            path="",
+            architecture="tabular",
+            description=f"table of order {self._order} over {vocab} tokens",
+            parameters=self._table.size,
+            file_bytes=0,
+            weight_bytes=self._table.nbytes,
+            kv_bytes=0,
+            quantisation="F32",
+            trained_context_tokens=context_tokens,
+            context_tokens=context_tokens,
+            vocab_size=vocab,
+            chat_template=False,
+            capabilities=Capabilities(rollback, tree, "" if rollback and tree else "made so"),
+        )
+        self._tokens: list[int] = []
+        self._round: list[tuple[int, list[int]]] = []
+        self._interrupted = False
+        self._closed = False
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def room(self) -> int:
+        return self.facts.context_tokens - len(self._tokens)
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self._round = []
+        self._tokens.extend(tokens)
+        if progress:
+            progress("prefill", 1.0)
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._round = self._round[:first]
+        self._check(tree.width)
+        capabilities = self.facts.capabilities
+        if (tree.width > 1 and not capabilities.rollback) or not (tree.is_chain or capabilities.tree):
+            raise CapabilityError(f"a tree of width {tree.width} cannot be verified", capabilities.reason)
+        rows = []
+        for node in range(first, tree.width):
+            parent = tree.parents[node]
+            path = ([] if parent < 0 else self._round[parent][1]) + [tree.tokens[node]]
+            self._round.append((parent, path))
+            rows.append(self._table[self._row(path)])
+        return HostLogits(np.stack(rows))
+
+    def _row(self, path: list[int]) -> int:
+        context = (self._tokens[-self._order :] + path)[-self._order :] if self._order else []
+        row = 0
+        for token in context:
+            row = row * self.vocabulary.size + token
+        return row
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        kept = path[-1] if path else 0
+        self._tokens.extend(self._round[kept][1])
+        self._round = []
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        if length < len(self._tokens) and length and not self.facts.capabilities.rollback:
+            raise CapabilityError("this model's memory cannot be cut back", self.facts.capabilities.reason)
+        del self._tokens[length:]
+        self._round = []
+
+    def snapshot(self) -> Snapshot:
+        self._check(0)
+        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._tokens = json.loads(snapshot.data)
+        self._round = []
+
+    def interrupt(self, wanted: bool) -> None:
+        self._interrupted = wanted
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check(self, more: int) -> None:
+        if self._closed:
+            raise ClosedError("the model is closed")
+        if more > self.room:
+            raise ContextFullError(
+                f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}"
+            )
+        if more and self._interrupted:
+            self._round = []
+            raise CancelledError("cancelled")

@@ -1,0 +1,125 @@
+"""The loop: propose -> verify -> accept -> commit -> yield. One round is one target pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import perf_counter as now
+from typing import Literal, Protocol
+
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+
+__all__ = ["FinishReason", "Proposer", "Step", "Verifier", "decode"]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class Verifier(Protocol):
+    """What the loop needs of a target: its cache holds every token but the last."""
+
+    @property
+    def room(self) -> int:
+        """How many more tokens the context takes."""
+
+    def verify(self, tree: TokenTree) -> Logits:
+        """Run the tree after the cached tokens: logits of row i follow node i."""
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Keep the root and these nodes of the last tree in the cache; drop the others."""
+
+
+class Proposer(Protocol):
+    """What the loop needs of a drafter."""
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        """Guess up to `draft_length` levels of tokens after the last token."""
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        """Take note of the tokens that were emitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one round gave: tokens, of which the first `accepted` were guessed by the drafter."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+    finish_reason: FinishReason | None
+
+
+def decode(
+    target: Verifier,
+    drafter: Proposer | None,
+    acceptance: Acceptance,
+    sampler: Sampler,
+    last_token: int,
+    *,
+    vocab_size: int,
+    draft_length: int,
+    max_tokens: int,
+    is_stop: Callable[[int], bool],
+    is_cancelled: Callable[[], bool],
+    stats: Stats,
+) -> Iterator[Step]:
+    """Emit tokens round by round until a stop, a limit, or a cancel.
+
+    The target's cache holds everything before `last_token`; the sampler's history ends with it. When
+    the iterator is left, for whatever reason, the cache holds all emitted tokens but the last.
+    `is_stop` sees every emitted token once, in order; tokens after a stop are never emitted.
+    Raises what the backend raises; a cancelled pass ends with finish reason "cancelled".
+    """
+    emitted_total = 0
+    while not is_cancelled():
+        if emitted_total == max_tokens or target.room == 0:
+            yield Step((), 0, "length")
+            return
+        started = now()
+        root_only = TokenTree.chain(last_token)
+        depth = min(draft_length, max_tokens - emitted_total - 1, target.room - 1)
+        try:
+            tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else root_only
+            tree = tree.pruned(vocab_size, depth)
+            tree = tree if tree.width <= target.room else root_only
+            drafted = now()
+            logits = target.verify(tree)
+        except CancelledError:
+            break
+        verified = now()
+        verdict = acceptance.accept(tree, logits, sampler)
+        tokens = (*(tree.tokens[node] for node in verdict.path), verdict.token)
+        sampled = now()
+        stop_at = next((i for i, token in enumerate(tokens) if is_stop(token)), None)
+        tokens = tokens if stop_at is None else tokens[: stop_at + 1]
+        checked = now()
+        target.commit(verdict.path[: len(tokens) - 1])
+        if drafter:
+            drafter.commit(tokens)
+        committed = now()
+        for last_token in tokens:
+            sampler.push(last_token)
+        emitted_total += len(tokens)
+        accepted = min(len(verdict.path), len(tokens))
+        stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
+        stats.draft_seconds += drafted - started
+        stats.verify_seconds += verified - drafted
+        stats.sampling_seconds += sampled - verified
+        stats.rollback_seconds += committed - checked
+        stats.overhead_seconds += now() - committed + checked - sampled
+        reason: FinishReason | None = "stop" if stop_at is not None else None
+        yield Step(tokens, accepted, reason)
+        if reason:
+            return
+    yield Step((), 0, "cancelled")
+
+
+def _drafted_at_depth(tree: TokenTree) -> list[int]:
+    if tree.drafted == 0:
+        return []
+    counts = Counter(tree.depths)
+    return [counts[depth] for depth in range(1, len(counts))]

@@ -1,0 +1,100 @@
+"""What was counted and timed in one reply. Rates are derived, never stored."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["Stats"]
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and times of one reply, updated once a round.
+
+    Seconds are wall-clock. `overhead_seconds` is the engine's own time in the rounds: everything but
+    draft, verify, sampling and rollback. `ttft_seconds` runs from the request to the first token.
+    `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    target_passes: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    rollback_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    plain_step_seconds: float = 0.0
+    draft_weight_bytes: int = 0
+    draft_kv_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+    def count_round(self, drafted_at_depth: list[int], accepted: int, emitted: int) -> None:
+        """Count one round. `drafted_at_depth[d]` is the number of drafted tokens at depth d + 1."""
+        self.target_passes += 1
+        self.generated_tokens += emitted
+        self.accepted_tokens += accepted
+        missing = len(drafted_at_depth) - len(self.drafted_per_position)
+        self.drafted_per_position.extend([0] * missing)
+        self.accepted_per_position.extend([0] * missing)
+        for depth, drafted in enumerate(drafted_at_depth):
+            self.drafted_tokens += drafted
+            self.drafted_per_position[depth] += drafted
+            self.accepted_per_position[depth] += depth < accepted
+
+    @property
+    def decode_seconds(self) -> float:
+        """The time of all rounds, without prefill."""
+        return (
+            self.draft_seconds
+            + self.verify_seconds
+            + self.rollback_seconds
+            + self.sampling_seconds
+            + self.overhead_seconds
+        )
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens; None when nothing was drafted."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    @property
+    def tokens_per_target_pass(self) -> float | None:
+        """Emitted tokens / target passes."""
+        return self.generated_tokens / self.target_passes if self.target_passes else None
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Time per output token, prefill not counted."""
+        return self.decode_seconds / self.generated_tokens if self.generated_tokens else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Output tokens per second, prefill not counted."""
+        return self.generated_tokens / self.decode_seconds if self.generated_tokens else None
+
+    @property
+    def speedup_estimate(self) -> float | None:
+        """How many times faster than plain decoding, by the last known cost of a plain step."""
+        if not self.generated_tokens or not self.plain_step_seconds:
+            return None
+        return self.generated_tokens * self.plain_step_seconds / self.decode_seconds
+
+    def to_json(self) -> dict[str, object]:
+        """Every count, time and rate by name."""
+        counted = asdict(self)
+        del counted["plain_step_seconds"]
+        return counted | {
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_target_pass": self.tokens_per_target_pass,
+            "tpot_seconds": self.tpot_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup_estimate": self.speedup_estimate,
+        }
