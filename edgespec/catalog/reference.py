@@ -1,0 +1,250 @@
+"""From what a person types for a model to a file on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.catalog.catalogue import (
+    ModelEntry,
+    load_catalogue,
+    recommended_drafts,
+    user_aliases,
+    user_aliases_path,
+)
+from edgespec.catalog.download import Progress, fetch
+from edgespec.catalog.hub_files import is_quantisation
+from edgespec.catalog.ollama import ollama_model
+from edgespec.errors import ModelFileError, ModelNotFoundError
+
+__all__ = [
+    "HubReference",
+    "NameReference",
+    "PathReference",
+    "Reference",
+    "Resolved",
+    "draft_for",
+    "parse",
+    "resolve",
+]
+
+
+@dataclass(frozen=True)
+class PathReference:
+    """A file on this machine."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class HubReference:
+    """A model of a hub repository; `quantisation` is a label, a `.gguf` file name, or None (the default)."""
+
+    repository: str
+    quantisation: str | None
+
+
+@dataclass(frozen=True)
+class NameReference:
+    """A name to look up, with what stood after its colon."""
+
+    name: str
+    tag: str | None
+
+
+Reference = PathReference | HubReference | NameReference
+Source = Literal["path", "embedded", "hub", "ollama"]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A model file on this machine: the first part, when the model is split.
+
+    `name` is what was asked for, `entry` the catalogue's model if it is one, `note` the line to show.
+    """
+
+    name: str
+    path: Path
+    source: Source
+    entry: ModelEntry | None
+    note: str
+
+
+_HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
+_REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
+_NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
+_WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
+
+
+def parse(reference: str) -> Reference:
+    """Tell what kind of reference this is. Looks at the disk only to tell `user/repo` from a folder's file.
+
+    Raises ModelNotFoundError when it is none.
+    """
+    text = reference.strip()
+    if not text:
+        raise ModelNotFoundError(
+            "the model reference is empty", "give a path, user/repo:quant or a name such as demo"
+        )
+    prefix = _HUB_PREFIX.match(text)
+    if prefix:
+        found = _REPOSITORY.match(text[prefix.end() :])
+        if not found:
+            raise ModelNotFoundError(
+                f"{text} names no hub repository", "write it as hf:user/repo or hf:user/repo:Q4_K_M"
+            )
+        return HubReference(found.group(1), found.group(2))
+    path = Path(os.path.expanduser(text))
+    if _WRITTEN_AS_PATH.search(text):
+        return PathReference(path)
+    name = _NAME.match(text)
+    if name:
+        return NameReference(name.group(1), name.group(2))
+    repository = _REPOSITORY.match(text)
+    if repository and not os.path.exists(path):
+        return HubReference(repository.group(1), repository.group(2))
+    return PathReference(path)
+
+
+def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
+    """Find the file a reference stands for; with `allow_download`, fetch it when it is not on this machine.
+
+    What is already here wins: the embedded models, the shared Hugging Face cache, an Ollama store.
+    Raises ModelNotFoundError, ModelFileError (the path is no readable file), DownloadError, CancelledError.
+    """
+    asked = reference.strip()
+    meaning = _follow_user_aliases(asked)
+    match meaning:
+        case PathReference(path):
+            return _file(path)
+        case HubReference(repository, quantisation):
+            entry = load_catalogue().of_repository(repository)
+            path = fetch(repository, quantisation, allow_download=allow_download, progress=progress)
+            return Resolved(
+                asked, path, "hub", entry, f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
+            )
+        case NameReference(name, tag):
+            return _named(asked, name, tag, allow_download, progress)
+
+
+def draft_for(
+    target: Resolved, *, allow_download: bool = False, progress: Progress | None = None
+) -> Resolved | None:
+    """The draft to use when none was named: the best recommended one that is on this machine.
+
+    With `allow_download` the best of all is fetched when none is here. None when the catalogue recommends
+    none, or none is here. Raises DownloadError and CancelledError while fetching.
+    """
+    names = recommended_drafts(target.entry) if target.entry else []
+    for name in names:
+        try:
+            return resolve(name, allow_download=False)
+        except (ModelNotFoundError, ModelFileError):
+            continue
+    return resolve(names[0], progress=progress) if names and allow_download else None
+
+
+def _follow_user_aliases(asked: str) -> Reference:
+    text, seen = asked, [asked.lower()]
+    while True:
+        reference = parse(text)
+        meaning = user_aliases().get(text.lower()) if isinstance(reference, NameReference) else None
+        if meaning is None:
+            return reference
+        text = meaning.strip()
+        if text.lower() in seen:
+            raise ModelNotFoundError(
+                f"the alias {asked} leads back to itself ({' -> '.join([*seen, text])})",
+                f"correct it in {user_aliases_path()}",
+            )
+        seen.append(text.lower())
+
+
+def _named(
+    asked: str, name: str, tag: str | None, allow_download: bool, progress: Progress | None
+) -> Resolved:
+    catalogue = load_catalogue()
+    full_name = f"{name}:{tag}" if tag else name
+    found = catalogue.find(full_name)
+    blob = ollama_model(name, tag) if tag or not found else None
+    if blob is not None:
+        entry = found[0] if found else None
+        return Resolved(asked, blob, "ollama", entry, f"{asked} -> Ollama's {name}:{tag or 'latest'}: {blob}")
+    if found is None and tag and is_quantisation(tag):
+        base = catalogue.find(name)
+        found = (base[0], tag) if base else None
+    if found is not None:
+        return _catalogued(asked, *found, allow_download, progress)
+    if os.path.exists(full_name):
+        return _file(Path(full_name))
+    nearest = catalogue.nearest(full_name, user_aliases())
+    raise ModelNotFoundError(
+        f"no model is called {full_name}",
+        (f"did you mean {' or '.join(nearest)}? " if nearest else "")
+        + "`edgespec models list` shows the names; a path or hf:user/repo:quant works too",
+    )
+
+
+def _catalogued(
+    asked: str, entry: ModelEntry, quantisation: str, allow_download: bool, progress: Progress | None
+) -> Resolved:
+    if entry.embedded_path is None:
+        path = fetch(entry.gguf_repository, quantisation, allow_download=allow_download, progress=progress)
+        note = f"{asked} -> {_hub_note(entry.gguf_repository, quantisation)}: {path}"
+        return Resolved(asked, path, "hub", entry, note)
+    if quantisation.upper() != entry.quantisation:
+        raise ModelNotFoundError(
+            f"{entry.name} comes as {entry.quantisation} only, not {quantisation}", f"ask for {entry.name}"
+        )
+    path = _file(entry.embedded_path).path
+    return Resolved(asked, path, "embedded", entry, f"{asked} -> embedded: {path}")
+
+
+def _hub_note(repository: str, quantisation: str | None) -> str:
+    return f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
+
+
+def _file(path: Path) -> Resolved:
+    """The model file at `path`, checked to be a file that can be read."""
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise ModelFileError(f"{path} is a folder, not a model file", _folder_next_step(path))
+        if not stat.S_ISREG(mode):
+            raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
+        with path.open("rb"):
+            pass
+    except (FileNotFoundError, NotADirectoryError) as error:
+        nearest = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
+        raise ModelNotFoundError(
+            f"there is no file {path}",
+            f"did you mean {path.parent / nearest[0]}?"
+            if nearest
+            else "check the path; `edgespec models list` shows the models known by name",
+        ) from error
+    except PermissionError as error:
+        raise ModelFileError(
+            f"{path} may not be read by this user", f"change its permissions, such as chmod u+r {path}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
+    return Resolved(path.name, path, "path", load_catalogue().embedded_at(path), str(path))
+
+
+def _folder_next_step(folder: Path) -> str:
+    models = _models_in(folder)
+    if models:
+        return f"name a file in it, such as {folder / models[0]}"
+    return "give the path of a .gguf file; a hub repository of that name is written hf:user/repo"
+
+
+def _models_in(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.suffix.lower() == ".gguf")
+    except OSError:
+        return []
