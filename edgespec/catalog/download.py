@@ -123,7 +123,7 @@ class _Source:
 
 
 def _fetch_file(folder: Path, repository: str, file: HubFile, report: _Report) -> Path:
-    """Bring one file into the cache's own layout, blobs by checksum and snapshots of links; the snapshot path."""
+    """Bring one file into the layout of the cache, blobs by checksum and snapshots of links; its path."""
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 

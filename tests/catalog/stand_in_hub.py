@@ -1,0 +1,113 @@
+"""A stand-in for the model hub on 127.0.0.1, with the faults a real network has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+REPOSITORY = "someone/tiny-GGUF"
+COMMIT = "c" * 40
+
+
+@dataclass
+class StandInHub:
+    """What the server serves and what goes wrong; `requests` is what it was asked for."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    status: int = 200
+    error_code: str = ""
+    token: str = ""
+    cut_after_bytes: list[int] = field(default_factory=list)
+    """The next downloads break off after so many bytes, one entry each."""
+    damaged: bool = False
+    requests: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
+    url: str = ""
+    _server: ThreadingHTTPServer | None = None
+
+    def start(self) -> None:
+        hub = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.hub = hub
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: StandInHub
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _answer(self, *, body: bool) -> None:
+        hub, path = self.hub, urlsplit(self.path).path
+        hub.requests.append(f"{self.command} {path}")
+        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            self._refuse(401, "GatedRepo")
+        elif hub.status != 200:
+            self._refuse(hub.status, hub.error_code)
+        elif path == f"/api/models/{REPOSITORY}":
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
+            self._send(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode(), {})
+        elif path.startswith(f"/{REPOSITORY}/resolve/main/"):
+            self._file(hub.files[path.split("/resolve/main/")[1]], body=body)
+        else:
+            self._refuse(404, "RepoNotFound")
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+
+    def _send(self, data: bytes, headers: dict[str, str], status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _file(self, data: bytes, *, body: bool) -> None:
+        hub = self.hub
+        headers = {
+            "X-Repo-Commit": COMMIT,
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "Content-Length": str(len(data)),
+        }
+        if not body:
+            self._send(b"", headers)
+            return
+        start = 0
+        if asked := self.headers.get("Range"):
+            hub.ranges.append(asked)
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        sent = data[start:]
+        headers["Content-Length"] = str(len(sent))
+        if hub.damaged:
+            sent = bytes(len(sent))
+        if hub.cut_after_bytes:
+            sent = sent[: hub.cut_after_bytes.pop(0)]
+            self.close_connection = True
+        self._send(sent, headers, status=206 if start else 200)

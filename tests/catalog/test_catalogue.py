@@ -1,0 +1,126 @@
+"""The catalogue file is whole, and what it embeds is shipped and described."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from edgespec.catalog import ModelEntry, load_catalogue, recommended_drafts
+from edgespec.catalog.catalogue import Catalogue, models_folder
+from edgespec.catalog.hub_files import HubFile, choose_files, is_quantisation
+from edgespec.errors import ModelNotFoundError
+
+ENTRIES = load_catalogue().entries
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_entry_is_complete(entry: ModelEntry) -> None:
+    assert entry.parameters > 0
+    assert entry.context_tokens >= 1024
+    assert entry.licence
+    assert entry.chat_template
+    assert bool(entry.embedded_file) != bool(entry.gguf_repository)
+    assert is_quantisation(entry.quantisation)
+    assert all(is_quantisation(quantisation) for quantisation in entry.aliases.values())
+    if entry.embedded_path:
+        assert entry.embedded_path.is_file()
+        assert entry.notice
+    else:
+        # Between 1.5 bits a parameter and 16: catches a slipped digit in either figure.
+        assert 0.19 < entry.approximate_file_bytes / entry.parameters < 2.0
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
+    for name in recommended_drafts(entry):
+        found = load_catalogue().find(name)
+        assert found is not None
+        assert found[0].parameters * 2 <= entry.parameters
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "quantisation"),
+    [
+        ("70b-q4", "llama-3.3-70b", "Q4_K_M"),
+        ("8B-Q4", "llama-3.1-8b", "Q4_K_M"),
+        ("8b-q8", "llama-3.1-8b", "Q8_0"),
+        ("gemma3:4b", "gemma-3-4b", "Q4_K_M"),
+        ("demo", "demo", "Q8_0"),
+    ],
+)
+def test_aliases_mean_what_people_expect(alias: str, name: str, quantisation: str) -> None:
+    found = load_catalogue().find(alias)
+    assert found is not None
+    assert (found[0].name, found[1]) == (name, quantisation)
+
+
+def test_a_name_given_twice_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="two models of the catalogue are called demo"):
+        Catalogue([ENTRIES[0], ENTRIES[0]])
+
+
+def test_the_card_speaks_of_every_shipped_file_and_of_no_other() -> None:
+    card = (models_folder() / "MODEL_CARD.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w-]+\.(?:gguf|jsonl))`", card))
+    shipped = {path.name for path in models_folder().iterdir() if path.suffix in (".gguf", ".jsonl")}
+    assert named == shipped
+
+
+def test_the_held_out_prompts_are_conversations() -> None:
+    lines = (models_folder() / "eval_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line) for line in lines]
+    assert len(prompts) == 34
+    assert all(prompt["messages"][-1]["role"] == "user" for prompt in prompts)
+
+
+def test_looking_a_model_up_does_not_load_the_hub_library() -> None:
+    script = (
+        "import sys, edgespec.catalog as c; c.resolve('demo'); sys.exit('huggingface_hub' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantisation", "parts"),
+    [
+        ("Llama-3.2-1B-Instruct-Q4_K_M.gguf", "Q4_K_M", 1),
+        ("Q8_0/qwen2.5-7b-instruct-q4_k_m-00001-of-00002.gguf", "Q4_K_M", 2),
+        ("Qwen3-8B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL", 1),
+        ("Qwen3-8B-BF16.gguf", "BF16", 1),
+        ("model.fp16.gguf", "FP16", 1),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4", 1),
+        ("model-IQ2_XXS.gguf", "IQ2_XXS", 1),
+        ("ggml-model.gguf", "", 1),
+    ],
+)
+def test_the_quantisation_is_read_from_the_name(name: str, quantisation: str, parts: int) -> None:
+    file = HubFile(name)
+    assert (file.quantisation, file.part_count) == (quantisation, parts)
+
+
+def choose(names: list[str], quantisation: str | None) -> list[str]:
+    return [file.name for file in choose_files("u/r", map(HubFile, names), quantisation)]
+
+
+def test_the_only_model_is_the_default_whatever_its_quantisation() -> None:
+    assert choose(["a-Q8_0.gguf", "mmproj-a-F16.gguf", "a.imatrix.gguf"], None) == ["a-Q8_0.gguf"]
+    with pytest.raises(ModelNotFoundError, match="u/r has no Q4_K_M; it has Q8_0, Q6_K"):
+        choose(["a-Q8_0.gguf", "b-Q6_K.gguf"], None)
+
+
+def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
+    names = ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"]
+    with pytest.raises(ModelNotFoundError, match=r"has 2 models at Q4_K_M.*hf:u/r:a-Q4_K_M\.gguf"):
+        choose(names, None)
+    assert choose(names, "B-q4_k_m.gguf") == ["b-Q4_K_M.gguf"]
+
+
+def test_a_repository_without_what_is_needed() -> None:
+    with pytest.raises(ModelNotFoundError, match="holds no GGUF model"):
+        choose(["model.safetensors"], None)
+    with pytest.raises(ModelNotFoundError, match="has 1 of the 2 parts"):
+        choose(["a-Q8_0-00001-of-00002.gguf"], "Q8_0")

@@ -1,0 +1,202 @@
+"""Downloads against a hub that misbehaves in every way a real one does."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from filelock import FileLock
+from huggingface_hub import constants, try_to_load_from_cache
+
+from edgespec.catalog import download
+from edgespec.catalog.download import fetch
+from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
+from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+
+Q4 = "tiny-Q4_K_M.gguf"
+
+
+class Seen:
+    """A Progress that never cancels."""
+
+    def __init__(self) -> None:
+        self.fractions: list[float] = []
+
+    def __call__(self, what: str, fraction: float) -> bool:
+        assert what.startswith("downloading tiny-")
+        self.fractions.append(fraction)
+        return True
+
+
+def partial_files(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.edgespec"))
+
+
+def test_the_default_quantisation_lands_where_other_tools_look(hub: StandInHub, cache: Path) -> None:
+    seen = Seen()
+    path = fetch(REPOSITORY, None, progress=seen)
+    assert path.read_bytes() == hub.files[Q4]
+    assert try_to_load_from_cache(REPOSITORY, Q4, cache_dir=cache) == str(path)
+    assert seen.fractions == sorted(seen.fractions)
+    assert seen.fractions[-1] == 1.0
+    assert not partial_files(cache)
+
+
+def test_the_second_time_needs_no_hub(hub: StandInHub) -> None:
+    first = fetch(REPOSITORY, "q4_k_m")
+    hub.stop()
+    asked = len(hub.requests)
+    assert fetch(REPOSITORY, "Q4_K_M") == first
+    assert fetch(REPOSITORY, None) == first
+    assert len(hub.requests) == asked
+
+
+def test_all_parts_of_a_split_model_come_and_the_first_is_returned(hub: StandInHub) -> None:
+    seen = Seen()
+    path = fetch(REPOSITORY, "Q8_0", progress=seen)
+    assert path.name == "tiny-Q8_0-00001-of-00002.gguf"
+    assert (path.parent / "tiny-Q8_0-00002-of-00002.gguf").read_bytes().endswith(b"bbb")
+    assert seen.fractions == sorted(seen.fractions)
+    assert seen.fractions[-1] == 1.0
+
+
+def test_a_split_model_with_a_part_missing_is_not_taken_from_the_cache(hub: StandInHub) -> None:
+    path = fetch(REPOSITORY, "Q8_0")
+    (path.parent / "tiny-Q8_0-00002-of-00002.gguf").resolve().unlink()
+    assert fetch(REPOSITORY, "Q8_0") == path
+    assert (path.parent / "tiny-Q8_0-00002-of-00002.gguf").exists()
+
+
+def test_a_cut_connection_is_taken_up_where_it_stopped(hub: StandInHub) -> None:
+    hub.cut_after_bytes = [600_000, 300_000]
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    assert len(hub.ranges) == 2
+    assert "bytes=0-" not in hub.ranges
+
+
+def test_a_connection_that_is_always_cut_fails_and_a_later_run_resumes(hub: StandInHub, cache: Path) -> None:
+    hub.cut_after_bytes = [600_000, *[0] * 6]
+    with pytest.raises(DownloadError, match="connection was cut 6 times.*try again later"):
+        fetch(REPOSITORY, None)
+    kept = partial_files(cache)[0].stat().st_size
+    assert kept > 0
+    hub.ranges.clear()
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    assert hub.ranges == [f"bytes={kept}-"]
+
+
+def test_cancelling_keeps_what_came(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(CancelledError, match="cancelled at"):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
+    assert 0 < partial_files(cache)[0].stat().st_size < len(hub.files[Q4])
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+
+
+def test_a_longer_leftover_is_dropped(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
+    partial_files(cache)[0].write_bytes(bytes(len(hub.files[Q4]) + 1))
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+
+
+def test_damaged_bytes_are_refused_and_not_kept(hub: StandInHub, cache: Path) -> None:
+    hub.damaged = True
+    with pytest.raises(DownloadError, match=r"came damaged: its checksum .*download it again"):
+        fetch(REPOSITORY, None)
+    assert not partial_files(cache)
+    hub.damaged = False
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+
+
+def test_a_wrong_quantisation_is_answered_with_those_there_are(hub: StandInHub) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; ask for one"):
+        fetch(REPOSITORY, "Q5_K_M")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "line"),
+    [
+        (401, "GatedRepo", DownloadError, "is gated.*accept it at .*hf auth login"),
+        (403, "GatedRepo", DownloadError, "is gated"),
+        (401, "RepoNotFound", ModelNotFoundError, "no model repository someone/tiny-GGUF.*hf auth login"),
+        (401, "", DownloadError, "refused .status 401.*hf auth login"),
+        (403, "", DownloadError, "refused .status 403"),
+        (404, "RepoNotFound", ModelNotFoundError, "no model repository .*check the spelling"),
+        (429, "", DownloadError, "too many requests.*wait"),
+        (400, "", DownloadError, "hub failed .*status 400"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(
+    hub: StandInHub, status: int, code: str, kind: type[EdgespecError], line: str
+) -> None:
+    hub.status, hub.error_code = status, code
+    with pytest.raises(kind, match=line) as caught:
+        fetch(REPOSITORY, None)
+    assert "\n" not in str(caught.value)
+    assert caught.value.next_step
+
+
+def test_the_token_is_sent(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "secret"
+    with pytest.raises(DownloadError, match="gated"):
+        fetch(REPOSITORY, None)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert fetch(REPOSITORY, None).name == Q4
+
+
+def test_a_hub_that_cannot_be_reached() -> None:
+    with pytest.raises(DownloadError, match="cannot be reached .*check the network"):
+        fetch(REPOSITORY, None)
+
+
+def test_offline_mode(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DownloadError, match="offline mode is on; unset HF_HUB_OFFLINE"):
+        fetch(REPOSITORY, None)
+    assert not hub.requests
+
+
+def test_no_download_unless_allowed(hub: StandInHub) -> None:
+    with pytest.raises(ModelNotFoundError, match="not on this machine"):
+        fetch(REPOSITORY, "Q4_K_M", allow_download=False)
+    assert not hub.requests
+
+
+def test_a_disk_too_small_is_seen_before_the_first_byte(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Usage(NamedTuple):
+        total: int
+        used: int
+        free: int
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
+    with pytest.raises(DownloadError, match=r"needs 0\.0 GB and .* has 0\.0 GB free; free some space"):
+        fetch(REPOSITORY, None)
+    assert not any("resolve" in request for request in hub.requests)
+
+
+def test_a_disk_that_fills_up(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(download, "_stream", full)
+    with pytest.raises(DownloadError, match="is full; free some space"):
+        fetch(REPOSITORY, None)
+
+
+def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path) -> None:
+    fetch(REPOSITORY, None)
+    lock = next(cache.rglob("*.lock"))
+    shutil.rmtree(next(cache.glob("models--*")))
+    with FileLock(lock), pytest.raises(DownloadError, match="another program is downloading"):
+        fetch(REPOSITORY, None)
+
+
+def test_an_answer_that_is_no_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.catalog.stand_in_hub.COMMIT", "")
+    with pytest.raises(DownloadError, match="does not answer as a model hub does"):
+        fetch(REPOSITORY, None)

@@ -1,0 +1,250 @@
+"""What a person types, and the file or the one line it leads to."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from edgespec.catalog import catalogue, draft_for, resolve
+from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse
+from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
+from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"),
+    [
+        ("demo", NameReference("demo", None)),
+        (" 70b-q4 ", NameReference("70b-q4", None)),
+        ("llama3.2:1b", NameReference("llama3.2", "1b")),
+        ("user/repo", HubReference("user/repo", None)),
+        ("user/repo:Q8_0", HubReference("user/repo", "Q8_0")),
+        ("hf:user/repo:q4_k_m", HubReference("user/repo", "q4_k_m")),
+        ("hf:user/repo:sub/file-Q4_0.gguf", HubReference("user/repo", "sub/file-Q4_0.gguf")),
+        ("hf.co/user/repo:Q4_0", HubReference("user/repo", "Q4_0")),
+        ("https://huggingface.co/user/repo/", HubReference("user/repo", None)),
+        ("model.gguf", PathReference(Path("model.gguf"))),
+        ("./demo", PathReference(Path("demo"))),
+        ("../a/b", PathReference(Path("../a/b"))),
+        ("my models/a model.gguf", PathReference(Path("my models/a model.gguf"))),
+        ("a/b/c", PathReference(Path("a/b/c"))),
+    ],
+)
+def test_references_are_told_apart(text: str, meaning: Reference) -> None:
+    assert parse(text) == meaning
+
+
+def test_the_home_folder_is_expanded(own_home: Path) -> None:
+    model = own_home / "my model.gguf"
+    model.write_bytes(b"GGUF")
+    resolved = resolve("~/my model.gguf")
+    assert (resolved.path, resolved.source, resolved.entry) == (model, "path", None)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "hf:", "hf:repo", "hf.co/user", "hf:user/repo with spaces"])
+def test_what_is_no_reference_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        parse(text)
+    assert caught.value.next_step
+
+
+def test_the_demo_pair_is_embedded() -> None:
+    target = resolve("demo", allow_download=False)
+    draft = draft_for(target)
+    assert draft is not None
+    assert [model.path.name for model in (target, draft)] == ["demo-target-q8_0.gguf", "demo-draft-q8_0.gguf"]
+    assert target.source == "embedded"
+    assert target.note == f"demo -> embedded: {target.path}"
+    assert target.entry is not None
+    assert "demo" in target.entry.notice
+
+
+def test_the_demo_by_its_path_is_still_the_demo() -> None:
+    embedded = resolve("demo")
+    by_path = resolve(os.path.relpath(embedded.path))
+    assert by_path.entry == embedded.entry
+    draft = draft_for(by_path)
+    assert draft is not None
+    assert draft.name == "demo-draft"
+
+
+def test_the_demo_in_a_quantisation_it_does_not_have() -> None:
+    with pytest.raises(ModelNotFoundError, match="comes as Q8_0 only, not Q4_0"):
+        resolve("demo:Q4_0")
+    assert resolve("demo:q8_0").path == resolve("demo").path
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("dmo", "no model is called dmo; did you mean demo"),
+        ("llama-3.3", "did you mean llama-3.3-70b"),
+        ("8b", "did you mean 8b-q4"),
+        ("qwen3:999b", "did you mean qwen3:"),
+        ("zzzzzz", "no model is called zzzzzz; `edgespec models list`"),
+    ],
+)
+def test_an_unknown_name_suggests_the_nearest(text: str, line: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=line):
+        resolve(text)
+
+
+class TestFiles:
+    """Paths that are no readable model file."""
+
+    def test_a_missing_file_suggests_its_neighbour(self, tmp_path: Path) -> None:
+        (tmp_path / "llama-8b.gguf").touch()
+        with pytest.raises(ModelNotFoundError, match=r"there is no file .*did you mean .*llama-8b\.gguf"):
+            resolve(str(tmp_path / "lama-8b.gguf"))
+
+    def test_a_folder_names_a_model_in_it(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelFileError, match="is a folder, not a model file; give the path"):
+            resolve(str(tmp_path))
+        (tmp_path / "a.gguf").touch()
+        with pytest.raises(ModelFileError, match=r"name a file in it, such as .*a\.gguf"):
+            resolve(str(tmp_path))
+
+    def test_a_folder_that_could_be_a_repository(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "user" / "repo").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ModelFileError, match="written hf:user/repo"):
+            resolve("user/repo")
+
+    def test_a_file_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tmp_path / "model.gguf"
+        model.touch()
+
+        def refuse(*_: object) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "open", refuse)  # chmod does not keep root out
+        with pytest.raises(ModelFileError, match="may not be read by this user; change its permissions"):
+            resolve(str(model))
+
+    @pytest.mark.parametrize("text", ["\0.gguf", "x" * 5000 + ".gguf", "/dev/null", "~no-such-user/x.gguf"])
+    def test_absurd_paths_are_one_line(self, text: str) -> None:
+        with pytest.raises(EdgespecError) as caught:
+            resolve(text)
+        assert caught.value.next_step
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_without_the_usual_ending(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "sha256-123").touch()
+        monkeypatch.chdir(tmp_path)
+        assert resolve("sha256-123").source == "path"
+
+
+class TestUserAliases:
+    """`aliases.toml` in the user's configuration folder."""
+
+    @pytest.fixture
+    def write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        path = tmp_path / "aliases.toml"
+        monkeypatch.setattr(catalogue, "user_aliases_path", lambda: path)
+        return path
+
+    def test_they_win_over_the_catalogue_and_may_chain(self, write: Path) -> None:
+        write.write_text('[aliases]\n"8b-q4" = "mine"\nMine = "demo-draft"\n', encoding="utf-8")
+        assert resolve("8b-q4").path == resolve("demo-draft").path
+
+    def test_they_are_suggested(self, write: Path) -> None:
+        write.write_text('[aliases]\nfavourite = "demo"\n', encoding="utf-8")
+        with pytest.raises(ModelNotFoundError, match="did you mean favourite"):
+            resolve("favorite")
+
+    def test_a_circle_is_refused(self, write: Path) -> None:
+        write.write_text('[aliases]\na = "b"\nb = "a"\n', encoding="utf-8")
+        with pytest.raises(ModelNotFoundError, match="leads back to itself .a -> b -> a."):
+            resolve("a")
+
+    @pytest.mark.parametrize("content", ["not toml", "[aliases]\na = 1\n", "aliases = 3\n", "\udcff"])
+    def test_a_broken_file_is_one_line(self, write: Path, content: str) -> None:
+        write.write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(ModelNotFoundError, match="the alias file") as caught:
+            resolve("demo")
+        assert caught.value.next_step
+
+    def test_paths_do_not_need_the_file(self, write: Path) -> None:
+        write.write_text("not toml", encoding="utf-8")
+        assert resolve(str(catalogue.models_folder() / "demo-draft-q8_0.gguf")).source == "path"
+
+
+class TestOllamaStore:
+    """Models another runtime keeps, used where they lie."""
+
+    @pytest.fixture
+    def blob(self, own_home: Path) -> Path:
+        store = own_home / ".ollama" / "models"
+        manifest = store / "manifests/registry.ollama.ai/library/llama3.2/1b"
+        manifest.parent.mkdir(parents=True)
+        layers = [
+            {"mediaType": "application/vnd.ollama.image.template", "digest": "sha256:aa"},
+            {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:bb"},
+        ]
+        manifest.write_text(json.dumps({"layers": layers}), encoding="utf-8")
+        blob = store / "blobs" / "sha256-bb"
+        blob.parent.mkdir()
+        blob.write_bytes(b"GGUF")
+        return blob
+
+    def test_what_it_holds_is_not_downloaded_again(self, blob: Path) -> None:
+        resolved = resolve("llama3.2:1b", allow_download=False)
+        assert (resolved.path, resolved.source) == (blob, "ollama")
+        assert resolved.entry is not None
+        assert resolved.entry.name == "llama-3.2-1b"
+
+    def test_what_it_lost_is_looked_up_in_the_catalogue(self, blob: Path) -> None:
+        blob.unlink()
+        with pytest.raises(ModelNotFoundError, match="bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M is not on"):
+            resolve("llama3.2:1b", allow_download=False)
+
+    def test_a_manifest_in_another_form_is_no_model(self, blob: Path) -> None:
+        manifest = blob.parent.parent / "manifests/registry.ollama.ai/library/llama3.2/1b"
+        manifest.write_text('{"layers": "moved"}', encoding="utf-8")
+        with pytest.raises(ModelNotFoundError):
+            resolve("llama3.2:1b", allow_download=False)
+
+
+def test_a_repository_is_fetched_and_its_note_says_where(hub: StandInHub) -> None:
+    resolved = resolve(f"{REPOSITORY}:Q4_K_M")
+    assert resolved.source == "hub"
+    assert resolved.note == f"{REPOSITORY}:Q4_K_M -> hf:{REPOSITORY}:Q4_K_M: {resolved.path}"
+    hub.stop()
+    assert resolve(f"hf:{REPOSITORY}:q4_k_m").path == resolved.path
+
+
+def test_a_name_with_a_quantisation_asks_for_that_one() -> None:
+    with pytest.raises(
+        ModelNotFoundError, match="Meta-Llama-3.1-8B-Instruct-GGUF:Q6_K is not on this machine"
+    ):
+        resolve("llama-3.1-8b:Q6_K", allow_download=False)
+
+
+def test_no_draft_where_none_is_here_or_none_is_known(tmp_path: Path) -> None:
+    model = tmp_path / "other.gguf"
+    model.touch()
+    assert draft_for(resolve(str(model))) is None
+    cached = tmp_path / "cache/models--bartowski--Llama-3.2-3B-Instruct-GGUF/snapshots/abc"
+    cached.mkdir(parents=True)
+    (cached / "Llama-3.2-3B-Instruct-Q4_K_M.gguf").touch()
+    assert draft_for(resolve("3b-q4")) is None
+
+
+def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
+    for size in ("1B", "3B"):
+        cached = tmp_path / f"cache/models--bartowski--Llama-3.2-{size}-Instruct-GGUF/snapshots/abc"
+        cached.mkdir(parents=True)
+        (cached / f"Llama-3.2-{size}-Instruct-Q4_K_M.gguf").touch()
+    target = tmp_path / "cache/models--bartowski--Llama-3.3-70B-Instruct-GGUF/snapshots/abc"
+    target.mkdir(parents=True)
+    (target / "Llama-3.3-70B-Instruct-Q4_K_M.gguf").touch()
+    by_name = draft_for(resolve("70b-q4"))
+    by_repository = draft_for(resolve("hf:bartowski/Llama-3.3-70B-Instruct-GGUF"))
+    assert by_name is not None
+    assert by_name == by_repository
+    assert by_name.name == "llama-3.2-3b"
