@@ -32,6 +32,7 @@ class LoadOptions:
     kv_type: `f16`, `f32`, `q8_0`, `q5_1`, `q4_0` and the like.
     flash_attention: `auto`, `on` or `off`.
     max_branches: how many leaves a token tree may have.
+    memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
     """
 
     context_tokens: int | None = None
@@ -43,6 +44,7 @@ class LoadOptions:
     mlock: bool = False
     batch_tokens: int = 512
     max_branches: int = 8
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

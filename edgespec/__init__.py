@@ -1,0 +1,70 @@
+"""edgespec: the largest model your machine can hold, at the best speed it allows, the same tokens.
+
+    import edgespec
+
+    with edgespec.load("demo") as runtime:
+        print(runtime.generate("How do I list files by size?", max_tokens=200).text)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgespec.backends.base import Capabilities, ModelFacts
+    from edgespec.chat.conversation import Chat
+    from edgespec.chat.message import Message
+    from edgespec.engine.sampling import SamplingParams
+    from edgespec.engine.stats import Stats
+    from edgespec.errors import EdgespecError
+    from edgespec.loading import load
+    from edgespec.reply import MethodReport, Piece, Reply
+    from edgespec.runtime import Runtime
+    from edgespec.stream import ReplyStream
+
+__all__ = [
+    "Capabilities",
+    "Chat",
+    "EdgespecError",
+    "Message",
+    "MethodReport",
+    "ModelFacts",
+    "Piece",
+    "Reply",
+    "ReplyStream",
+    "Runtime",
+    "SamplingParams",
+    "Stats",
+    "__version__",
+    "load",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Capabilities": "edgespec.backends.base",
+    "Chat": "edgespec.chat.conversation",
+    "EdgespecError": "edgespec.errors",
+    "Message": "edgespec.chat.message",
+    "MethodReport": "edgespec.reply",
+    "ModelFacts": "edgespec.backends.base",
+    "Piece": "edgespec.reply",
+    "Reply": "edgespec.reply",
+    "ReplyStream": "edgespec.stream",
+    "Runtime": "edgespec.runtime",
+    "SamplingParams": "edgespec.engine.sampling",
+    "Stats": "edgespec.engine.stats",
+    "load": "edgespec.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported on first use, so that `import edgespec` and `edgespec --help` are quick."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

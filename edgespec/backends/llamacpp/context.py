@@ -1,0 +1,178 @@
+"""A llama_context in typed form: one batch, one memory, passes of tokens with sequence ids."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
+
+__all__ = ["KV_TYPES", "LlamaContext"]
+
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "iq4_nl": 20, "q4_1": 3, "q4_0": 2}
+FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+
+_NO_SLOT, _ABORTED = 1, 2
+MAX_WIDTH = 256
+
+
+class LlamaContext:
+    """One context with a unified KV memory for up to `max_branches` sequences."""
+
+    def __init__(self, model: Any, options: LoadOptions, context_tokens: int, threads: int) -> None:
+        lib = self._lib = library()
+        self.interrupt = Interrupt()
+        params = lib.llama_context_default_params()
+        params.n_ctx = context_tokens
+        params.n_batch = params.n_ubatch = options.batch_tokens
+        # One sequence for each branch, and a spare one for moving cells.
+        params.n_seq_max = options.max_branches + 1
+        self._spare = options.max_branches
+        params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = _choice("kv_type", options.kv_type, KV_TYPES)
+        params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
+        # A window that was thrown away cannot be rolled back into: keep it whole.
+        params.swa_full = True
+        params.kv_unified = True
+        params.no_perf = True
+        recent_errors(clear=True)
+        self._context = lib.llama_init_from_model(model, params)
+        if not self._context:
+            detail = (recent_errors() or ["no reason was given"])[-1]
+            raise MemoryBudgetError(
+                f"a context of {context_tokens} tokens could not be made: {detail}",
+                "use a smaller --context or another --kv-type",
+            )
+        self.tokens: int = lib.llama_n_ctx(self._context)
+        self.max_width: int = params.n_outputs_max
+        self.batch_tokens: int = lib.llama_n_batch(self._context)
+        self._memory = lib.llama_get_memory(self._context)
+        self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        self._logits = np.empty((0, self._vocab_size), np.float32)
+        self._logits_address = 0
+        self._make_batch(options)
+        self.interrupt.attach(self._context)
+
+    def _make_batch(self, options: LoadOptions) -> None:
+        """The batch is made once; numpy views let a pass fill it without a ctypes call per token."""
+        size = options.batch_tokens
+        self._batch = batch = self._lib.llama_batch_init(size, 0, options.max_branches + 1)
+        self._token = np.ctypeslib.as_array(batch.token, (size,))
+        self._position = np.ctypeslib.as_array(batch.pos, (size,))
+        self._sequence_count = np.ctypeslib.as_array(batch.n_seq_id, (size,))
+        self._wants_logits = np.ctypeslib.as_array(batch.logits, (size,))
+        self._sequences = [batch.seq_id[i] for i in range(size)]
+
+    @property
+    def remembers(self) -> bool:
+        """False for models without a memory of past tokens, which cannot generate."""
+        return bool(self._memory)
+
+    def append(self, tokens: Sequence[int], position: int) -> None:
+        """Run tokens from `position` on in sequence 0, without logits."""
+        count = len(tokens)
+        self._token[:count] = tokens
+        self._position[:count] = np.arange(position, position + count)
+        self._sequence_count[:count] = 1
+        for i in range(count):
+            self._sequences[i][0] = 0
+        self._wants_logits[:count] = 0
+        self._decode(count)
+
+    def run(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        """Run tokens, each part of some sequences: logits float32 [n, vocab], a view until the next pass."""
+        count = len(tokens)
+        self._token[:count] = tokens
+        self._position[:count] = positions
+        self._wants_logits[:count] = 1
+        for i, ids in enumerate(sequences):
+            self._sequence_count[i] = len(ids)
+            for j, sequence in enumerate(ids):
+                self._sequences[i][j] = sequence
+        self._decode(count)
+        pointer = self._lib.llama_get_logits(self._context)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if not address:
+            raise BackendError("the model gave no logits", "this kind of model cannot generate text")
+        if address != self._logits_address:
+            self._logits_address = address
+            self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
+        return self._logits[:count]
+
+    def _decode(self, count: int) -> None:
+        if self.interrupt.wanted:
+            raise CancelledError("cancelled")
+        self._batch.n_tokens = count
+        recent_errors(clear=True)
+        status = self._lib.llama_decode(self._context, self._batch)
+        if status == 0:
+            return
+        if status == _ABORTED or self.interrupt.wanted:
+            raise CancelledError("cancelled")
+        if status == _NO_SLOT:
+            raise ContextFullError(f"the context of {self.tokens} tokens is full", "use a larger --context")
+        detail = (recent_errors() or ["no reason was given"])[-1]
+        raise BackendError(
+            f"llama.cpp failed on {count} tokens (status {status}): {detail}",
+            "free some memory or use a smaller --context",
+        )
+
+    def copy(self, source: int, sequence: int, start: int, end: int) -> None:
+        """Let a sequence share the source's cells of positions [start, end)."""
+        self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+
+    def drop(self, sequence: int, start: int) -> bool:
+        """Take positions from `start` on out of a sequence; False when this memory cannot."""
+        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._lib.llama_memory_clear(self._memory, False)
+
+    def close_ranks(self, source: int, start: int, end: int) -> None:
+        """Make positions [start, end) of `source` the end of sequence 0, in cells next to one another.
+
+        Everything else after `start` is dropped. Attention adds up cells in the order they lie in memory;
+        a later token that filled a hole between them would change that order, and with it the rounding.
+        """
+        self.copy(source, self._spare, start, end)
+        data = self.state(self._spare)
+        for sequence in range(self._spare + 1):
+            self.drop(sequence, 0 if sequence else start)
+        if not self.set_state(data, self._spare):
+            raise BackendError(f"the cache of {end - start} tokens could not be moved", "use --draft-tree 1")
+        self.copy(self._spare, 0, start, end)
+        self.drop(self._spare, 0)
+
+    def state(self, sequence: int = 0) -> bytes:
+        """The memory of a sequence as bytes."""
+        size = self._lib.llama_state_seq_get_size(self._context, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        written = self._lib.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        return bytes(memoryview(buffer)[:written])
+
+    def set_state(self, data: bytes, sequence: int = 0) -> bool:
+        """Put saved memory into an empty sequence; False when it does not fit this model and context."""
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+        return bool(self._lib.llama_state_seq_set_data(self._context, buffer, len(data), sequence))
+
+    def close(self) -> None:
+        """Free context and batch."""
+        self._logits = np.empty((0, self._vocab_size), np.float32)
+        self._lib.llama_batch_free(self._batch)
+        self._lib.llama_free(self._context)
+
+
+def _choice(name: str, value: str, known: dict[str, int]) -> int:
+    if value not in known:
+        raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(known)}")
+    return known[value]

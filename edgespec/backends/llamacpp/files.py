@@ -1,0 +1,194 @@
+"""GGUF files: what they are, whether they fit, and loading them with errors a person can act on."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.llamacpp.native import library, recent_errors
+from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
+
+__all__ = ["default_threads", "describe", "kv_bytes_per_token", "load_weights", "plan_context"]
+
+DEFAULT_CONTEXT_TOKENS = 8192
+# Bytes of 32 elements of a cache type.
+_KV_BLOCK_BYTES = {
+    "f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q5_1": 24, "q5_0": 22, "iq4_nl": 18, "q4_1": 20, "q4_0": 18,
+}  # fmt: skip
+
+
+def check_file(path: str) -> int:
+    """The size of a GGUF model in bytes, all its splits counted. Raises ModelFileError for anything else."""
+    file = Path(path)
+    try:
+        with file.open("rb") as stream:
+            magic = stream.read(4)
+        size = sum(part.stat().st_size for part in _splits(file))
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+    if magic != b"GGUF":
+        begins = f"it begins with {magic!r}" if magic else "it is empty"
+        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "give the .gguf file of a model")
+    return size
+
+
+def _splits(file: Path) -> list[Path]:
+    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
+    if not match:
+        return [file]
+    parts = [file.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, int(match[2]) + 1)]
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        raise ModelFileError(
+            f"{len(missing)} of {len(parts)} parts are missing, first {missing[0]}",
+            f"put all parts into {file.parent}",
+        )
+    return parts
+
+
+def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
+    """A llama_model. Raises ModelFileError, CancelledError."""
+    size = check_file(path)
+    if options.memory_bytes is not None and size > options.memory_bytes:
+        raise MemoryBudgetError(
+            f"the weights of {name} take {_gib(size)} and {_gib(options.memory_bytes)} are there for them",
+            "choose a smaller model or quantisation, or give more with --memory",
+        )
+    lib = library()
+    params = lib.llama_model_default_params()
+    # llama.cpp reads any negative number as all layers.
+    params.n_gpu_layers = -1 if options.gpu_layers is None else options.gpu_layers
+    params.load_mode = {
+        (False, False): lib.LLAMA_LOAD_MODE_NONE,
+        (True, False): lib.LLAMA_LOAD_MODE_MMAP,
+        (False, True): lib.LLAMA_LOAD_MODE_MLOCK,
+        (True, True): lib.LLAMA_LOAD_MODE_MMAP_MLOCK,
+    }[options.mmap, options.mlock]
+    cancelled = False
+
+    def on_progress(fraction: float, _user_data: object) -> bool:
+        nonlocal cancelled
+        cancelled = progress is not None and not progress(f"loading {name}", fraction)
+        return not cancelled
+
+    callback = lib.llama_progress_callback(on_progress)
+    params.progress_callback = callback
+    recent_errors(clear=True)
+    weights = lib.llama_model_load_from_file(os.fsencode(path), params)
+    if weights:
+        return weights
+    if cancelled:
+        raise CancelledError(f"loading {name} was cancelled")
+    raise _translated(path, size, recent_errors())
+
+
+def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
+    text = " ".join(lines)
+    if match := re.search(r"unknown model architecture: '([^']*)'", text):
+        return ModelFileError(
+            f"{path} has the architecture {match[1]!r}, which this llama.cpp does not know",
+            "update llama-cpp-python or choose another model",
+        )
+    if re.search(r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text):
+        return ModelFileError(
+            f"{path} is incomplete or damaged ({size:,} bytes)", "download it again and compare its size"
+        )
+    if re.search(r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE):
+        return MemoryBudgetError(
+            f"there is no memory for the {size:,} bytes of {path}",
+            "close other programs, choose a smaller quantisation, or use fewer --gpu-layers",
+        )
+    detail = lines[0] if lines else "llama.cpp gave no reason"
+    return ModelFileError(f"{path} ({size:,} bytes) could not be loaded: {detail}", "check or replace the file")
+
+
+def plan_context(weights: Any, options: LoadOptions) -> int:
+    """How many tokens of context to make. Raises MemoryBudgetError when the cache cannot fit this machine."""
+    trained: int = library().llama_model_n_ctx_train(weights)
+    wanted = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
+    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+    left = max(0, limit - library().llama_model_size(weights))
+    per_token = kv_bytes_per_token(weights, options.kv_type)
+    if wanted * per_token > left:
+        fits = left // per_token // 256 * 256
+        raise MemoryBudgetError(
+            f"the cache for {wanted:,} tokens of context takes {_gib(wanted * per_token)}"
+            f" and {_gib(left)} are left for it",
+            f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
+        )
+    return wanted
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def kv_bytes_per_token(weights: Any, kv_type: str) -> int:
+    """Bytes of keys and values for one token in all layers."""
+    arch = metadata(weights, "general.architecture") or ""
+    heads = library().llama_model_n_head(weights) or 1
+    head_size = library().llama_model_n_embd(weights) // heads
+    key = int(metadata(weights, f"{arch}.attention.key_length") or head_size)
+    value = int(metadata(weights, f"{arch}.attention.value_length") or head_size)
+    listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
+    layers: int = library().llama_model_n_layer(weights)
+    kv_heads = sum(map(int, listed)) if len(listed) > 1 else library().llama_model_n_head_kv(weights) * layers
+    return int((key + value) * kv_heads * _KV_BLOCK_BYTES.get(kv_type, 64) // 32)
+
+
+def metadata(weights: Any, key: str) -> str | None:
+    """A metadata value as text, None when the file has no such key."""
+    buffer = ctypes.create_string_buffer(4096)
+    count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if count >= 0 else None
+
+
+def describe(
+    weights: Any,
+    path: str,
+    name: str,
+    options: LoadOptions,
+    context_tokens: int,
+    vocabulary: Vocabulary,
+    capabilities: Capabilities,
+) -> ModelFacts:
+    """What is known about a loaded model."""
+    lib = library()
+    buffer = ctypes.create_string_buffer(256)
+    lib.llama_model_desc(weights, buffer, len(buffer))
+    trained: int = lib.llama_model_n_ctx_train(weights)
+    notice = ""
+    if context_tokens > trained:
+        notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
+    return ModelFacts(
+        name=name,
+        path=path,
+        architecture=metadata(weights, "general.architecture") or "unknown",
+        description=buffer.value.decode("utf-8", "replace"),
+        parameters=lib.llama_model_n_params(weights),
+        file_bytes=check_file(path),
+        weight_bytes=lib.llama_model_size(weights),
+        kv_bytes=kv_bytes_per_token(weights, options.kv_type) * context_tokens,
+        quantisation=lib.llama_ftype_name(lib.llama_model_ftype(weights)).decode(),
+        trained_context_tokens=trained,
+        context_tokens=context_tokens,
+        vocab_size=vocabulary.size,
+        chat_template=vocabulary.chat_template is not None,
+        capabilities=capabilities,
+        notice=notice,
+    )
+
+
+def default_threads() -> int:
+    """Physical cores this process may use: more threads than cores only wait for each other."""
+    physical = psutil.cpu_count(logical=False) or 1
+    try:
+        return max(1, min(physical, len(psutil.Process().cpu_affinity())))
+    except (AttributeError, psutil.Error):
+        return physical

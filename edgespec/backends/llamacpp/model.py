@@ -1,0 +1,227 @@
+"""A GGUF model behind the LanguageModel Protocol."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Snapshot
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.files import default_threads, describe, load_weights, plan_context
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ClosedError,
+    ContextFullError,
+    ModelFileError,
+)
+
+__all__ = ["LlamaCppModel", "load"]
+
+
+def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LlamaCppModel:
+    """Load a GGUF file.
+
+    Raises ModelFileError (not a GGUF, damaged, unknown architecture), MemoryBudgetError, OptionError,
+    BackendMissingError, and CancelledError when `progress` returns False.
+    """
+    weights = load_weights(path, name, options, progress)
+    try:
+        return LlamaCppModel(weights, path, name, options)
+    except BaseException:
+        library().llama_model_free(weights)
+        raise
+
+
+class LlamaCppModel:
+    """One GGUF model with one KV cache.
+
+    Sequence 0 holds the committed tokens. In a round every branch of the tree is a sequence of its own
+    that shares the cells of its ancestors: the first child goes on with its parent's sequence, each
+    further child opens a new one. Committing keeps one sequence as the new sequence 0.
+    """
+
+    def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
+        self._weights = weights
+        self._max_branches = options.max_branches
+        self._closed = False
+        self.vocabulary = LlamaVocabulary(weights)
+        if self.vocabulary.size == 0:
+            raise ModelFileError(f"{path} has no vocabulary", "choose a file that holds a whole language model")
+        context_tokens = plan_context(weights, options)
+        self._context = LlamaContext(weights, options, context_tokens, options.threads or default_threads())
+        try:
+            capabilities = self._probe(options)
+        except BaseException:
+            self._context.close()
+            raise
+        self.facts: ModelFacts = describe(
+            weights, path, name, options, self._context.tokens, self.vocabulary, capabilities
+        )
+        self._length = 0
+        self._sequence_of: list[int] = []
+        self._position_of: list[int] = []
+
+    def _probe(self, options: LoadOptions) -> Capabilities:
+        """Run two tokens and take one back: what a model claims is not what counts."""
+        lib = library()
+        if not self._context.remembers or not lib.llama_model_has_decoder(self._weights):
+            raise ModelFileError("this model does not generate text", "choose a decoder language model")
+        if lib.llama_model_has_encoder(self._weights) or lib.llama_model_is_diffusion(self._weights):
+            raise ModelFileError(
+                "encoder-decoder and diffusion models do not write token by token", "choose a decoder-only model"
+            )
+        self._context.append([0, 0], 0)
+        rollback = self._context.drop(0, 1)
+        self._context.clear()
+        if not rollback:
+            kind = "hybrid" if lib.llama_model_is_hybrid(self._weights) else "recurrent"
+            return Capabilities(False, False, f"its {kind} memory cannot be rolled back")
+        tree = options.max_branches > 1
+        return Capabilities(True, tree, "" if tree else "it was loaded for one branch")
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def room(self) -> int:
+        return self._context.tokens - self._length
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self._end_round()
+        step = self._context.batch_tokens
+        for start in range(0, len(tokens), step):
+            chunk = tokens[start : start + step]
+            try:
+                self._context.append(chunk, self._length)
+            except (BackendError, ContextFullError, CancelledError):
+                self._forget_after(self._length)
+                raise
+            self._length += len(chunk)
+            if progress and not progress("prefill", self._length / max(1, self._length + len(tokens) - start)):
+                raise CancelledError("cancelled")
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._check(tree.width)
+        if first == 0:
+            self._end_round()
+        try:
+            sequences = self._place(tree, first)
+            rows = self._context.run(tree.tokens[first:], self._position_of[first:], sequences)
+        except (BackendError, ContextFullError, CancelledError):
+            self._end_round()
+            raise
+        return HostLogits(rows)
+
+    def _place(self, tree: TokenTree, first: int) -> list[list[int]]:
+        """Give nodes from `first` on a position and a sequence; the sequences that pass through each."""
+        if tree.width > 1 and not self.facts.capabilities.rollback:
+            raise CapabilityError(f"{self.facts.name} cannot verify drafts", self.facts.capabilities.reason)
+        if tree.width > self._context.max_width:
+            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
+        passing: list[list[int]] = []
+        parented = set(tree.parents[1:first])
+        used = max(self._sequence_of, default=0)
+        for node in range(first, tree.width):
+            parent = tree.parents[node]
+            self._position_of.append(self._length if parent < 0 else self._position_of[parent] + 1)
+            if parent < 0 or parent not in parented:
+                parented.add(parent)
+                sequence = 0 if parent < 0 else self._sequence_of[parent]
+            else:
+                used += 1
+                sequence = used
+                self._branch(tree, parent, sequence, first, passing)
+            self._sequence_of.append(sequence)
+            passing.append([sequence])
+        return passing
+
+    def _branch(self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]) -> None:
+        """Open a sequence that shares all ancestors from `parent` up."""
+        if sequence >= self._max_branches:
+            self._end_round()
+            raise CapabilityError(
+                f"the tree has more than the {self._max_branches} branches the model was loaded for"
+            )
+        while parent >= first:
+            passing[parent - first].append(sequence)
+            parent = tree.parents[parent]
+        source, end = (0, self._length) if parent < 0 else (self._sequence_of[parent], self._position_of[parent] + 1)
+        self._context.copy(source, sequence, 0, end)
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        kept = path[-1] if path else 0
+        length = self._position_of[kept] + 1
+        if kept == len(path):
+            # The path is the first nodes of the pass: their cells lie in order already.
+            self._forget_after(length)
+        else:
+            self._context.close_ranks(self._sequence_of[kept], self._length, length)
+            self._sequence_of, self._position_of = [], []
+        self._length = length
+
+    def _end_round(self) -> None:
+        if self._sequence_of:
+            self._forget_after(self._length)
+
+    def _forget_after(self, length: int) -> None:
+        """Keep `length` tokens of sequence 0 and nothing of any branch."""
+        for sequence in range(1, max(self._sequence_of, default=0) + 1):
+            self._context.drop(sequence, 0)
+        if not self._context.drop(0, length) and length < self._length + len(self._sequence_of):
+            # A memory that cannot be cut back: what is left of it is not the beginning of anything.
+            self._context.clear()
+            self._length = 0
+        self._sequence_of, self._position_of = [], []
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        if 0 < length < self._length and not self.facts.capabilities.rollback:
+            raise CapabilityError(
+                f"{self.facts.name} cannot drop {self._length - length} tokens", self.facts.capabilities.reason
+            )
+        self._length = min(length, self._length)
+        self._forget_after(self._length)
+
+    def snapshot(self) -> Snapshot:
+        self._check(0)
+        self._end_round()
+        return Snapshot(self._length, self._context.state())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._end_round()
+        self._length = 0
+        self._context.clear()
+        if not self._context.set_state(snapshot.data):
+            self._context.clear()
+            raise BackendError("the saved state does not fit this model and context", "compute it again")
+        self._length = snapshot.length
+
+    def interrupt(self, wanted: bool) -> None:
+        self._context.interrupt.wanted = wanted
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._context.close()
+        library().llama_model_free(self._weights)
+        gc.collect()
+
+    def _check(self, more: int) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.facts.name} is closed")
+        if more > self.room:
+            raise ContextFullError(
+                f"{self._length} + {more} tokens do not fit the context of {self._context.tokens}",
+                "use a larger --context",
+            )

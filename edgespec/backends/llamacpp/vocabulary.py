@@ -1,0 +1,65 @@
+"""Text to tokens and back, by llama.cpp's tokenizer."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from typing import Any
+
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendError
+
+__all__ = ["LlamaVocabulary"]
+
+
+class LlamaVocabulary:
+    """The vocabulary of a loaded llama.cpp model (valid while the model is)."""
+
+    def __init__(self, model: Any) -> None:
+        self._lib = library()
+        self._vocab = self._lib.llama_model_get_vocab(model)
+        self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
+        template = self._lib.llama_model_chat_template(model, None)
+        self.chat_template = template.decode("utf-8", "replace") if template else None
+        self.start_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
+        self.end_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
+        self._adds_start: bool = self._lib.llama_vocab_get_add_bos(self._vocab)
+        self.piece = lru_cache(maxsize=65536)(self._piece)
+
+    def _special_text(self, token: int) -> str:
+        return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        """Text to tokens; see the Protocol. Raises BackendError when the model has no tokenizer."""
+        data = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+        room = len(data) + 16
+        while True:
+            buffer = (ctypes.c_int32 * room)()
+            count = self._lib.llama_tokenize(
+                self._vocab, data, len(data), buffer, room, start and self._adds_start, special
+            )
+            if count >= 0:
+                return list(buffer[:count])
+            if count < -(1 << 30) or -count <= room:
+                raise BackendError(f"{len(data)} bytes of text could not be tokenized", "try a shorter text")
+            room = -count
+
+    def _piece(self, token: int) -> bytes:
+        return self._text(token, special=False)
+
+    def raw_piece(self, token: int) -> bytes:
+        """The token as it stands in the vocabulary, control tokens included."""
+        return self._text(token, special=True)
+
+    def _text(self, token: int, special: bool) -> bytes:
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            if count >= 0:
+                return buffer.raw[:count]
+            room = -count
+
+    def is_end(self, token: int) -> bool:
+        """True for tokens that end a reply."""
+        return bool(self._lib.llama_vocab_is_eog(self._vocab, token))

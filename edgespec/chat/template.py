@@ -1,0 +1,78 @@
+"""The model's own chat template, rendered in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError as JinjaError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from edgespec.chat.message import Message
+from edgespec.errors import TemplateError
+
+__all__ = ["ChatTemplate"]
+
+
+class ChatTemplate:
+    """Renders messages the way the model was trained on them.
+
+    Raises TemplateError when the template does not compile or refuses the messages.
+    """
+
+    def __init__(self, source: str, start_text: str, end_text: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        self._tokens = {"bos_token": start_text, "eos_token": end_text}
+        try:
+            self._template = environment.from_string(source)
+        except JinjaError as error:
+            raise TemplateError(
+                f"the model's chat template is broken: {error}", "use `edgespec generate --raw` or another model"
+            ) from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt for the next reply of the assistant."""
+        try:
+            return self._render(messages)
+        except JinjaError as error:
+            folded = _without_system(messages)
+            if folded is None:
+                raise TemplateError(
+                    f"the model's chat template refuses these messages: {error}", "change or shorten the chat"
+                ) from error
+        # Some templates know no system role (Gemma); the instructions then lead the first message.
+        return self.render(folded)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        listed = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            return self._template.render(messages=listed, add_generation_prompt=True, tools=None, **self._tokens)
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
+            raise JinjaError(str(error)) from error
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message] | None:
+    """The same messages with the system's words put before the user's first; None when there are none."""
+    if len(messages) < 2 or messages[0].role != "system":
+        return None
+    first = messages[1]
+    return [Message(first.role, f"{messages[0].content}\n\n{first.content}"), *messages[2:]]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise JinjaError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().astimezone().strftime(pattern)

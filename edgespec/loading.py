@@ -1,0 +1,131 @@
+"""From references to a Runtime: find the files, check the memory, load, compare vocabularies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.catalog import Resolved, draft_for, recommended_drafts, resolve
+from edgespec.errors import OptionError
+from edgespec.memory import available_bytes, parse_size
+from edgespec.methods import Drafters, check_vocabularies
+from edgespec.runtime import Runtime
+
+__all__ = ["load"]
+
+
+def load(
+    target: str = "demo",
+    draft: str | None = "auto",
+    *,
+    memory: str | int | None = None,
+    context: int | None = None,
+    threads: int | None = None,
+    gpu_layers: int | None = None,
+    kv_type: str = "f16",
+    flash_attention: str = "auto",
+    mmap: bool = True,
+    mlock: bool = False,
+    method: str = "auto",
+    draft_length: int | None = None,
+    draft_branches: tuple[int, ...] = (),
+    draft_confidence: float = 0.0,
+    acceptance: str = "invariant",
+    progress: Progress | None = None,
+) -> Runtime:
+    """Load a target and its draft.
+
+    target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the recommended one
+    if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
+    "8GiB"; by default what is available. context: tokens of prompt and reply together. draft_branches:
+    children of a draft node at each depth, () for a chain. draft_confidence: stop drafting below this
+    probability. progress: called with (what, fraction), False cancels.
+
+    Raises EdgespecError with the reason and the next step.
+    """
+    for name, value in (("context", context), ("threads", threads)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31):
+            raise OptionError(f"{name} is {value!r}", "give a whole number from 1 up")
+    if not 0.0 <= draft_confidence < 1.0:
+        raise OptionError(f"draft_confidence is {draft_confidence!r}", "give a number from 0 to below 1")
+    branches = _checked_branches(draft_branches)
+    options = LoadOptions(
+        context_tokens=context,
+        threads=threads,
+        gpu_layers=gpu_layers,
+        kv_type=kv_type,
+        flash_attention=flash_attention,
+        mmap=mmap,
+        mlock=mlock,
+        max_branches=max(8, math.prod(branches) + 1),
+        memory_bytes=parse_size(memory) if memory is not None else available_bytes(),
+    )
+    found = resolve(target, progress=progress)
+    found_draft, why_no_draft = _find_draft(found, draft, progress)
+    with ExitStack() as undo:
+        model = _load_model(found, options, progress)
+        undo.callback(model.close)
+        draft_model = None
+        if found_draft:
+            draft_model = _load_model(found_draft, _for_draft(options, model.facts), progress)
+            undo.callback(draft_model.close)
+            check_vocabularies(model.vocabulary, draft_model.vocabulary, found.name, found_draft.name)
+        drafters = Drafters(
+            model,
+            draft_model,
+            branches=branches,
+            min_confidence=draft_confidence,
+            why_no_draft=why_no_draft,
+        )
+        runtime = Runtime(
+            model,
+            draft_model,
+            drafters,
+            method=method,
+            draft_length=draft_length,
+            acceptance=acceptance,
+            notice=" ".join(filter(None, (found.entry.notice if found.entry else "", model.facts.notice))),
+        )
+        undo.pop_all()
+        return runtime
+
+
+def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    """Every file is a GGUF for now; the backend is imported when it is needed."""
+    from edgespec.backends import llamacpp
+
+    return llamacpp.load(str(found.path), found.name, options, progress)
+
+
+def _find_draft(target: Resolved, draft: str | None, progress: Progress | None) -> tuple[Resolved | None, str]:
+    """The draft, or None with the reason."""
+    if draft is None or draft == "none":
+        return None, "no draft was wanted"
+    if draft != "auto":
+        return resolve(draft, progress=progress), ""
+    found = draft_for(target)
+    if found:
+        return found, ""
+    names = recommended_drafts(target.entry) if target.entry else []
+    if names:
+        return None, f"the recommended draft is not on this machine: --draft {names[0]} fetches it"
+    return None, f"no draft is known for {target.name}: name one with --draft"
+
+
+def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
+    """The draft sees the target's whole context and gets what memory the target leaves."""
+    left = None
+    if options.memory_bytes is not None:
+        left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
+    return replace(options, context_tokens=target.context_tokens, memory_bytes=left)
+
+
+def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:
+    if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in branches) or math.prod(branches) > 64:
+        raise OptionError(
+            f"draft_branches is {tuple(branches)!r}", "give whole numbers from 1 up with a product of at most 64"
+        )
+    return tuple(branches)

@@ -1,0 +1,118 @@
+"""Methods by name: which drafters take part, and why not the others."""
+
+from __future__ import annotations
+
+import difflib
+
+from edgespec.backends.base import LanguageModel, Vocabulary
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.errors import OptionError, VocabularyMismatchError
+from edgespec.reply import MethodReport
+
+__all__ = ["DRAFTER_NAMES", "Drafters", "check_vocabularies"]
+
+DRAFTER_NAMES = ("model", "ngram")
+
+
+class Drafters:
+    """The drafters a target has, made once and put together as a method asks.
+
+    why_no_draft: said when `auto` has no draft model to use.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | None,
+        *,
+        branches: tuple[int, ...] = (),
+        min_confidence: float = 0.0,
+        why_no_draft: str = "",
+    ) -> None:
+        self._target = target.facts
+        self._why_no_draft = why_no_draft
+        self._made: dict[str, Drafter] = {}
+        if draft is not None:
+            self._made["model"] = ModelDrafter(
+                draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
+            )
+        self._made["ngram"] = NgramDrafter()
+
+    def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
+        """The drafter for a method, and the report of what runs. Raises OptionError for an unknown method."""
+        names = parse_method(method)
+        capabilities = self._target.capabilities
+        if names and not capabilities.rollback:
+            reason = f"{self._target.name} decodes plainly: {capabilities.reason}"
+            return None, MethodReport(method, "none", reason)
+        if method == "auto":
+            names = tuple(name for name in DRAFTER_NAMES if name in self._made)
+            reason = "all drafters present" if "model" in names else self._why_no_draft
+        else:
+            reason = "asked for"
+        missing = [name for name in names if name not in self._made]
+        if missing:
+            raise OptionError(
+                f"method {method!r} needs a draft model: {self._why_no_draft}", "give --draft REF or use --method ngram"
+            )
+        effective = "+".join(names) or "none"
+        chosen = [self._made[name] for name in names]
+        if len(chosen) < 2:
+            return (chosen[0] if chosen else None), MethodReport(method, effective, reason)
+        return CombinedDrafter(chosen, capabilities.tree), MethodReport(method, effective, reason)
+
+    def interrupt(self, wanted: bool) -> None:
+        """Pass an interrupt on to every drafter."""
+        for drafter in self._made.values():
+            drafter.interrupt(wanted)
+
+    def close(self) -> None:
+        """Free every drafter."""
+        for drafter in self._made.values():
+            drafter.close()
+
+
+def parse_method(method: str) -> tuple[str, ...]:
+    """The drafters a method names; `auto` names all, `none` names none. Raises OptionError."""
+    if method == "none":
+        return ()
+    if method == "auto":
+        return DRAFTER_NAMES
+    names = tuple(method.split("+"))
+    for name in names:
+        if name not in DRAFTER_NAMES:
+            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise OptionError(
+                f"method {method!r} is unknown", f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +"
+            )
+    if len(set(names)) < len(names):
+        raise OptionError(f"method {method!r} names a drafter twice", "name each once")
+    return names
+
+
+def check_vocabularies(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> None:
+    """Compare two vocabularies token by token. Raises VocabularyMismatchError with the first that differs.
+
+    One may be longer than the other: padding at the end of an embedding table is not a difference, and ids
+    only one of them knows are never drafted.
+    """
+    for token in range(min(target.size, draft.size)):
+        mine, its = target.raw_piece(token), draft.raw_piece(token)
+        if mine != its:
+            raise VocabularyMismatchError(
+                f"{draft_name} cannot draft for {target_name}: token {token} is"
+                f" {mine.decode('utf-8', 'replace')!r} there and {its.decode('utf-8', 'replace')!r} here",
+                "choose a draft of the same family, or --draft none",
+            )
+    if abs(target.size - draft.size) > _MOST_PADDING:
+        raise VocabularyMismatchError(
+            f"{draft_name} cannot draft for {target_name}: {draft.size} tokens against {target.size}",
+            "choose a draft of the same family, or --draft none",
+        )
+
+
+_MOST_PADDING = 1024

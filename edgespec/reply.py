@@ -1,0 +1,58 @@
+"""What a reply consists of: pieces while it is written, a Reply when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from edgespec.engine.loop import FinishReason
+from edgespec.engine.stats import Stats
+
+__all__ = ["MethodReport", "Piece", "Reply"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text as it comes. `accepted`: the drafter guessed these tokens; otherwise they are the target's own."""
+
+    text: str
+    token_count: int
+    accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MethodReport:
+    """Which method was asked for, which one runs, and why."""
+
+    requested: str
+    effective: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A finished reply.
+
+    `tokens`: every emitted token, the one that ended the reply included. `target`, `draft`: their names.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    target: str
+    draft: str | None
+    method: MethodReport
+    stats: Stats
+
+    def to_json(self) -> dict[str, object]:
+        """The reply as the contract for scripts has it."""
+        return {
+            "text": self.text,
+            "tokens": list(self.tokens),
+            "finish_reason": self.finish_reason,
+            "seed": self.seed,
+            "target": self.target,
+            "draft": self.draft,
+            "method": asdict(self.method),
+            "stats": self.stats.to_json(),
+        }

@@ -1,0 +1,193 @@
+"""A target, its drafters and what their caches hold: one reply after another over the same caches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from time import perf_counter as now
+
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.loop import Step, decode
+from edgespec.engine.prefix import common_prefix
+from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BusyError, CancelledError, ClosedError
+from edgespec.methods import Drafters
+
+__all__ = ["Request", "Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that decides a reply, and how it is to be produced."""
+
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop: tuple[str, ...]
+    method: str
+    draft_length: int
+    acceptance: str
+
+
+class Session:
+    """Keeps target and drafters in step with the tokens they have seen.
+
+    `plain_step_seconds`: the last known cost of a plain step of the target.
+    """
+
+    def __init__(self, target: LanguageModel, drafters: Drafters) -> None:
+        self.target = target
+        self.drafters = drafters
+        self._cached: list[int] = []
+        # `_working` is held while a model runs, never while a caller looks at what came out.
+        self._working = threading.Lock()
+        self._state = threading.Lock()
+        self._current: Request | None = None
+        self._stopping = False
+        self._closed = False
+        self.plain_step_seconds = self._time_plain_step()
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    def _time_plain_step(self) -> float:
+        """The first step pays for cold memory, the second tells."""
+        self.target.verify(TokenTree.chain(0))
+        self.target.commit(())
+        started = now()
+        self.target.verify(TokenTree.chain(0))
+        seconds = now() - started
+        self.target.commit(())
+        self.target.truncate(0)
+        return seconds
+
+    def run(
+        self,
+        request: Request,
+        *,
+        is_stop: Callable[[int], bool],
+        is_cancelled: Callable[[], bool],
+        stats: Stats,
+        progress: Progress | None = None,
+    ) -> Generator[Step]:
+        """Decode one reply. The prompt must fit the context.
+
+        Raises BusyError, ClosedError and what the backend raises; a cancel ends with a last Step.
+        """
+        self._start(request)
+        tokens = list(request.tokens)
+        try:
+            steps = self._steps(request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
+            while (step := self._next(steps)) is not None:
+                yield step
+        finally:
+            self._end(tokens)
+
+    def _start(self, request: Request) -> None:
+        with self._state:
+            if self._closed:
+                raise ClosedError("the runtime is closed", "load the model again")
+            if self._current is not None:
+                raise BusyError("another reply is still being produced", "finish or close that one first")
+            self._current, self._stopping = request, False
+
+    def _next(self, steps: Iterator[Step]) -> Step | None:
+        with self._working:
+            if self._closed:
+                raise ClosedError("the runtime was closed during the reply", "load the model again")
+            return next(steps, None)
+
+    def _end(self, tokens: list[int]) -> None:
+        with self._state:
+            if not self._closed:
+                self._cached = tokens[: self.target.length]
+                self._interrupt(False)
+            self._current = None
+
+    def _steps(
+        self,
+        request: Request,
+        tokens: list[int],
+        is_stop: Callable[[int], bool],
+        is_cancelled: Callable[[], bool],
+        stats: Stats,
+        progress: Progress | None,
+    ) -> Iterator[Step]:
+        """Prefill, then rounds. `tokens` grows with what is emitted."""
+        drafter, _ = self.drafters.choose(request.method)
+        started = now()
+        stats.prompt_tokens = len(tokens)
+        try:
+            if not is_cancelled():
+                stats.cached_prompt_tokens = self._prefill(tokens, progress)
+                if drafter:
+                    drafter.begin(tokens)
+        except CancelledError:
+            yield Step((), 0, "cancelled")
+            return
+        finally:
+            stats.prefill_seconds = now() - started
+        steps = decode(
+            self.target,
+            drafter,
+            acceptance_rule(request),
+            Sampler(request.params, request.seed, tokens),
+            tokens[-1],
+            vocab_size=self.target.facts.vocab_size,
+            draft_length=request.draft_length if drafter else 0,
+            max_tokens=request.max_tokens,
+            is_stop=is_stop,
+            is_cancelled=is_cancelled,
+            stats=stats,
+        )
+        drafted, seconds = 0, 0.0
+        for step in steps:
+            tokens.extend(step.tokens)
+            if step.tokens and stats.drafted_tokens == drafted:
+                self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
+            drafted, seconds = stats.drafted_tokens, stats.decode_seconds
+            stats.plain_step_seconds = self.plain_step_seconds
+            if stats.ttft_seconds is None and step.tokens:
+                stats.ttft_seconds = now() - started
+            yield step
+
+    def _prefill(self, tokens: list[int], progress: Progress | None) -> int:
+        """Bring the target's cache to all tokens but the last; how many of them it held already."""
+        same = min(common_prefix(self._cached, tokens), len(tokens) - 1)
+        if same < self.target.length and not self.target.facts.capabilities.rollback:
+            same = 0
+        self.target.truncate(same)
+        self.target.prefill(tokens[same:-1], progress)
+        return same
+
+    def _interrupt(self, wanted: bool) -> None:
+        self.target.interrupt(wanted)
+        self.drafters.interrupt(wanted)
+
+    def cancel(self, request: Request | None = None) -> None:
+        """End the running reply within one round, from any thread; with a request, only if it is that one."""
+        with self._state:
+            if self._current is not None and (request is None or request is self._current) and not self._closed:
+                self._stopping = True
+                self._interrupt(True)
+
+    def close(self) -> None:
+        """Stop what runs and free target and drafters. Closing again does nothing."""
+        self.cancel()
+        with self._working, self._state:
+            if not self._closed:
+                self._closed = True
+                self.drafters.close()
+                self.target.close()
+
+
+def acceptance_rule(request: Request) -> Acceptance:
+    """The rule a request asks for."""
+    return Rejection(Dice(request.seed)) if request.acceptance == "rejection" else Invariant()
