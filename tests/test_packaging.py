@@ -1,0 +1,55 @@
+"""What is installed is pinned, and what is shipped says nothing about the machine it was made on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+BASH = "#!/usr/bin/env bash\n"
+SCRIPTS = sorted(
+    path
+    for path in (ROOT / "scripts").iterdir()
+    if path.is_file() and path.read_bytes().startswith(BASH.encode())
+)
+
+
+def pinned(kind: str) -> dict[str, str]:
+    """Package names (normalised) and what stands beside them, hashes included."""
+    text = (ROOT / "requirements" / f"{kind}.txt").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return {re.split(r"==", line)[0].lower().replace("_", "-"): line for line in lines}
+
+
+@pytest.mark.parametrize("kind", ["runtime", "dev"])
+def test_every_package_is_pinned_by_hash_and_no_host_is_named(kind: str) -> None:
+    for name, line in pinned(kind).items():
+        assert re.match(r"[a-z0-9-]+==[^ ]+ .*--hash=sha256:[0-9a-f]{64}", line), name
+        assert "://" not in line
+        assert "index-url" not in line
+
+
+@pytest.mark.parametrize("kind", ["runtime", "dev"])
+def test_the_pins_hold_every_dependency(kind: str) -> None:
+    wanted = list(PROJECT["dependencies"])
+    if kind == "dev":
+        wanted += PROJECT["optional-dependencies"]["dev"]
+    names = {re.split(r"[<>=\[ ]", dependency)[0].lower().replace("_", "-") for dependency in wanted}
+    assert names <= pinned(kind).keys()
+
+
+def test_tests_run_on_the_versions_users_get() -> None:
+    runtime, dev = pinned("runtime"), pinned("dev")
+    assert {name: dev[name] for name in runtime} == runtime
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_bash_that_parses_and_may_be_run(script: Path) -> None:
+    assert script.read_text(encoding="utf-8").startswith(BASH + "# "), "the first line says what it is for"
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(script)], check=True)
