@@ -1,0 +1,1 @@
+"""The terminal chat: a textual app over the public API."""

@@ -1,0 +1,330 @@
+"""The chat with its keys and commands."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+from typing import ClassVar
+
+from textual import events, on, work
+from textual.binding import Binding, BindingType
+
+from edgespec.chat.store import Setting, StoredChat
+from edgespec.errors import ChatFileError
+from edgespec.tui.chat_view import ChatView
+from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.commands import Typed
+from edgespec.tui.screens.confirm import ConfirmScreen
+from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.screens.system import SystemScreen
+from edgespec.tui.session import Session, code_blocks
+from edgespec.tui.settings import accepted
+from edgespec.tui.slash import run_command
+from edgespec.tui.widgets.prompt import Prompt
+from edgespec.tui.widgets.sidebar import Sidebar
+from edgespec.tui.widgets.transcript import Transcript
+
+__all__ = ["ChatScreen"]
+
+_TWICE_SECONDS = 2.0
+
+
+def _key(keys: str, action: str, description: str) -> Binding:
+    # Priority, because the input would take some of these for itself.
+    return Binding(keys, action, description, show=False, priority=True)
+
+
+class ChatScreen(ChatView):
+    """The chat as the person uses it."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        _key("f1", "help", "Help"),
+        _key("f2,ctrl+b", "chats", "Chats"),
+        _key("f3", "details", "Details"),
+        _key("f4,ctrl+t", "origin", "Colours"),
+        _key("f5", "system", "System prompt"),
+        _key("f6,ctrl+s", "settings", "Settings"),
+        _key("f8", "theme", "Light or dark"),
+        _key("ctrl+n", "new_chat", "New chat"),
+        _key("ctrl+l", "clear", "Clear"),
+        _key("ctrl+r", "regenerate", "Write again"),
+        _key("ctrl+p", "edit_last", "Edit last"),
+        _key("ctrl+y", "copy_reply", "Copy reply"),
+        _key("ctrl+o", "copy_code", "Copy code"),
+        _key("ctrl+c", "interrupt", "Stop"),
+        _key("escape", "back", "Stop"),
+        _key("ctrl+home", "earlier", "To the top"),
+        _key("ctrl+end", "to_end", "To the end"),
+        Binding("question_mark", "help", "Help", show=False),
+    ]
+
+    _interrupted_at = -_TWICE_SECONDS
+
+    async def run_command(self, typed: Typed) -> bool:
+        """Do a slash command. False leaves its text in the input."""
+        return await run_command(self, typed)
+
+    # Replies
+
+    async def action_back(self) -> None:
+        """Esc: stop the reply, leave an edit, or close a column, whichever comes first."""
+        if self.turns.writing:
+            self.turns.stop()
+        elif self.editing:
+            self.leave_edit()
+        elif self._panels and (self._width_class == "narrow" or not self.prompt.has_focus):
+            panels = set() if self._width_class == "narrow" else self._panels - {"sidebar"}
+            await self.show_panels(panels)
+        self.clear_selection()
+        self.prompt.focus()
+
+    async def action_interrupt(self) -> None:
+        """Ctrl+C: copy a selection, stop the reply, empty the input; twice on nothing leaves."""
+        selected = self.get_selected_text() or self.prompt.selected_text
+        if selected:
+            await self.copy(selected, "the selection")
+            self.clear_selection()
+        elif self.turns.writing:
+            self.turns.stop()
+        elif self.prompt.text:
+            self.history.add(self.prompt.text)
+            self.leave_edit()
+            self.prompt.clear()
+        elif monotonic() - self._interrupted_at < _TWICE_SECONDS:
+            await self.app.run_action("quit")
+        else:
+            self._interrupted_at = monotonic()
+            self.say("Ctrl+C again leaves. The chat is saved.")
+
+    async def action_regenerate(self) -> None:
+        """Write the last reply again."""
+        if not self.session.lines and not self.turns.writing:
+            self.say("There is no reply to write again yet.")
+            return
+
+        async def again() -> None:
+            if self.session.last_user_text is not None:
+                await self.take_turn("regenerate", "")
+
+        await self.when_free(again)
+
+    async def action_edit_last(self) -> None:
+        """Put the last message into the input, to be sent again."""
+        if not self.editing:
+            await self.when_free(self.begin_edit)
+
+    async def action_copy_reply(self) -> None:
+        """Copy the last reply as it was written."""
+        line = self.session.last_reply
+        await self.copy(line.content.strip() if line is not None else "", "the last reply")
+
+    async def action_copy_code(self) -> None:
+        """Copy the last code block of the last reply."""
+        line = self.session.last_reply
+        blocks = code_blocks(line.content) if line is not None else []
+        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "the code block")
+
+    async def copy(self, text: str, what: str) -> None:
+        """Put `text` on the clipboard."""
+        if not text:
+            self.say(f"There is nothing to copy: {what} is not there yet.")
+            return
+        self.app.copy_to_clipboard(text)
+        await asyncio.to_thread(copy_with_desktop_tool, text)
+        self.say(f"Copied {what}.")
+
+    # Chats
+
+    async def action_new_chat(self) -> None:
+        """A new chat with the settings the program was started with."""
+        await self.when_free(self._new_chat)
+
+    async def _new_chat(self) -> None:
+        await self.show_session(Session(self.first_system, dict(self.first_settings)))
+        await self.refresh_sidebar()
+        self.prompt.focus()
+
+    async def action_clear(self) -> None:
+        """An empty chat with the system prompt and settings of this one, which stays saved."""
+        await self.when_free(self._clear)
+
+    async def _clear(self) -> None:
+        await self.show_session(Session(self.session.system, dict(self.session.settings)))
+        await self.refresh_sidebar()
+        self.prompt.focus()
+
+    async def save_as(self, title: str) -> None:
+        """Save now, under this title if it is not empty."""
+        if not self.session.lines:
+            self.say("There is nothing to save yet.")
+            return
+        self.session.title = " ".join(title.split())[:80] or self.session.title
+        if await self.save():
+            self.refresh_facts()
+            self.say(f"Saved as {self.session.shown_title!r}.")
+
+    async def open_by_title(self, title: str) -> bool:
+        """Open the newest chat whose title holds these words. False when there is none."""
+        try:
+            chats = await self.archive.list()
+        except ChatFileError as error:
+            await self.show_error(error)
+            return False
+        wanted = title.casefold()
+        found = next((c for c in chats if wanted in c.title.casefold() or wanted == c.id), None)
+        if found is None:
+            await self.transcript.note(f"No saved chat has {title!r} in its title. F2 lists them.")
+            return False
+        await self.open_chat(found)
+        return True
+
+    @on(Sidebar.Opened)
+    async def _chat_chosen(self, event: Sidebar.Opened) -> None:
+        if self._width_class != "wide" and not event.chat.problem:
+            await self.show_panels(self._panels - {"sidebar"})
+        await self.open_chat(event.chat)
+
+    async def open_chat(self, chat: StoredChat) -> None:
+        """Open a saved chat; a broken one is explained and left alone."""
+
+        async def opened() -> None:
+            try:
+                saved = await self.archive.load(chat.id)
+            except ChatFileError as error:
+                await self.show_error(error)
+                return
+            settings, problems = accepted(saved.sampling)
+            await self.show_session(Session.opened(saved, settings))
+            await self.refresh_sidebar()
+            for problem in problems:
+                await self.transcript.note(f"A setting of this chat was left out: {problem}.")
+            if saved.target and saved.target != self.runtime.target.name:
+                await self.transcript.note(f"This chat was held with {saved.target}.")
+            self.prompt.focus()
+
+        await self.when_free(opened)
+
+    @on(Sidebar.DeleteWanted)
+    @work
+    async def _delete_wanted(self, event: Sidebar.DeleteWanted) -> None:
+        chat = event.chat
+        if not await self.app.push_screen_wait(ConfirmScreen(f"Remove “{chat.title}” for good?", "Remove")):
+            return
+        try:
+            await self.archive.delete(chat.id)
+        except ChatFileError as error:
+            await self.show_error(error)
+            return
+        if chat.id == self.session.id:
+            await self.when_free(self._new_chat)
+        await self.refresh_sidebar()
+        self.query_one(Sidebar).focus_list()
+
+    async def action_chats(self) -> None:
+        """Show or hide the list of chats."""
+        if await self.toggle_panel("sidebar"):
+            self.query_one(Sidebar).focus_list()
+        else:
+            self.prompt.focus()
+        self.post_message(self.PreferencesChanged())
+
+    async def show_chats(self) -> None:
+        """Show the list of chats and go there."""
+        if "sidebar" not in self._panels:
+            await self.toggle_panel("sidebar")
+        self.query_one(Sidebar).focus_list()
+
+    # System prompt and settings
+
+    @work
+    async def action_system(self) -> None:
+        """Edit the system prompt."""
+        text = await self.app.push_screen_wait(SystemScreen(self.session.system or ""))
+        if text is not None:
+            await self.set_system(text or None)
+
+    async def set_system(self, text: str | None) -> None:
+        """Use another system prompt from the next message on."""
+        if text == self.session.system:
+            return
+        self.session.system = text
+        await self.transcript.note(
+            "The system prompt holds from your next message on." if text else "No system prompt from now on."
+        )
+        await self.save()
+
+    @work
+    async def action_settings(self) -> None:
+        """Edit the sampling settings."""
+        settings = await self.app.push_screen_wait(SettingsScreen(self.session.settings))
+        if settings is not None and settings != self.session.settings:
+            await self.set_settings(settings, "The settings hold from your next message on.")
+
+    async def set_settings(self, settings: dict[str, Setting], said: str) -> None:
+        """Use other settings from the next message on."""
+        self.session.settings = settings
+        await self.transcript.note(said)
+        await self.save()
+
+    # Looking
+
+    def action_help(self) -> None:
+        """Keys and commands."""
+        self.app.push_screen(HelpScreen())
+
+    async def action_details(self) -> None:
+        """Show or hide the details."""
+        await self.toggle_panel("details")
+        self.post_message(self.PreferencesChanged())
+
+    def action_origin(self) -> None:
+        """Colour tokens by who wrote them, or show markdown."""
+        self.preferences.origin = not self.preferences.origin
+        self.transcript.set_origin(self.preferences.origin)
+        if self.preferences.origin and not any(line.pieces for line in self.session.lines):
+            self.say("The next replies show who wrote each token.")
+        self.post_message(self.PreferencesChanged())
+
+    def action_theme(self) -> None:
+        """Light or dark."""
+        self.preferences.light = not self.preferences.light
+        self.post_message(self.PreferencesChanged())
+
+    async def action_earlier(self) -> None:
+        """Go to the top; a second time brings older messages."""
+        if self.transcript.scroll_y == 0:
+            await self.transcript.show_earlier()
+        self.transcript.scroll_home(animate=False)
+
+    def action_to_end(self) -> None:
+        """Go to the end and follow the reply."""
+        self.transcript.to_end()
+
+    # Words from the widgets
+
+    @on(Prompt.HelpWanted)
+    def _help_wanted(self) -> None:
+        self.action_help()
+
+    @on(Prompt.EndOfInput)
+    async def _end_of_input(self) -> None:
+        await self.app.run_action("quit")
+
+    @on(Prompt.Scroll)
+    def _scroll(self, event: Prompt.Scroll) -> None:
+        if event.pages < 0:
+            self.transcript.scroll_page_up(animate=False)
+        else:
+            self.transcript.scroll_page_down(animate=False)
+
+    def on_key(self, event: events.Key) -> None:
+        """A letter typed anywhere else goes to the input."""
+        if event.is_printable and event.character is not None and not self.prompt.has_focus:
+            event.stop()
+            self.prompt.focus()
+            self.prompt.insert(event.character)
+
+    @on(Transcript.EarlierWanted)
+    async def _earlier_wanted(self) -> None:
+        await self.transcript.show_earlier()

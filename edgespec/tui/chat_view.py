@@ -1,0 +1,374 @@
+"""The chat itself: it takes turns with the model and keeps the screen, and the disk, in step."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.message import Message as Event
+from textual.screen import Screen
+from textual.timer import Timer
+
+from edgespec.chat.store import ChatStore, Setting
+from edgespec.errors import ChatFileError
+from edgespec.tui import commands
+from edgespec.tui.archive import Archive
+from edgespec.tui.history import History
+from edgespec.tui.preferences import Preferences
+from edgespec.tui.session import Session
+from edgespec.tui.texts import error_text, notices, welcome_rows
+from edgespec.tui.turns import Turns
+from edgespec.tui.widgets.details import Details, details_content
+from edgespec.tui.widgets.header import Header
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage, Welcome
+from edgespec.tui.widgets.prompt import Prompt
+from edgespec.tui.widgets.sidebar import Sidebar
+from edgespec.tui.widgets.status import StatusFacts, StatusLine
+from edgespec.tui.widgets.transcript import Transcript
+from edgespec.tui.worker import Act, Ask, ChatOpened, ModelThread, TurnEnded
+
+if TYPE_CHECKING:
+    from edgespec import Stats
+    from edgespec.tui.model import RuntimeLike
+
+__all__ = ["ChatView"]
+
+_TICK_SECONDS = 1 / 25
+# Numbers that change with every token are easier to read when they change less often.
+_TICKS_PER_DETAILS = 5
+_MEMORY_SECONDS = 3.0
+
+
+class ChatView(Screen[None]):
+    """The widgets of the chat and the course of a turn. Keys and commands: `ChatScreen`."""
+
+    class PreferencesChanged(Event):
+        """What the person likes to see has changed."""
+
+    def __init__(
+        self,
+        thread: ModelThread,
+        runtime: RuntimeLike,
+        store: ChatStore,
+        preferences: Preferences,
+        *,
+        system: str | None,
+        settings: Mapping[str, Setting],
+    ) -> None:
+        super().__init__()
+        self.runtime = runtime
+        self.preferences = preferences
+        self.first_system = system
+        self.first_settings = dict(settings)
+        self.session = Session(system, dict(settings))
+        self.archive = Archive(store)
+        self.turns = Turns(thread, on_opened=self._chat_opened, on_ended=self._turn_ended)
+        self.history = History()
+        self.editing = False
+        self._unsent = ""
+        self._asked: Ask | None = None
+        self._last_stats: Stats | None = None
+        self._context_used_tokens = 0
+        self._dropped_messages = 0
+        self._memory_bytes = runtime.memory_bytes()
+        self._ticks = 0
+        self._tick_timer: Timer | None = None
+        self._panels: set[str] = set()
+        self._width_class = ""
+
+    def compose(self) -> ComposeResult:
+        """Header, the three columns, the input and the status."""
+        yield Header(id="header")
+        with Horizontal(id="middle"):
+            yield Sidebar(id="sidebar")
+            yield Transcript(id="transcript")
+            yield Details(id="details")
+        yield Prompt(self.history, id="prompt")
+        yield StatusLine(id="status")
+
+    @property
+    def transcript(self) -> Transcript:
+        """The conversation."""
+        return self.query_one("#transcript", Transcript)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The input."""
+        return self.query_one("#prompt", Prompt)
+
+    async def on_mount(self) -> None:
+        """Open an empty chat."""
+        header = self.query_one(Header)
+        draft = self.runtime.draft
+        header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
+        self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
+        self.set_interval(_MEMORY_SECONDS, self._measure_memory)
+        await self.show_session(Session(self.first_system, dict(self.first_settings)))
+        self.transcript.set_origin(self.preferences.origin)
+        self.prompt.focus()
+
+    # The chat that is open
+
+    async def show_session(self, session: Session) -> None:
+        """Open this chat in the place of the present one."""
+        self.session = session
+        self._last_stats = None
+        self.leave_edit()
+        self.history.seed(line.content for line in session.lines if line.role == "user")
+        self.turns.open_chat(session.system, session.messages)
+        self._run_timer()
+        await self.transcript.show_chat(session.lines, welcome=self._welcome())
+        self.refresh_facts()
+
+    def _welcome(self) -> Welcome:
+        return Welcome(welcome_rows(self.runtime), notices(self.runtime))
+
+    async def save(self) -> bool:
+        """Save the chat and refresh the list; a failure is said in the transcript."""
+        try:
+            await self.archive.save(self.session, self.runtime.target.name)
+        except ChatFileError as error:
+            await self.show_error(error)
+            return False
+        await self.refresh_sidebar()
+        return True
+
+    async def refresh_sidebar(self) -> None:
+        """List the chats anew, if the list is to be seen."""
+        if "sidebar" not in self._panels:
+            return
+        try:
+            chats = await self.archive.list()
+        except ChatFileError as error:
+            await self.show_error(error)
+            return
+        self.query_one(Sidebar).show(chats, current=self.session.id)
+
+    async def show_error(self, error: Exception) -> None:
+        """Say what went wrong, and what can be done, in the transcript."""
+        title, body = error_text(error)
+        await self.transcript.add(Panel(title, body, kind="error"))
+
+    async def finish(self, patience_seconds: float) -> None:
+        """Stop what runs, for leaving: the end of a reply saves the chat."""
+        await self.turns.finish(patience_seconds)
+
+    # The course of a turn
+
+    @on(Prompt.Sent)
+    async def _prompt_sent(self, event: Prompt.Sent) -> None:
+        text = event.text
+        if not text.strip():
+            return
+        typed = commands.read(text)
+        if typed is not None and not self.editing:
+            if await self.run_command(typed):
+                self.history.add(text)
+                if self.prompt.text == text:
+                    self.prompt.clear()
+            return
+        if self.turns.writing:
+            self.say("The reply is still being written. Esc stops it.")
+            return
+        act: Act = "edit" if self.editing else "send"
+        self.history.add(text)
+        self.editing = False
+        self.prompt.clear()
+        await self.take_turn(act, text.strip())
+
+    async def run_command(self, typed: commands.Typed) -> bool:
+        """Do a slash command. False leaves its text in the input."""
+        raise NotImplementedError
+
+    async def take_turn(self, act: Act, text: str) -> None:
+        """Ask the model, with the transcript showing at once what will be answered."""
+        transcript, lines = self.transcript, self.session.lines
+        await transcript.remove_notes()
+        if act == "send":
+            gone = 0
+        else:
+            last = "user" if act == "edit" else "assistant"
+            places = [place for place, line in enumerate(lines) if line.role == last]
+            gone = len(lines) - places[-1] if places else 0
+            if act == "regenerate" and lines[-1].role == "user":
+                gone = 0
+        if gone:
+            await transcript.remove_messages(gone)
+        if act != "regenerate":
+            await transcript.add(UserMessage(text))
+        reply = await transcript.start_reply()
+        options = dict(self.session.settings)
+        self._asked = Ask(act, text, self.session.system, options)
+        self.turns.begin(self._asked, reply)
+        self._run_timer()
+        self.refresh_facts()
+
+    async def _chat_opened(self, event: ChatOpened) -> None:
+        self._context_used_tokens = event.context_used_tokens
+        self._dropped_messages = event.dropped_messages
+        self.transcript.set_dropped(event.dropped_messages)
+        if event.error is not None:
+            await self.show_error(event.error)
+
+    async def _turn_ended(self, event: TurnEnded, reply: ReplyMessage) -> None:
+        session, transcript = self.session, self.transcript
+        session.follow(event.messages)
+        self._context_used_tokens = event.context_used_tokens
+        self._dropped_messages = event.dropped_messages
+        answered = bool(session.lines) and session.lines[-1].role == "assistant" and event.reply is not None
+        if event.reply is not None:
+            self._last_stats = event.reply.stats
+        if answered:
+            line = session.lines[-1]
+            await reply.finish(line.content, event.reply)
+            line.pieces, line.reply = tuple(reply.pieces), event.reply
+            await transcript.prune()
+        else:
+            # The conversation is not what the screen shows: begin again from what it is.
+            await reply.finish(reply.text, event.reply)
+            self._give_back_text()
+            await transcript.show_chat(session.lines, welcome=self._welcome())
+        transcript.set_dropped(event.dropped_messages)
+        if event.error is not None:
+            await self.show_error(event.error)
+        await self.save()
+        self.refresh_facts()
+
+    def _give_back_text(self) -> None:
+        """Put a message that got no answer back into the input, where it can be sent again."""
+        ask = self._asked
+        if ask is None or ask.act == "regenerate" or self.prompt.text:
+            return
+        if self.session.last_user_text == ask.text:
+            return
+        self.editing = ask.act == "edit" and self.session.last_user_text is not None
+        self._unsent = ""
+        self.prompt.replace_text(ask.text)
+
+    def leave_edit(self) -> None:
+        """Stop editing the last message; what was being written before comes back."""
+        if self.editing:
+            self.editing = False
+            self.prompt.replace_text(self._unsent)
+            self.refresh_facts()
+
+    async def begin_edit(self) -> None:
+        """Put the last message into the input."""
+        text = self.session.last_user_text
+        if text is None:
+            self.say("There is no message to edit yet.")
+            return
+        self._unsent = self.prompt.text
+        self.editing = True
+        self.prompt.replace_text(text)
+        self.prompt.focus()
+        self.refresh_facts()
+
+    async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Do this now, or stop the reply being written and do it then."""
+        await self.turns.when_free(action)
+
+    # What is shown around the conversation
+
+    async def _tick(self) -> None:
+        await self.turns.tick()
+        self._ticks += 1
+        self.refresh_facts(details=self._ticks % _TICKS_PER_DETAILS == 0)
+        if self.turns.idle and self._tick_timer is not None:
+            self._tick_timer.pause()
+
+    def _run_timer(self) -> None:
+        if self._tick_timer is not None:
+            self._tick_timer.resume()
+
+    def _measure_memory(self) -> None:
+        self._memory_bytes = self.runtime.memory_bytes()
+        self.refresh_facts()
+
+    def refresh_facts(self, *, details: bool = True) -> None:
+        """Bring header, status, hints and details up to date."""
+        stats = self.turns.live_stats or self._last_stats
+        writing = self.turns.writing
+        used = self._context_used_tokens
+        if writing and stats is not None and stats is not self._last_stats:
+            used = max(used, stats.prompt_tokens + stats.generated_tokens)
+        line = self.session.last_reply
+        method = self.runtime.method
+        if not writing and line is not None and line.reply is not None:
+            method = line.reply.method
+        self.query_one(StatusLine).facts = StatusFacts.of(
+            stats,
+            method=method.effective,
+            writing=writing,
+            context_used_tokens=used,
+            context_tokens=self.runtime.context_tokens,
+            memory_bytes=self._memory_bytes,
+            unseen_messages=self._dropped_messages,
+        )
+        self.query_one(Header).chat_title = self.session.shown_title
+        self._refresh_hints()
+        if details and "details" in self._panels:
+            reply = None if writing or line is None else line.reply
+            self.query_one(Details).show(
+                partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)
+            )
+
+    def _refresh_hints(self) -> None:
+        prompt = self.prompt
+        narrow = self._width_class == "narrow"
+        prompt.border_title = "Editing your last message" if self.editing else ""
+        if self.editing:
+            hint = "Esc leaves it" if narrow else "Enter sends it again · Esc leaves it"
+        elif self.turns.writing:
+            hint = "Esc stops the reply"
+        else:
+            hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
+        prompt.border_subtitle = hint
+        prompt.set_class(self.turns.writing, "-writing")
+        prompt.set_class(self.editing, "-editing")
+
+    def say(self, text: str) -> None:
+        """A short word that goes away by itself."""
+        self.notify(text, timeout=4, markup=False)
+
+    # The columns
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Three columns where there is room, two or one where not."""
+        width = event.size.width
+        now = "narrow" if width < 64 else "medium" if width < 110 else "wide"
+        if now == self._width_class:
+            return
+        self._width_class = now
+        wanted = {name for name in ("sidebar", "details") if getattr(self.preferences, name)}
+        if now == "medium" and len(wanted) == 2:
+            wanted = {"details"}
+        self.call_later(self.show_panels, set() if now == "narrow" else wanted)
+
+    async def show_panels(self, panels: set[str]) -> None:
+        """Show these columns next to the conversation, or in its place where it is narrow."""
+        self._panels = panels
+        for name in ("sidebar", "details"):
+            self.query_one(f"#{name}").display = name in panels
+        self.query_one("#middle").set_class(self._width_class == "narrow" and bool(panels), "-covered")
+        await self.refresh_sidebar()
+        self.call_after_refresh(self.refresh_facts)
+
+    async def toggle_panel(self, name: str) -> bool:
+        """Show or hide one column. True when it is now shown."""
+        panels = set(self._panels)
+        if name in panels:
+            panels.remove(name)
+        elif self._width_class == "wide":
+            panels.add(name)
+        else:
+            panels = {name}
+        if self._width_class != "narrow":
+            self.preferences.details = "details" in panels
+            self.preferences.sidebar = "sidebar" in panels
+        await self.show_panels(panels)
+        return name in panels

@@ -1,0 +1,41 @@
+"""Copying. The terminal's own way (OSC 52) does not work everywhere, so the desktop's tool is asked too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+
+__all__ = ["copy_with_desktop_tool"]
+
+
+def _tools() -> list[list[str]]:
+    if sys.platform == "darwin":
+        return [["pbcopy"]]
+    tools = []
+    if os.environ.get("WAYLAND_DISPLAY"):
+        tools.append(["wl-copy"])
+    if os.environ.get("DISPLAY"):
+        tools += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
+    return tools
+
+
+def copy_with_desktop_tool(text: str) -> bool:
+    """Copy with pbcopy, wl-copy, xclip or xsel, if one is there. True when it took the text."""
+    for command in _tools():
+        if shutil.which(command[0]) is None:
+            continue
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(
+                command,
+                input=text.encode("utf-8", "replace"),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=2,
+                check=False,
+            )
+            if done.returncode == 0:
+                return True
+    return False

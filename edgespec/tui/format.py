@@ -1,0 +1,87 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+__all__ = ["ago", "bar", "bytes_text", "count", "parameters_text", "percent", "rate", "seconds_text"]
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def count(number: int, noun: str = "") -> str:
+    """1234 -> '1,234'; with a noun, '1 message' or '2 messages'."""
+    if not noun:
+        return f"{number:,}"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def rate(tokens_per_second: float | None) -> str:
+    """212.3 -> '212 tok/s'."""
+    if tokens_per_second is None:
+        return "– tok/s"
+    digits = 1 if tokens_per_second < 10 else 0
+    return f"{tokens_per_second:,.{digits}f} tok/s"
+
+
+def percent(fraction: float | None) -> str:
+    """0.714 -> '71%'."""
+    return "–" if fraction is None else f"{fraction * 100:.0f}%"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """0.0047 -> '4.7 ms'; 0.35 -> '0.35 s'; 75 -> '1 m 15 s'."""
+    if seconds is None:
+        return "–"
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} m {rest:02d} s"
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    if seconds >= 0.1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1000:.1f} ms"
+
+
+def bytes_text(size_bytes: int) -> str:
+    """123456789 -> '118 MiB'."""
+    size = float(size_bytes)
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1000:
+            break
+        size, unit = size / 1024, larger
+    digits = 1 if size < 10 and unit != "B" else 0
+    return f"{size:,.{digits}f} {unit}"
+
+
+def parameters_text(parameters: int) -> str:
+    """11540736 -> '11.5 M parameters'."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {unit} parameters"
+    return count(parameters, "parameter")
+
+
+def ago(then: datetime, now: datetime) -> str:
+    """How long ago, in one or two words: 'now', '5 min', '3 h', 'Tue', '12 Mar', '12 Mar 2024'."""
+    seconds = (now - then).total_seconds()
+    if seconds < 60:
+        return "now"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 24 * 3600:
+        return f"{seconds / 3600:.0f} h"
+    local = then.astimezone()
+    if seconds < 6 * 24 * 3600:
+        return local.strftime("%a")
+    year = "" if local.year == now.astimezone().year else f" {local.year}"
+    return f"{local.day} {local.strftime('%b')}{year}"
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of `width` cells filled to `fraction`, in eighths of a cell."""
+    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+    full, part = divmod(eighths, 8)
+    text = "█" * full + (_EIGHTHS[part] if part else "")
+    return text.ljust(width)

@@ -1,0 +1,1 @@
+"""What opens over the chat: loading, help, system prompt, settings, a question."""

@@ -1,0 +1,96 @@
+"""Keys and slash commands, on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from edgespec.tui.commands import COMMANDS
+from edgespec.tui.widgets.pairs import Pairs
+
+__all__ = ["KEYS", "HelpScreen"]
+
+_LABEL_WIDTH = 21
+
+KEYS = (
+    (
+        "Writing",
+        (
+            ("Enter", "send"),
+            ("Ctrl+J, Shift+Enter", "new line"),
+            ("Up, Down", "what you sent before, at the first and last line"),
+            ("Tab", "complete a command"),
+        ),
+    ),
+    (
+        "Replies",
+        (
+            ("Esc", "stop the reply; leave an edit"),
+            ("Ctrl+R", "write the last reply again"),
+            ("Ctrl+P", "edit your last message"),
+            ("Ctrl+Y", "copy the last reply"),
+            ("Ctrl+O", "copy its last code block"),
+            ("Page Up, Page Down", "scroll; Ctrl+End goes back to the end"),
+        ),
+    ),
+    (
+        "Chats",
+        (
+            ("Ctrl+N", "new chat"),
+            ("Ctrl+L", "clear: an empty chat with the same settings"),
+            ("F2, Ctrl+B", "list of saved chats"),
+            ("F5", "system prompt"),
+            ("F6, Ctrl+S", "sampling settings"),
+        ),
+    ),
+    (
+        "Looking",
+        (
+            ("F3", "details: speed, acceptance, time"),
+            ("F4, Ctrl+T", "colour tokens by who wrote them"),
+            ("F8", "light or dark"),
+            ("F1, ?", "this page"),
+            ("Ctrl+C", "copy the selection, stop the reply; twice leaves"),
+            ("Ctrl+Q", "leave; the chat is saved"),
+        ),
+    ),
+)
+
+
+class HelpScreen(ModalScreen[None]):
+    """Keys and slash commands. Esc closes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
+    ]
+
+    def compose(self) -> ComposeResult:
+        """One scrolling page."""
+        with VerticalScroll(classes="dialog -large") as dialog:
+            dialog.border_title = "Keys and commands"
+            dialog.border_subtitle = "Esc closes"
+            for heading, keys in KEYS:
+                yield Static(Content(heading), classes="help-heading")
+                yield _rows(keys)
+            yield Static("Commands", classes="help-heading")
+            yield _rows(
+                [(f"/{command.name} {command.arguments}".rstrip(), command.help) for command in COMMANDS]
+            )
+            yield Static("A blank in front sends a text that begins with a slash.", classes="help-end")
+
+    def on_mount(self) -> None:
+        """Let the arrow keys scroll."""
+        self.query_one(VerticalScroll).focus()
+
+
+def _rows(pairs: Sequence[tuple[str, str]]) -> Pairs:
+    # One width for all labels, so that the columns of all groups line up.
+    padded = [(label.ljust(_LABEL_WIDTH), what) for label, what in pairs]
+    return Pairs(padded, label_style="$primary", stack_below=26)

@@ -1,0 +1,48 @@
+"""The screen while the model loads. Esc or Ctrl+C cancels."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message as Event
+from textual.screen import Screen
+from textual.widgets import ProgressBar, Static
+
+__all__ = ["LoadingScreen"]
+
+
+class LoadingScreen(Screen[None]):
+    """What is being loaded, and how far it is."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,ctrl+c,ctrl+q", "cancel", "Cancel", show=False, priority=True),
+    ]
+
+    class CancelWanted(Event):
+        """The person does not want to wait."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._model = name
+
+    def compose(self) -> ComposeResult:
+        """A name, a bar, and one line."""
+        with Vertical(id="loading"):
+            yield Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
+            yield ProgressBar(total=1.0, show_eta=False, id="loading-bar")
+            yield Static(Content("Starting"), id="loading-what")
+            yield Static(Content("Esc cancels"), id="loading-hint")
+
+    def show(self, what: str, fraction: float) -> None:
+        """Show one step of progress."""
+        self.query_one("#loading-bar", ProgressBar).update(progress=max(0.0, min(1.0, fraction)))
+        self.query_one("#loading-what", Static).update(Content(what))
+
+    def action_cancel(self) -> None:
+        """Stop loading. A second time leaves at once."""
+        self.query_one("#loading-hint", Static).update(Content("Stopping. Esc again leaves at once"))
+        self.post_message(self.CancelWanted())

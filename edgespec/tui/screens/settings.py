@@ -1,0 +1,122 @@
+"""The form of the sampling settings. What makes no sense is said under its field at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Static
+
+from edgespec.chat.store import Setting
+from edgespec.errors import OptionError
+from edgespec.tui.settings import FIELDS, Field, default_text, parse, shown
+
+__all__ = ["SettingsScreen"]
+
+
+class SettingsScreen(ModalScreen[dict[str, Setting] | None]):
+    """Edit the settings. Gives all that are set, or None when left as they were."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "cancel", "Cancel", show=False),
+        Binding("ctrl+s", "keep", "Save", show=False, priority=True),
+        Binding("up", "app.focus_previous", "Previous", show=False),
+        Binding("down", "app.focus_next", "Next", show=False),
+    ]
+
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def compose(self) -> ComposeResult:
+        """One row for each setting, then two buttons."""
+        with Vertical(classes="dialog -large") as dialog:
+            dialog.border_title = "Settings of this chat"
+            dialog.border_subtitle = "Ctrl+S saves · Esc leaves them"
+            with VerticalScroll(id="settings-rows", can_focus=False):
+                for field in FIELDS:
+                    value = self._settings.get(field.name)
+                    yield _Row(field, "" if value is None else shown(value))
+            with Horizontal(classes="buttons"):
+                yield Button("Save", id="save", variant="primary", compact=True)
+                yield Button("Cancel", id="cancel", compact=True)
+
+    def on_mount(self) -> None:
+        """Begin at the first field."""
+        self.query(Input).first().focus()
+
+    def on_input_submitted(self) -> None:
+        """Enter in a field saves the form."""
+        self.action_keep()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        """Save or leave."""
+        if event.button.id == "save":
+            self.action_keep()
+        else:
+            self.action_cancel()
+
+    def action_keep(self) -> None:
+        """Take the settings, or go to the first one that makes no sense."""
+        wrong = [row for row in self.query(_Row) if not row.check()]
+        if wrong:
+            wrong[0].query_one(Input).focus()
+            return
+        rows = self.query(_Row)
+        self.dismiss({row.field.name: row.value for row in rows if row.value is not None})
+
+    def action_cancel(self) -> None:
+        """Leave them as they were."""
+        self.dismiss(None)
+
+
+class _Row(Vertical):
+    """A label, the field, a hint, and room for what is wrong."""
+
+    def __init__(self, field: Field, text: str) -> None:
+        super().__init__(classes="setting")
+        self.field = field
+        self.value: Setting | None = None
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        """The parts of the row."""
+        with Horizontal():
+            yield Static(Content(self.field.label), classes="setting-label")
+            yield Input(
+                self._text,
+                placeholder=default_text(self.field),
+                compact=True,
+                id=f"set-{self.field.name.replace('_', '-')}",
+            )
+            yield Static(Content(self.field.hint), classes="setting-hint")
+        yield Static("", classes="setting-error")
+
+    def on_mount(self) -> None:
+        """Check what was there from the start."""
+        self.check()
+
+    def on_input_changed(self) -> None:
+        """Check every keystroke."""
+        self.check()
+
+    def check(self) -> bool:
+        """Read the field; show what is wrong with it, if anything."""
+        text = self.query_one(Input).value
+        problem = ""
+        self.value = None
+        if text.strip():
+            try:
+                self.value = parse(self.field, text)
+            except OptionError as error:
+                problem = error.next_step or error.what
+        line = self.query_one(".setting-error", Static)
+        line.update(Content(problem))
+        line.display = bool(problem)
+        self.set_class(bool(problem), "-wrong")
+        return not problem

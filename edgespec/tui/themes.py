@@ -1,0 +1,65 @@
+"""The two themes: few colours, quiet surfaces, and one pair that tells draft tokens from the target's."""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+__all__ = ["DARK", "LIGHT", "THEMES"]
+
+DARK = Theme(
+    name="edgespec-dark",
+    dark=True,
+    primary="#7aa2c8",
+    secondary="#9d8ec7",
+    accent="#7aa2c8",
+    success="#8ec07c",
+    warning="#e5b567",
+    error="#e06c75",
+    foreground="#d5d8de",
+    background="#15171c",
+    surface="#1b1e25",
+    panel="#20242c",
+    variables={
+        "muted": "#868d9a",
+        "faint": "#3a404c",
+        "code": "#1d2129",
+        "accepted": "#8ec07c",
+        "own": "#e5b567",
+        "border-blurred": "#3a404c",
+        "scrollbar": "#3a404c",
+        "scrollbar-background": "#15171c",
+        "scrollbar-background-hover": "#15171c",
+        "scrollbar-background-active": "#15171c",
+        "block-cursor-text-style": "none",
+    },
+)
+
+LIGHT = Theme(
+    name="edgespec-light",
+    dark=False,
+    primary="#2c6392",
+    secondary="#6a559f",
+    accent="#2c6392",
+    success="#3b7d2c",
+    warning="#9a6200",
+    error="#b3362f",
+    foreground="#24272d",
+    background="#fbfaf7",
+    surface="#f3f1eb",
+    panel="#eceae2",
+    variables={
+        "muted": "#6a6f78",
+        "faint": "#cfccc2",
+        "code": "#f1efe8",
+        "accepted": "#2f7420",
+        "own": "#9a6200",
+        "border-blurred": "#cfccc2",
+        "scrollbar": "#cfccc2",
+        "scrollbar-background": "#fbfaf7",
+        "scrollbar-background-hover": "#fbfaf7",
+        "scrollbar-background-active": "#fbfaf7",
+        "block-cursor-text-style": "none",
+    },
+)
+
+THEMES = {"dark": DARK, "light": LIGHT}

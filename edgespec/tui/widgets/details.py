@@ -1,0 +1,153 @@
+"""The details panel: what the last reply cost, and where the drafter was right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from edgespec.tui.format import bar, bytes_text, count, percent, rate, seconds_text
+
+if TYPE_CHECKING:
+    from edgespec import MethodReport, Reply, Stats
+
+__all__ = ["Details", "details_content"]
+
+_MOST_POSITIONS = 16
+
+
+def details_content(
+    stats: Stats | None,
+    width: int,
+    *,
+    method: MethodReport,
+    reply: Reply | None,
+    memory_bytes: int,
+) -> Content:
+    """Everything the panel says, laid out for `width` cells."""
+    parts: list[Content] = []
+    if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
+        parts.append(Content("The next reply will be measured here.\n").stylize("$muted"))
+    else:
+        parts += [_speed(stats, reply, width), _positions(stats, width), _phases(stats, width)]
+    parts += [_method(method), _memory(stats, memory_bytes, width)]
+    return Content("\n").join([part for part in parts if part])
+
+
+def _heading(text: str) -> Content:
+    return Content(text + "\n").stylize("bold")
+
+
+def _row(label: str, value: str, width: int) -> Content:
+    gap = " " * max(1, width - len(label) - len(value))
+    return Content.assemble((label, "$muted"), gap, value, "\n")
+
+
+def _speed(stats: Stats, reply: Reply | None, width: int) -> Content:
+    read = stats.prompt_tokens - stats.cached_prompt_tokens
+    rows = [
+        _heading("This reply"),
+        _row("Speed", rate(stats.tokens_per_second), width),
+        _row("First token after", seconds_text(stats.ttft_seconds), width),
+        _row("Per token", seconds_text(stats.tpot_seconds), width),
+        _row("Tokens written", count(stats.generated_tokens), width),
+        _row("Prompt read", f"{count(read)} of {count(stats.prompt_tokens)}", width),
+    ]
+    if stats.drafted_tokens:
+        share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
+        rows.append(_row("Accepted", f"{share} ({percent(stats.acceptance_rate)})", width))
+    if stats.tokens_per_target_pass is not None:
+        rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}", width))
+    if stats.speedup_estimate is not None:
+        rows.append(_row("Against plain", f"{stats.speedup_estimate:.2f}×", width))
+    if reply is not None:
+        rows.append(_row("Seed", str(reply.seed), width))
+    return Content.assemble(*rows)
+
+
+def _positions(stats: Stats, width: int) -> Content:
+    # Lists grow in the model thread while a reply is written: take them once.
+    drafted, accepted = list(stats.drafted_per_position), list(stats.accepted_per_position)
+    pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
+    if not pairs:
+        return Content("")
+    rows = [_heading("Accepted, by place in the draft")]
+    for place, (right, guessed) in enumerate(pairs[:_MOST_POSITIONS], 1):
+        share = right / guessed
+        rows.append(_bar_row(f"{place:>2}", share, percent(share), "$accepted", width))
+    if len(pairs) > _MOST_POSITIONS:
+        rows.append(Content(f"   and {len(pairs) - _MOST_POSITIONS} more\n").stylize("$muted"))
+    return Content.assemble(*rows)
+
+
+def _phases(stats: Stats, width: int) -> Content:
+    phases = (
+        ("prefill", stats.prefill_seconds),
+        ("draft", stats.draft_seconds),
+        ("verify", stats.verify_seconds),
+        ("rollback", stats.rollback_seconds),
+        ("sampling", stats.sampling_seconds),
+        ("overhead", stats.overhead_seconds),
+    )
+    total = sum(seconds for _, seconds in phases)
+    if not total:
+        return Content("")
+    rows = [_heading("Time")]
+    rows += [
+        _bar_row(f"{name:<8}", seconds / total, seconds_text(seconds), "$primary", width)
+        for name, seconds in phases
+    ]
+    return Content.assemble(*rows)
+
+
+def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Content:
+    room = max(4, width - len(label) - 10)
+    return Content.assemble(
+        (label, "$muted"), " ", (bar(share, room), f"{style} on $faint 40%"), f"{value:>9}", "\n"
+    )
+
+
+def _method(method: MethodReport) -> Content:
+    name = "plain decoding" if method.effective == "none" else method.effective
+    asked = f" (asked for {method.requested})" if method.requested != method.effective else ""
+    reason = f"{method.reason}\n" if method.reason else ""
+    return Content.assemble(_heading("Method"), f"{name}{asked}\n", (reason, "$muted"))
+
+
+def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
+    rows = [_heading("Memory"), _row("Now", bytes_text(memory_bytes), width)]
+    if stats is not None:
+        named = (
+            ("Peak", stats.peak_memory_bytes),
+            ("Draft weights", stats.draft_weight_bytes),
+            ("Draft cache", stats.draft_kv_bytes),
+        )
+        rows += [_row(label, bytes_text(size), width) for label, size in named if size]
+    return Content.assemble(*rows)
+
+
+class Details(VerticalScroll):
+    """The panel on the right."""
+
+    def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
+        super().__init__(id=id)
+        self._draw: Callable[[int], Content] | None = None
+
+    def compose(self) -> ComposeResult:
+        """One text: it is redrawn whole."""
+        yield Static(id="details-text")
+
+    def show(self, draw: Callable[[int], Content]) -> None:
+        """Show what `draw` gives for the present width, and for every width to come."""
+        self._draw = draw
+        self.on_resize()
+
+    def on_resize(self) -> None:
+        """Lay the text out for the new width."""
+        width = self.scrollable_content_region.width
+        if self._draw is not None and width:
+            self.query_one("#details-text", Static).update(self._draw(width))

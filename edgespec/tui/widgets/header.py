@@ -1,0 +1,27 @@
+"""The line on top: what is running, and which chat is open."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widget import Widget
+
+__all__ = ["Header"]
+
+
+class Header(Widget):
+    """One line: the models on the left, the title of the chat on the right, cut to the width."""
+
+    models: reactive[str] = reactive("")
+    chat_title: reactive[str] = reactive("")
+
+    def render(self) -> Content:
+        """The line at the present width."""
+        width = self.content_size.width
+        left = Content.assemble(("edgespec", "bold"), "  ", (self.models, "$muted"))
+        room = width - left.cell_length - 3
+        if room < 8 or not self.chat_title:
+            return left.truncate(width, ellipsis=True)
+        title = Content(self.chat_title).truncate(room, ellipsis=True)
+        gap = " " * (width - left.cell_length - title.cell_length)
+        return Content.assemble(left, gap, title.stylize("$muted"))

@@ -1,0 +1,58 @@
+"""Labels and values in two columns, with a hanging indent; one under the other where it is narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.content import Content
+from textual.geometry import Size
+from textual.widget import Widget
+
+__all__ = ["Pairs", "pairs_content"]
+
+
+def pairs_content(
+    rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
+) -> Content:
+    """The rows laid out for `width` cells. An empty label lets the value begin at the left."""
+    label_width = max((len(label) for label, _ in rows), default=0) + 2
+    stacked = width - label_width < stack_below
+    lines: list[Content] = []
+    for label, value in rows:
+        indent = 0 if not label else 2 if stacked else label_width
+        wrapped = Content(value).wrap(max(8, width - indent))
+        head = Content.assemble((label.ljust(indent), label_style))
+        if stacked and label:
+            lines.append(head.rstrip())
+            head = Content(" " * indent)
+        for place, line in enumerate(wrapped):
+            lines.append(Content.assemble(head if place == 0 else " " * indent, line))
+    return Content("\n").join(lines)
+
+
+class Pairs(Widget):
+    """Rows of label and value."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[str, str]],
+        *,
+        label_style: str = "$muted",
+        stack_below: int = 0,
+        classes: str = "",
+    ) -> None:
+        super().__init__(classes=classes)
+        self._rows = rows
+        self._label_style = label_style
+        self._stack_below = stack_below
+
+    def render(self) -> Content:
+        """The rows at the present width."""
+        return self._laid_out(self.content_size.width)
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        """As many lines as that takes."""
+        return self._laid_out(width).plain.count("\n") + 1
+
+    def _laid_out(self, width: int) -> Content:
+        return pairs_content(self._rows, width, label_style=self._label_style, stack_below=self._stack_below)

@@ -1,0 +1,102 @@
+"""The input: several lines, Enter sends, history at the first and last line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from textual import events
+from textual.message import Message as Event
+from textual.widgets import TextArea
+
+from edgespec.tui.commands import completion
+from edgespec.tui.history import History
+
+__all__ = ["Prompt"]
+
+_NEW_LINE_KEYS = frozenset({"shift+enter", "ctrl+j", "alt+enter"})
+
+
+class Prompt(TextArea):
+    """Where the person types."""
+
+    @dataclass
+    class Sent(Event):
+        """Enter was pressed on some text."""
+
+        text: str
+
+    class HelpWanted(Event):
+        """A question mark was typed into the empty input."""
+
+    @dataclass
+    class Scroll(Event):
+        """The person wants to see more of the transcript: pages, down or up."""
+
+        pages: int
+
+    class EndOfInput(Event):
+        """Ctrl+D was pressed on the empty input."""
+
+    def __init__(self, sent: History, *, id: str) -> None:  # noqa: A002 - textual's own name
+        super().__init__(
+            id=id,
+            soft_wrap=True,
+            tab_behavior="focus",
+            show_line_numbers=False,
+            highlight_cursor_line=False,
+            placeholder="Message",
+        )
+        self._sent = sent
+
+    def replace_text(self, text: str) -> None:
+        """Show `text` with the cursor at its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def update_suggestion(self) -> None:
+        """Complete a slash command in grey."""
+        at_end = self.cursor_location == self.document.end
+        self.suggestion = completion(self.text) if at_end else ""
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key in _NEW_LINE_KEYS:
+            self.insert("\n")
+        elif event.key == "enter":
+            self.post_message(self.Sent(self.text))
+        elif event.key == "tab" and self.suggestion:
+            self.insert(self.suggestion + " ")
+        elif event.key == "question_mark" and not self.text:
+            self.post_message(self.HelpWanted())
+        elif event.key == "ctrl+d" and not self.text:
+            self.post_message(self.EndOfInput())
+        else:
+            await super()._on_key(event)
+            return
+        event.stop()
+        event.prevent_default()
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        """Up: the line above, or what was sent before."""
+        if not select and self.navigator.is_first_wrapped_line(self.cursor_location):
+            older = self._sent.older(self.text)
+            if older is not None:
+                self.replace_text(older)
+            return
+        super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        """Down: the line below, or what was sent after."""
+        if not select and self.navigator.is_last_wrapped_line(self.cursor_location):
+            newer = self._sent.newer()
+            if newer is not None:
+                self.replace_text(newer)
+            return
+        super().action_cursor_down(select)
+
+    def action_cursor_page_up(self) -> None:
+        """Page Up scrolls the transcript: the input itself is short."""
+        self.post_message(self.Scroll(-1))
+
+    def action_cursor_page_down(self) -> None:
+        """Page Down scrolls the transcript."""
+        self.post_message(self.Scroll(1))

@@ -1,0 +1,235 @@
+"""The model thread: the one thread that loads the model, runs every reply and closes it.
+
+The screen hands it jobs and reads two queues: the pieces of the reply, and events. A reply is stopped
+by `cancel`, which is safe from any thread. The thread is a daemon: whatever it is stuck in, the program
+can end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+from edgespec.chat.message import Message
+from edgespec.errors import CancelledError
+
+if TYPE_CHECKING:
+    from edgespec import Piece, Reply, Stats
+    from edgespec.tui.model import ChatLike, Load, RuntimeLike, StreamLike
+
+__all__ = [
+    "Ask",
+    "ChatOpened",
+    "Event",
+    "LoadFailed",
+    "Loaded",
+    "LoadingProgress",
+    "ModelThread",
+    "TurnEnded",
+]
+
+_Item = TypeVar("_Item")
+
+Act = Literal["send", "regenerate", "edit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn to take: what to do, the text, the system prompt and the generate options."""
+
+    act: Act
+    text: str
+    system: str | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingProgress:
+    """Loading goes on."""
+
+    what: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The model is ready."""
+
+    runtime: RuntimeLike
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The model could not be loaded, or loading was cancelled (CancelledError)."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOpened:
+    """A conversation is open, or `error` says why it is not."""
+
+    context_used_tokens: int
+    dropped_messages: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnded:
+    """A reply has ended, well or with `error`; `messages` is the conversation as it now stands."""
+
+    messages: tuple[Message, ...]
+    context_used_tokens: int
+    dropped_messages: int
+    reply: Reply | None = None
+    error: Exception | None = None
+
+
+Event: TypeAlias = LoadingProgress | Loaded | LoadFailed | ChatOpened | TurnEnded
+
+
+class ModelThread:
+    """Runs the model away from the screen."""
+
+    def __init__(self, load: Load) -> None:
+        self.pieces: SimpleQueue[Piece] = SimpleQueue()
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self._load = load
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._stop = threading.Event()
+        self._cancelled = threading.Event()
+        self._stream: StreamLike | None = None
+        self._chat: ChatLike | None = None
+        self._runtime: RuntimeLike | None = None
+        self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which loads the model first."""
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def live_stats(self) -> Stats | None:
+        """The stats of the reply being written."""
+        stream = self._stream
+        return stream.stats if stream is not None else None
+
+    def open_chat(self, system: str | None, messages: Sequence[Message]) -> None:
+        """Open another conversation; answered by ChatOpened."""
+        history = tuple(messages)
+        self._jobs.put(lambda: self._open(system, history))
+
+    def ask(self, ask: Ask) -> None:
+        """Take one turn; its pieces go to `pieces`, its end to `events`."""
+        self._cancelled.clear()
+        self._jobs.put(lambda: self._turn(ask))
+
+    def cancel(self) -> None:
+        """Stop the reply being written."""
+        self._cancelled.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+
+    def cancel_load(self) -> None:
+        """Stop loading at its next sign of progress."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Stop what runs, close the model and end the thread. Does not wait: see `join`."""
+        self._stop.set()
+        self.cancel()
+        self._jobs.put(None)
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread to end; False when it did not in time."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def take_pieces(self) -> list[Piece]:
+        """Everything written since the last call."""
+        return _drained(self.pieces)
+
+    def take_events(self) -> list[Event]:
+        """Everything that happened since the last call."""
+        return _drained(self.events)
+
+    def _progress(self, what: str, fraction: float) -> bool:
+        self.events.put(LoadingProgress(what, fraction))
+        return not self._stop.is_set()
+
+    def _run(self) -> None:
+        # Whatever goes wrong in here must reach the screen: a thread that dies in silence would
+        # leave the chat waiting for ever.
+        try:
+            runtime = self._load(self._progress)
+        except Exception as error:
+            self.events.put(LoadFailed(error))
+            return
+        if self._stop.is_set():
+            runtime.close()
+            self.events.put(LoadFailed(CancelledError("loading was cancelled")))
+            return
+        self._runtime = runtime
+        self.events.put(Loaded(runtime))
+        while (job := self._jobs.get()) is not None:
+            job()
+        runtime.close()
+
+    def _open(self, system: str | None, messages: tuple[Message, ...]) -> None:
+        assert self._runtime is not None
+        try:
+            self._chat = self._runtime.chat(system, messages)
+            used, dropped = self._chat.context_used_tokens, self._chat.dropped_messages
+        except Exception as error:
+            self.events.put(ChatOpened(0, 0, error))
+        else:
+            self.events.put(ChatOpened(used, dropped))
+
+    def _turn(self, ask: Ask) -> None:
+        chat = self._chat
+        assert chat is not None
+        reply: Reply | None = None
+        failure: Exception | None = None
+        try:
+            reply = self._written(chat, ask)
+        except Exception as error:
+            failure = error
+        self._stream = None
+        self.events.put(
+            TurnEnded(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply, failure)
+        )
+
+    def _written(self, chat: ChatLike, ask: Ask) -> Reply:
+        if chat.system != ask.system:
+            chat.system = ask.system
+        if ask.act == "send":
+            stream = chat.stream(ask.text, **ask.options)
+        elif ask.act == "edit":
+            stream = chat.edit_last(ask.text, **ask.options)
+        else:
+            stream = chat.regenerate(**ask.options)
+        self._stream = stream
+        # A cancel that came before there was a stream to cancel.
+        if self._cancelled.is_set():
+            stream.cancel()
+        for piece in stream:
+            self.pieces.put(piece)
+        return stream.reply
+
+
+def _drained(queue: SimpleQueue[_Item]) -> list[_Item]:
+    taken: list[_Item] = []
+    while True:
+        try:
+            taken.append(queue.get_nowait())
+        except Empty:
+            return taken

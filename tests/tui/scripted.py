@@ -1,0 +1,203 @@
+"""A runtime that does what a test tells it: words at a set pace, errors, stalls, made-up numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgespec import MethodReport, ModelFacts, Piece, Reply, Stats
+from edgespec.backends.base import Capabilities
+from edgespec.chat.message import Message
+from edgespec.errors import CancelledError
+from edgespec.tui.model import Load, Progress
+
+METHOD = MethodReport("auto", "model+ngram", "a draft model is loaded and the prompt is searched for repeats")
+
+MARKDOWN = (
+    "Use `ls` to list files by size:\n\n"
+    "```sh\nls -lS --human-readable\n```\n\n"
+    "- `-S` sorts by size, largest first\n"
+    "- `--human-readable` prints 1.5K, 2.3M\n\n"
+    "Reverse the order with **`-r`**."
+)
+
+
+def facts(name: str, *, notice: str = "") -> ModelFacts:
+    """Facts of a made-up model."""
+    return ModelFacts(
+        name=name,
+        path=f"/models/{name}.gguf",
+        architecture="llama",
+        description="llama 11M Q8_0",
+        parameters=11_540_736,
+        file_bytes=12_551_392,
+        weight_bytes=12_551_392,
+        kv_bytes=6_291_456,
+        quantisation="Q8_0",
+        trained_context_tokens=1024,
+        context_tokens=1024,
+        vocab_size=8192,
+        chat_template=True,
+        capabilities=Capabilities(rollback=True, tree=True),
+        notice=notice,
+    )
+
+
+@dataclass
+class Script:
+    """One reply: its text, the pace, and what goes wrong after how many pieces."""
+
+    text: str = MARKDOWN
+    pause_seconds: float = 0.0
+    error: Exception | None = None
+    error_after: int = 0
+    dropped: int = 0
+    gate: threading.Event | None = None
+    ignores_cancel: bool = False
+
+
+def made_up_stats(pieces: int) -> Stats:
+    """Numbers that never change, so that a picture of the screen can be compared."""
+    return Stats(
+        prompt_tokens=48,
+        cached_prompt_tokens=12,
+        generated_tokens=pieces,
+        target_passes=max(1, pieces // 3),
+        drafted_tokens=40,
+        accepted_tokens=29,
+        drafted_per_position=[12, 11, 10, 7],
+        accepted_per_position=[11, 9, 6, 3],
+        draft_seconds=0.031,
+        verify_seconds=0.128,
+        rollback_seconds=0.0021,
+        sampling_seconds=0.0093,
+        overhead_seconds=0.0048,
+        prefill_seconds=0.024,
+        ttft_seconds=0.031,
+        plain_step_seconds=0.0081,
+        draft_weight_bytes=2_801_952,
+        draft_kv_bytes=589_824,
+        peak_memory_bytes=141_000_000,
+    )
+
+
+class ScriptedStream:
+    """Words of the script as pieces, every third one the target's own."""
+
+    def __init__(self, script: Script, on_end: Callable[[Reply | None], None]) -> None:
+        self.script = script
+        self.stats = Stats()
+        self._on_end = on_end
+        self._cancelled = threading.Event()
+        self._reply: Reply | None = None
+
+    @property
+    def reply(self) -> Reply:
+        assert self._reply is not None
+        return self._reply
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def __iter__(self) -> Iterator[Piece]:
+        script = self.script
+        words = script.text.replace(" ", " \0").split("\0")
+        said = ""
+        for place, word in enumerate(words):
+            if script.error is not None and place == script.error_after:
+                self._on_end(None)
+                raise script.error
+            if script.gate is not None:
+                while not script.gate.wait(0.005):
+                    if self._cancelled.is_set():
+                        break
+            if self._cancelled.is_set() and not script.ignores_cancel:
+                break
+            said += word
+            self.stats = made_up_stats(place + 1)
+            yield Piece(word, 1, place % 3 != 2)
+            if script.pause_seconds:
+                time.sleep(script.pause_seconds)
+        cancelled = self._cancelled.is_set()
+        self.stats = made_up_stats(len(words))
+        self._reply = Reply(
+            said, (), "cancelled" if cancelled else "stop", 1234, "demo", "demo-draft", METHOD, self.stats
+        )
+        self._on_end(self._reply)
+
+
+class ScriptedChat:
+    """A conversation that answers from the runtime's scripts."""
+
+    def __init__(self, runtime: ScriptedRuntime, system: str | None, messages: Sequence[Message]) -> None:
+        self.system = system
+        self.messages = list(messages)
+        self.context_used_tokens = 12 * len(messages)
+        self.dropped_messages = 0
+        self._runtime = runtime
+
+    def stream(self, text: str, **options: Any) -> ScriptedStream:
+        return self._answer([*self.messages, Message("user", text)], options)
+
+    def regenerate(self, **options: Any) -> ScriptedStream:
+        return self._answer(self.messages[: self._last_user() + 1], options)
+
+    def edit_last(self, text: str, **options: Any) -> ScriptedStream:
+        return self._answer([*self.messages[: self._last_user()], Message("user", text)], options)
+
+    def _last_user(self) -> int:
+        return max(place for place, message in enumerate(self.messages) if message.role == "user")
+
+    def _answer(self, messages: list[Message], options: dict[str, Any]) -> ScriptedStream:
+        self._runtime.asked.append((self.system, messages[-1].content, options))
+        before = self.messages
+        script = self._runtime.scripts.pop(0) if self._runtime.scripts else Script()
+
+        def on_end(reply: Reply | None) -> None:
+            if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
+                self.messages = before
+                return
+            self.messages = [*messages, Message("assistant", reply.text)]
+            self.context_used_tokens = 100 * len(self.messages)
+            self.dropped_messages = script.dropped
+
+        self.messages = messages
+        return ScriptedStream(script, on_end)
+
+
+@dataclass
+class ScriptedRuntime:
+    """Stands in for a loaded model."""
+
+    scripts: list[Script] = field(default_factory=list)
+    target: ModelFacts = field(default_factory=lambda: facts("demo"))
+    draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
+    method: MethodReport = METHOD
+    context_tokens: int = 1024
+    asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
+    closed: bool = False
+
+    def memory_bytes(self) -> int:
+        return 123_000_000
+
+    def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ScriptedChat:
+        return ScriptedChat(self, system, messages)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def loading(runtime: ScriptedRuntime, *, steps: int = 3, pause_seconds: float = 0.0) -> Load:
+    """A load function that takes some steps and minds a cancel."""
+
+    def load(progress: Progress) -> ScriptedRuntime:
+        for step in range(steps):
+            if not progress("Loading demo", step / steps):
+                raise CancelledError("loading was cancelled")
+            time.sleep(pause_seconds)
+        return runtime
+
+    return load
