@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""Make a small Llama GGUF cost what a large one costs, while it says what the small one says.
+
+Small models are not bound by memory, so they cannot show what speculation costs or saves. This pads the
+residual stream, heads, feed-forward and depth of a model with parts that contribute exactly nothing:
+real acceptance at real cost. The result is F16.
+
+    scripts/inflate_gguf.py models/demo-target-q8_0.gguf big-target.gguf --dim 2048 --ffn 5632 --layers 24
+    scripts/inflate_gguf.py models/demo-draft-q8_0.gguf big-draft.gguf --dim 768 --ffn 2048 --layers 6
+
+Padding keeps RMSNorm exact: with x' = [x, 0] of width D', the weight w' = w * sqrt(D/D') and
+eps' = eps * D/D' give the same normalised values. New heads and feed-forward units have zero output columns,
+inserted layers zero output projections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float16]
+
+
+class Inflater:
+    """Turns each tensor of a Llama model into its larger counterpart."""
+
+    def __init__(self, reader: gguf.GGUFReader, dim: int, ffn: int, layers: int, seed: int) -> None:
+        def field(key: str) -> Any:
+            return reader.fields[key].contents()
+
+        if field("general.architecture") != "llama":
+            raise SystemExit(f"error: architecture {field('general.architecture')!r}; only 'llama' is understood")
+        self.old_dim, old_ffn = int(field("llama.embedding_length")), int(field("llama.feed_forward_length"))
+        old_layers, heads = int(field("llama.block_count")), int(field("llama.attention.head_count"))
+        kv_heads = int(field("llama.attention.head_count_kv"))
+        if dim % self.old_dim or layers % old_layers or ffn < old_ffn:
+            raise SystemExit(
+                f"error: need --dim a multiple of {self.old_dim}, --layers of {old_layers}, --ffn >= {old_ffn}"
+            )
+        self.dim, self.layers, self.step = dim, layers, layers // old_layers
+        head_dim, times = self.old_dim // heads, dim // self.old_dim
+        query, key = heads * times * head_dim, kv_heads * times * head_dim
+        self.shapes = {  # rows, columns, whether new rows must be zero
+            "attn_q": (query, dim, False),
+            "attn_k": (key, dim, False),
+            "attn_v": (key, dim, False),
+            "attn_output": (dim, query, True),
+            "ffn_gate": (ffn, dim, False),
+            "ffn_up": (ffn, dim, False),
+            "ffn_down": (dim, ffn, True),
+        }
+        eps = float(field("llama.attention.layer_norm_rms_epsilon"))
+        self.metadata = {
+            "llama.embedding_length": dim,
+            "llama.feed_forward_length": ffn,
+            "llama.block_count": layers,
+            "llama.attention.head_count": heads * times,
+            "llama.attention.head_count_kv": kv_heads * times,
+            "llama.attention.layer_norm_rms_epsilon": eps * self.old_dim / dim,
+            "llama.rope.dimension_count": head_dim,
+            "llama.attention.key_length": head_dim,
+            "llama.attention.value_length": head_dim,
+            "general.file_type": int(gguf.LlamaFileType.MOSTLY_F16),
+        }
+        self._random = np.random.default_rng(seed)
+
+    def block(self, kind: str, weights: NDArray[np.float32] | None) -> NDArray[Any]:
+        """A tensor of a layer; None for a layer that adds nothing."""
+        if kind.endswith("_norm"):
+            return np.ones(self.dim, np.float32) if weights is None else self.norm(weights)
+        rows, columns, zero_rows = self.shapes[kind]
+        filler = self._random.standard_normal((rows, columns), dtype=np.float32) * 0.02
+        result = np.zeros((rows, columns), np.float16) if zero_rows else filler.astype(np.float16)
+        if weights is not None:
+            result[: weights.shape[0], :] = 0
+            result[: weights.shape[0], : weights.shape[1]] = weights
+        return result
+
+    def norm(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The gains of an RMSNorm over the wider stream."""
+        gains = np.ones(self.dim, np.float32)
+        gains[: self.old_dim] = weights * np.sqrt(self.old_dim / self.dim)
+        return gains
+
+    def table(self, weights: NDArray[np.float32]) -> Matrix:
+        """An embedding or head over the wider stream."""
+        wide = np.zeros((weights.shape[0], self.dim), np.float16)
+        wide[:, : self.old_dim] = weights
+        return wide
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source")
+    parser.add_argument("result")
+    parser.add_argument("--dim", type=int, required=True, help="new embedding width, a multiple of the old one")
+    parser.add_argument("--ffn", type=int, required=True, help="new feed-forward width")
+    parser.add_argument("--layers", type=int, required=True, help="new depth, a multiple of the old one")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    reader = gguf.GGUFReader(args.source)
+    inflater = Inflater(reader, args.dim, args.ffn, args.layers, args.seed)
+    writer = gguf.GGUFWriter(args.result, "llama", use_temp_file=True)
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            value = inflater.metadata.get(key, field.contents())
+            writer.add_key_value(
+                key, value, field.types[0], sub_type=field.types[1] if len(field.types) > 1 else None
+            )
+    kinds: dict[str, None] = {}
+    for tensor in reader.tensors:
+        weights = np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+        if match:
+            kinds[match[2]] = None
+            name = f"blk.{int(match[1]) * inflater.step}.{match[2]}.weight"
+            writer.add_tensor(name, inflater.block(match[2], weights))
+        elif tensor.name == "output_norm.weight":
+            writer.add_tensor(tensor.name, inflater.norm(weights))
+        elif tensor.name in ("token_embd.weight", "output.weight"):
+            writer.add_tensor(tensor.name, inflater.table(weights))
+        else:
+            raise SystemExit(f"error: tensor {tensor.name!r} is not understood")
+    for layer in range(inflater.layers):
+        for kind in kinds if layer % inflater.step else ():
+            writer.add_tensor(f"blk.{layer}.{kind}.weight", inflater.block(kind, None))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=True)
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()
