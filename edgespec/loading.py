@@ -9,12 +9,16 @@ from dataclasses import replace
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, draft_for, recommended_drafts, resolve
+from edgespec.checks import whole_number
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters, check_vocabularies
 from edgespec.runtime import Runtime
 
 __all__ = ["load"]
+
+_NO_LIMIT = (1 << 31) - 1
+_MOST_BRANCHES = 64
 
 
 def load(
@@ -46,9 +50,10 @@ def load(
 
     Raises EdgespecError with the reason and the next step.
     """
-    for name, value in (("context", context), ("threads", threads)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 31):
-            raise OptionError(f"{name} is {value!r}", "give a whole number from 1 up")
+    if context is not None:
+        whole_number("context", context, 1, _NO_LIMIT)
+    if threads is not None:
+        whole_number("threads", threads, 1, 1024)
     if not 0.0 <= draft_confidence < 1.0:
         raise OptionError(f"draft_confidence is {draft_confidence!r}", "give a number from 0 to below 1")
     branches = _checked_branches(draft_branches)
@@ -100,7 +105,9 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
     return llamacpp.load(str(found.path), found.name, options, progress)
 
 
-def _find_draft(target: Resolved, draft: str | None, progress: Progress | None) -> tuple[Resolved | None, str]:
+def _find_draft(
+    target: Resolved, draft: str | None, progress: Progress | None
+) -> tuple[Resolved | None, str]:
     """The draft, or None with the reason."""
     if draft is None or draft == "none":
         return None, "no draft was wanted"
@@ -124,8 +131,11 @@ def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
 
 
 def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:
-    if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in branches) or math.prod(branches) > 64:
+    for count in branches:
+        whole_number("draft_branches", count, 1, _MOST_BRANCHES)
+    if math.prod(branches) > _MOST_BRANCHES:
         raise OptionError(
-            f"draft_branches is {tuple(branches)!r}", "give whole numbers from 1 up with a product of at most 64"
+            f"draft_branches {tuple(branches)!r} make {math.prod(branches)} branches",
+            f"their product may be {_MOST_BRANCHES} at most",
         )
     return tuple(branches)

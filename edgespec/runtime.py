@@ -14,6 +14,7 @@ from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
+from edgespec.checks import whole_number
 from edgespec.engine.sampling import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, ContextFullError, OptionError, TemplateError
@@ -28,6 +29,7 @@ __all__ = ["Runtime"]
 DEFAULT_DRAFT_LENGTH = 4
 MAX_DRAFT_LENGTH = 64
 ACCEPTANCES = ("invariant", "rejection")
+_NO_LIMIT = (1 << 63) - 1
 
 
 class Runtime:
@@ -54,9 +56,7 @@ class Runtime:
         self.vocabulary: Vocabulary = vocabulary
         self.template: ChatTemplate | None = None
         if vocabulary.chat_template:
-            self.template = ChatTemplate(
-                vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
-            )
+            self.template = ChatTemplate(vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text)
         self.method: MethodReport = drafters.choose(method)[1]
         self._draft_length = _checked_draft_length(draft_length or DEFAULT_DRAFT_LENGTH)
         self._acceptance = _checked_acceptance(acceptance)
@@ -71,9 +71,7 @@ class Runtime:
         """The memory this process holds now."""
         return resident_bytes()
 
-    def generate(
-        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any
-    ) -> Reply:
+    def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
         """The whole reply to a prompt.
 
         prompt: rendered as a user message by the model's chat template unless `raw`, or unless the
@@ -94,7 +92,8 @@ class Runtime:
     def _prompt_tokens(self, prompt: str, system: str | None, raw: bool) -> list[int]:
         if system and (raw or self.template is None):
             raise TemplateError(
-                "a system prompt needs the model's chat template", "leave --system out, or --raw, or use an instruct model"
+                "a system prompt needs the model's chat template",
+                "leave --system out, or --raw, or use an instruct model",
             )
         if raw or self.template is None:
             return self.vocabulary.tokenize(prompt, special=True, start=True)
@@ -135,10 +134,10 @@ class Runtime:
                 f"the prompt is {len(tokens)} tokens long and the context holds {self.context_tokens}",
                 f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
             )
-        if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
-            raise OptionError(f"max_tokens is {max_tokens!r}", "give a whole number from 1 up")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63):
-            raise OptionError(f"seed is {seed!r}", f"give a whole number from 0 to {(1 << 63) - 1}")
+        if max_tokens is not None:
+            whole_number("max_tokens", max_tokens, 1, _NO_LIMIT)
+        if seed is not None:
+            whole_number("seed", seed, 0, _NO_LIMIT)
         report = self._session.drafters.choose(method)[1] if method else self.method
         request = Request(
             tokens=tuple(tokens),
@@ -147,7 +146,9 @@ class Runtime:
             max_tokens=max_tokens or self.context_tokens,
             stop=tuple(stop) if not isinstance(stop, str) else (stop,),
             method=report.requested,
-            draft_length=_checked_draft_length(draft_length) if draft_length is not None else self._draft_length,
+            draft_length=_checked_draft_length(draft_length)
+            if draft_length is not None
+            else self._draft_length,
             acceptance=_checked_acceptance(acceptance) if acceptance else self._acceptance,
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
@@ -193,11 +194,7 @@ def _sampling_params(sampling: dict[str, Any]) -> SamplingParams:
 
 
 def _checked_draft_length(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DRAFT_LENGTH:
-        raise OptionError(
-            f"draft_length is {value!r}", f"give a whole number from 1 to {MAX_DRAFT_LENGTH}, or method none"
-        )
-    return value
+    return whole_number("draft_length", value, 1, MAX_DRAFT_LENGTH, ", or method none")
 
 
 def _checked_acceptance(value: str) -> str:

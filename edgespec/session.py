@@ -84,7 +84,9 @@ class Session:
         self._start(request)
         tokens = list(request.tokens)
         try:
-            steps = self._steps(request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
+            steps = self._steps(
+                request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
+            )
             while (step := self._next(steps)) is not None:
                 yield step
         finally:
@@ -174,7 +176,11 @@ class Session:
     def cancel(self, request: Request | None = None) -> None:
         """End the running reply within one round, from any thread; with a request, only if it is that one."""
         with self._state:
-            if self._current is not None and (request is None or request is self._current) and not self._closed:
+            if (
+                self._current is not None
+                and (request is None or request is self._current)
+                and not self._closed
+            ):
                 self._stopping = True
                 self._interrupt(True)
 

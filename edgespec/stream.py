@@ -97,8 +97,19 @@ class ReplyStream:
             steps.close()
             self.stats.peak_memory_bytes = peak_bytes()
             target, draft = self._names
-            self._reply = None if failed else Reply(
-                text.text, tuple(tokens), reason, self._request.seed, target, draft, self.method, self.stats
+            self._reply = (
+                None
+                if failed
+                else Reply(
+                    text.text,
+                    tuple(tokens),
+                    reason,
+                    self._request.seed,
+                    target,
+                    draft,
+                    self.method,
+                    self.stats,
+                )
             )
             if self._on_end:
                 self._on_end(self._reply)

@@ -31,7 +31,12 @@ class BareLoop:
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = context_tokens, 512, threads, threads
+        params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = (
+            context_tokens,
+            512,
+            threads,
+            threads,
+        )
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -89,7 +94,9 @@ def main() -> None:
             own = stats.sampling_seconds + stats.rollback_seconds + stats.overhead_seconds
             ratios.append(step / (stats.decode_seconds / stats.generated_tokens))
             own_shares.append(own / stats.target_passes / step)
-            print(f"run {run}: bare {1 / step:8.1f} tokens/s, engine / bare {ratios[-1]:.3f}, own {own_shares[-1]:.2%}")
+            print(
+                f"run {run}: bare {1 / step:8.1f} tokens/s, engine / bare {ratios[-1]:.3f}, own {own_shares[-1]:.2%}"
+            )
         print(
             f"{runtime.target.description}, {args.runs} interleaved runs of {args.tokens} tokens: "
             f"engine / bare loop, median {statistics.median(ratios):.3f}; "

@@ -36,7 +36,10 @@ def main() -> None:
     prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()][:: args.every]
     lengths = [int(k) for k in args.draft_lengths.split(",")]
     with edgespec.load(args.target, args.draft, context=1024) as runtime:
-        print(f"{runtime.target.description}; draft {runtime.draft and runtime.draft.description}; {args.method}")
+        print(
+            f"{runtime.target.description}, method {args.method},"
+            f" draft {runtime.draft.description if runtime.draft else 'none'}"
+        )
         for temperature in map(float, args.temperatures.split(",")):
             plain_speed: list[float] = []
             rows: dict[int, list[edgespec.Reply]] = {k: [] for k in lengths}
@@ -66,8 +69,8 @@ def main() -> None:
                 emitted = sum(r.stats.generated_tokens for r in rows[k])
                 passes = sum(r.stats.target_passes for r in rows[k])
                 print(
-                    f"  draft length {k:2}: {statistics.geometric_mean(ratios[k]):.2f}x plain (geometric mean; "
-                    f"worst {min(ratios[k]):.2f}x), acceptance {accepted / max(1, drafted):.3f}, "
+                    f"  draft length {k:2}: {statistics.geometric_mean(ratios[k]):.2f}x plain "
+                    f"(geometric mean; worst {min(ratios[k]):.2f}x), acceptance {accepted / max(1, drafted):.3f}, "
                     f"tokens per pass {emitted / passes:.2f}"
                 )
 

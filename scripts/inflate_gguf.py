@@ -34,13 +34,16 @@ class Inflater:
             return reader.fields[key].contents()
 
         if field("general.architecture") != "llama":
-            raise SystemExit(f"error: architecture {field('general.architecture')!r}; only 'llama' is understood")
+            raise SystemExit(
+                f"error: architecture {field('general.architecture')!r}; only 'llama' is understood"
+            )
         self.old_dim, old_ffn = int(field("llama.embedding_length")), int(field("llama.feed_forward_length"))
         old_layers, heads = int(field("llama.block_count")), int(field("llama.attention.head_count"))
         kv_heads = int(field("llama.attention.head_count_kv"))
         if dim % self.old_dim or layers % old_layers or ffn < old_ffn:
             raise SystemExit(
-                f"error: need --dim a multiple of {self.old_dim}, --layers of {old_layers}, --ffn >= {old_ffn}"
+                f"error: --dim must be a multiple of {self.old_dim}, --layers of {old_layers}, "
+                f"--ffn at least {old_ffn}"
             )
         self.dim, self.layers, self.step = dim, layers, layers // old_layers
         head_dim, times = self.old_dim // heads, dim // self.old_dim
@@ -100,7 +103,9 @@ def main() -> None:
     )
     parser.add_argument("source")
     parser.add_argument("result")
-    parser.add_argument("--dim", type=int, required=True, help="new embedding width, a multiple of the old one")
+    parser.add_argument(
+        "--dim", type=int, required=True, help="new embedding width, a multiple of the old one"
+    )
     parser.add_argument("--ffn", type=int, required=True, help="new feed-forward width")
     parser.add_argument("--layers", type=int, required=True, help="new depth, a multiple of the old one")
     parser.add_argument("--seed", type=int, default=0)

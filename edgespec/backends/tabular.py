@@ -52,7 +52,12 @@ class TabularModel:
     """
 
     def __init__(
-        self, logits: NDArray[np.float32], *, context_tokens: int = 4096, rollback: bool = True, tree: bool = True
+        self,
+        logits: NDArray[np.float32],
+        *,
+        context_tokens: int = 4096,
+        rollback: bool = True,
+        tree: bool = True,
     ) -> None:
         self._table = np.asarray(logits, np.float32)
         vocab = self._table.shape[1]

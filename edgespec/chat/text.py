@@ -17,9 +17,11 @@ class ReplyText:
     of a stop string is held back until it is clear that it is not.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], is_end: Callable[[int], bool], stop: Sequence[str]) -> None:
-        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise OptionError(f"stop is {stop!r}", "give a list of texts that are not empty")
+    def __init__(
+        self, piece: Callable[[int], bytes], is_end: Callable[[int], bool], stop: Sequence[str]
+    ) -> None:
+        if not all(stop):
+            raise OptionError("a stop string is empty", "give at least one character")
         self._piece = piece
         self._is_end = is_end
         self._stop = tuple(stop)

@@ -37,7 +37,7 @@ class Acceptance(Protocol):
     """One rule of acceptance."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Up to `count` different tokens for a drafter to propose, in order, each with the law it came from."""
+        """Up to `count` different tokens for a drafter to propose, in order, each with its law."""
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
         """Walk the tree over the target's logits (row i belongs to node i)."""

@@ -26,7 +26,7 @@ class Logits(Protocol):
         """The id of the largest logit of a row, the lowest id on ties."""
 
     def top(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """At least the `count` largest logits of a row with every tie of the last: (ids ascending, logits)."""
+        """At least the `count` largest logits of a row, ties included: (ids ascending, logits)."""
 
     def above(self, row: int, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Every logit of a row within `margin` of its largest: (ids ascending, logits)."""
@@ -76,7 +76,8 @@ class HostLogits:
         return self if vocab_size >= self.vocab_size else HostLogits(self.rows[:, :vocab_size])
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self.rows[row][tokens].astype(np.float64)
+        values: NDArray[np.float64] = self.rows[row][tokens].astype(np.float64)
+        return values
 
     @staticmethod
     def _from(

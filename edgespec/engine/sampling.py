@@ -175,7 +175,13 @@ class Sampler:
     def _chain(self, logits: Logits, row: int) -> Candidates:
         params = self.params
         untouched = not self._counts and not len(self._biased)
-        if params.top_k == 0 and params.min_p > 0 and params.top_p >= 1 and params.typical_p >= 1 and untouched:
+        if (
+            params.top_k == 0
+            and params.min_p > 0
+            and params.top_p >= 1
+            and params.typical_p >= 1
+            and untouched
+        ):
             margin = -math.log(params.min_p) * params.temperature
             tokens, values = logits.above(row, margin * (1 + 1e-6) + 1e-6)
         else:
@@ -224,7 +230,7 @@ class Sampler:
 
 
 def filtered(tokens: NDArray[np.int64], log_probs: NDArray[np.float64], params: SamplingParams) -> Candidates:
-    """Apply top-k, typical, top-p and min-p to candidates (ids ascending, log-probabilities up to a constant).
+    """Apply top-k, typical, top-p and min-p to candidates.
 
     Typical: Meister et al. 2023 (arXiv 2202.00666). Top-p: Holtzman et al. 2020 (arXiv 1904.09751).
     Min-p: arXiv 2407.01082. At least one candidate is kept. Ties fall to the lowest id.

@@ -15,7 +15,17 @@ from edgespec.errors import BackendError, CancelledError, ContextFullError, Memo
 
 __all__ = ["KV_TYPES", "LlamaContext"]
 
-KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_1": 7, "q5_0": 6, "iq4_nl": 20, "q4_1": 3, "q4_0": 2}
+KV_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "iq4_nl": 20,
+    "q4_1": 3,
+    "q4_0": 2,
+}
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _NO_SLOT, _ABORTED = 1, 2

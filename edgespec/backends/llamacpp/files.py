@@ -19,7 +19,8 @@ __all__ = ["default_threads", "describe", "kv_bytes_per_token", "load_weights", 
 DEFAULT_CONTEXT_TOKENS = 8192
 # Bytes of 32 elements of a cache type.
 _KV_BLOCK_BYTES = {
-    "f32": 128, "f16": 64, "bf16": 64, "q8_0": 34, "q5_1": 24, "q5_0": 22, "iq4_nl": 18, "q4_1": 20, "q4_0": 18,
+    "f32": 128, "f16": 64, "bf16": 64,
+    "q8_0": 34, "q5_1": 24, "q5_0": 22, "iq4_nl": 18, "q4_1": 20, "q4_0": 18,
 }  # fmt: skip
 
 
@@ -95,17 +96,23 @@ def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
             f"{path} has the architecture {match[1]!r}, which this llama.cpp does not know",
             "update llama-cpp-python or choose another model",
         )
-    if re.search(r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text):
+    if re.search(
+        r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text
+    ):
         return ModelFileError(
             f"{path} is incomplete or damaged ({size:,} bytes)", "download it again and compare its size"
         )
-    if re.search(r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE):
+    if re.search(
+        r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE
+    ):
         return MemoryBudgetError(
             f"there is no memory for the {size:,} bytes of {path}",
             "close other programs, choose a smaller quantisation, or use fewer --gpu-layers",
         )
     detail = lines[0] if lines else "llama.cpp gave no reason"
-    return ModelFileError(f"{path} ({size:,} bytes) could not be loaded: {detail}", "check or replace the file")
+    return ModelFileError(
+        f"{path} ({size:,} bytes) could not be loaded: {detail}", "check or replace the file"
+    )
 
 
 def plan_context(weights: Any, options: LoadOptions) -> int:

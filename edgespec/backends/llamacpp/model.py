@@ -53,7 +53,9 @@ class LlamaCppModel:
         self._closed = False
         self.vocabulary = LlamaVocabulary(weights)
         if self.vocabulary.size == 0:
-            raise ModelFileError(f"{path} has no vocabulary", "choose a file that holds a whole language model")
+            raise ModelFileError(
+                f"{path} has no vocabulary", "choose a file that holds a whole language model"
+            )
         context_tokens = plan_context(weights, options)
         self._context = LlamaContext(weights, options, context_tokens, options.threads or default_threads())
         try:
@@ -75,7 +77,8 @@ class LlamaCppModel:
             raise ModelFileError("this model does not generate text", "choose a decoder language model")
         if lib.llama_model_has_encoder(self._weights) or lib.llama_model_is_diffusion(self._weights):
             raise ModelFileError(
-                "encoder-decoder and diffusion models do not write token by token", "choose a decoder-only model"
+                "encoder-decoder and diffusion models do not write token by token",
+                "choose a decoder-only model",
             )
         self._context.append([0, 0], 0)
         rollback = self._context.drop(0, 1)
@@ -106,7 +109,9 @@ class LlamaCppModel:
                 self._forget_after(self._length)
                 raise
             self._length += len(chunk)
-            if progress and not progress("prefill", self._length / max(1, self._length + len(tokens) - start)):
+            if progress and not progress(
+                "prefill", self._length / max(1, self._length + len(tokens) - start)
+            ):
                 raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
@@ -144,7 +149,9 @@ class LlamaCppModel:
             passing.append([sequence])
         return passing
 
-    def _branch(self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]) -> None:
+    def _branch(
+        self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]
+    ) -> None:
         """Open a sequence that shares all ancestors from `parent` up."""
         if sequence >= self._max_branches:
             self._end_round()
@@ -154,7 +161,9 @@ class LlamaCppModel:
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
-        source, end = (0, self._length) if parent < 0 else (self._sequence_of[parent], self._position_of[parent] + 1)
+        source, end = (
+            (0, self._length) if parent < 0 else (self._sequence_of[parent], self._position_of[parent] + 1)
+        )
         self._context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -186,7 +195,8 @@ class LlamaCppModel:
         self._check(0)
         if 0 < length < self._length and not self.facts.capabilities.rollback:
             raise CapabilityError(
-                f"{self.facts.name} cannot drop {self._length - length} tokens", self.facts.capabilities.reason
+                f"{self.facts.name} cannot drop {self._length - length} tokens",
+                self.facts.capabilities.reason,
             )
         self._length = min(length, self._length)
         self._forget_after(self._length)

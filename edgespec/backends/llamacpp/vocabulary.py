@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import Any
 
 from edgespec.backends.llamacpp.native import library
@@ -24,7 +23,7 @@ class LlamaVocabulary:
         self.start_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
         self.end_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
         self._adds_start: bool = self._lib.llama_vocab_get_add_bos(self._vocab)
-        self.piece = lru_cache(maxsize=65536)(self._piece)
+        self._pieces: dict[int, bytes] = {}
 
     def _special_text(self, token: int) -> str:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
@@ -44,8 +43,12 @@ class LlamaVocabulary:
                 raise BackendError(f"{len(data)} bytes of text could not be tokenized", "try a shorter text")
             room = -count
 
-    def _piece(self, token: int) -> bytes:
-        return self._text(token, special=False)
+    def piece(self, token: int) -> bytes:
+        """The bytes a token adds to the text; control tokens add none."""
+        piece = self._pieces.get(token)
+        if piece is None:
+            piece = self._pieces[token] = self._text(token, special=False)
+        return piece
 
     def raw_piece(self, token: int) -> bytes:
         """The token as it stands in the vocabulary, control tokens included."""
