@@ -1,9 +1,9 @@
 """edgespec: the largest model your machine can hold, at the best speed it allows, the same tokens.
 
-    import edgespec
+import edgespec
 
-    with edgespec.load("demo") as runtime:
-        print(runtime.generate("How do I list files by size?", max_tokens=200).text)
+with edgespec.load("demo") as runtime:
+    print(runtime.generate("How do I list files by size?", max_tokens=200).text)
 """
 
 from __future__ import annotations

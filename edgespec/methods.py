@@ -56,7 +56,8 @@ class Drafters:
         missing = [name for name in names if name not in self._made]
         if missing:
             raise OptionError(
-                f"method {method!r} needs a draft model: {self._why_no_draft}", "give --draft REF or use --method ngram"
+                f"method {method!r} needs a draft model: {self._why_no_draft}",
+                "give --draft REF or use --method ngram",
             )
         effective = "+".join(names) or "none"
         chosen = [self._made[name] for name in names]
@@ -87,7 +88,8 @@ def parse_method(method: str) -> tuple[str, ...]:
             near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise OptionError(
-                f"method {method!r} is unknown", f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +"
+                f"method {method!r} is unknown",
+                f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
             )
     if len(set(names)) < len(names):
         raise OptionError(f"method {method!r} names a drafter twice", "name each once")

@@ -95,7 +95,8 @@ def main() -> None:
             ratios.append(step / (stats.decode_seconds / stats.generated_tokens))
             own_shares.append(own / stats.target_passes / step)
             print(
-                f"run {run}: bare {1 / step:8.1f} tokens/s, engine / bare {ratios[-1]:.3f}, own {own_shares[-1]:.2%}"
+                f"run {run}: bare {1 / step:8.1f} tokens/s, "
+                f"engine / bare {ratios[-1]:.3f}, own {own_shares[-1]:.2%}"
             )
         print(
             f"{runtime.target.description}, {args.runs} interleaved runs of {args.tokens} tokens: "

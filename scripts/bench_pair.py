@@ -70,7 +70,8 @@ def main() -> None:
                 passes = sum(r.stats.target_passes for r in rows[k])
                 print(
                     f"  draft length {k:2}: {statistics.geometric_mean(ratios[k]):.2f}x plain "
-                    f"(geometric mean; worst {min(ratios[k]):.2f}x), acceptance {accepted / max(1, drafted):.3f}, "
+                    f"(geometric mean; worst {min(ratios[k]):.2f}x), "
+                    f"acceptance {accepted / max(1, drafted):.3f}, "
                     f"tokens per pass {emitted / passes:.2f}"
                 )
 

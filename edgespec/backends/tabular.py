@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot
+from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
@@ -64,7 +64,7 @@ class TabularModel:
         self._order = round(np.log(len(self._table)) / np.log(vocab))
         if vocab**self._order != len(self._table):
             raise ValueError(f"{len(self._table)} rows are no power of the vocabulary size {vocab}")
-        self.vocabulary = LetterVocabulary(vocab)
+        self.vocabulary: Vocabulary = LetterVocabulary(vocab)
         self.facts = ModelFacts(
             name="tabular",
             path="",

@@ -59,7 +59,8 @@ class Chat:
             raise OptionError(f"context_full is {context_full!r}", "choose slide or refuse")
         if host.template is None:
             raise TemplateError(
-                "this model has no chat template", "choose an instruct model, or use `edgespec generate --raw`"
+                "this model has no chat template",
+                "choose an instruct model, or use `edgespec generate --raw`",
             )
         self.system = system
         self.messages = list(messages)

@@ -34,7 +34,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except JinjaError as error:
             raise TemplateError(
-                f"the model's chat template is broken: {error}", "use `edgespec generate --raw` or another model"
+                f"the model's chat template is broken: {error}",
+                "use `edgespec generate --raw` or another model",
             ) from error
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -53,7 +54,9 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message]) -> str:
         listed = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self._template.render(messages=listed, add_generation_prompt=True, tools=None, **self._tokens)
+            return self._template.render(
+                messages=listed, add_generation_prompt=True, tools=None, **self._tokens
+            )
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
             raise JinjaError(str(error)) from error
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Snapshot
+from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights, plan_context
 from edgespec.backends.llamacpp.native import library
@@ -51,7 +51,7 @@ class LlamaCppModel:
         self._weights = weights
         self._max_branches = options.max_branches
         self._closed = False
-        self.vocabulary = LlamaVocabulary(weights)
+        self.vocabulary: Vocabulary = LlamaVocabulary(weights)
         if self.vocabulary.size == 0:
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
