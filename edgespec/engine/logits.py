@@ -63,9 +63,9 @@ class HostLogits:
                 floor = np.partition(logits, len(logits) - count)[len(logits) - count]
                 return self._from(logits, floor)
             return np.arange(len(logits)), logits.astype(np.float64)
-        # The count-th largest block maximum is no larger than the count-th largest logit: a floor
-        # for two cheap passes, where a partition of the whole row would cost a millisecond.
-        peaks = logits[: blocks * self._BLOCK].reshape(blocks, self._BLOCK).max(axis=1)
+        # In interleaved blocks, the count-th largest block maximum is no larger than the count-th largest
+        # logit: a floor for two cheap passes, where a partition of the row would cost a millisecond.
+        peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, blocks - count)[blocks - count])
 
     def above(self, row: int, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
