@@ -56,6 +56,11 @@ class LlamaContext:
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
             detail = (recent_errors() or ["no reason was given"])[-1]
+            if "requires flash_attn" in detail:
+                raise OptionError(
+                    f"kv_type {options.kv_type!r} needs flash attention",
+                    "use --flash-attention auto, or --kv-type f16",
+                )
             raise MemoryBudgetError(
                 f"a context of {context_tokens} tokens could not be made: {detail}",
                 "use a smaller --context or another --kv-type",

@@ -58,7 +58,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     size = check_file(path)
     if options.memory_bytes is not None and size > options.memory_bytes:
         raise MemoryBudgetError(
-            f"the weights of {name} take {_gib(size)} and {_gib(options.memory_bytes)} are there for them",
+            f"the weights of {name} take {_size(size)} and {_size(options.memory_bytes)} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
         )
     lib = library()
@@ -125,15 +125,17 @@ def plan_context(weights: Any, options: LoadOptions) -> int:
     if wanted * per_token > left:
         fits = left // per_token // 256 * 256
         raise MemoryBudgetError(
-            f"the cache for {wanted:,} tokens of context takes {_gib(wanted * per_token)}"
-            f" and {_gib(left)} are left for it",
+            f"the cache for {wanted:,} tokens of context takes {_size(wanted * per_token)}"
+            f" and {_size(left)} are left for it",
             f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
         )
     return wanted
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"
+def _size(size_bytes: int) -> str:
+    """Bytes for people."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    return f"{size_bytes / unit:,.1f} {name}"
 
 
 def kv_bytes_per_token(weights: Any, kv_type: str) -> int:
