@@ -1,0 +1,69 @@
+"""`edgespec chat`: the chat in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.loading import check_sampling
+from edgespec.cli.options import (
+    METHOD_NAMES,
+    MODEL_NAMES,
+    SAMPLING_NAMES,
+    given,
+    method_options,
+    model_options,
+    pick,
+    reply_options,
+    sampling_options,
+)
+from edgespec.cli.screen import is_terminal
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
+    from edgespec.catalog import Progress
+
+__all__ = ["command"]
+
+
+@click.command(
+    "chat",
+    cls=HelpfulCommand,
+    short_help="Chat in the terminal.",
+    examples=(
+        "edgespec chat",
+        "edgespec chat --target 8b-q4",
+        "edgespec chat --target 70b-q4 --draft 8b-q4 --memory 48GiB",
+        'edgespec chat --target ./model.gguf --draft none --system "Be brief."',
+    ),
+)
+@reply_options
+@click.option("--light/--dark", default=None, help="The colours. [default: as last time]")
+@model_options
+@method_options
+@sampling_options(logit_bias=False)
+@click.pass_context
+def command(ctx: click.Context, /, system: str | None, light: bool | None, **options: Any) -> None:
+    """Chat with a model in the terminal. F1 there shows the keys.
+
+    Chats are saved as you go. Without --target the embedded demo answers, a tiny terminal helper.
+    """
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
+        raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
+    sampling = pick(options, SAMPLING_NAMES)
+    check_sampling(sampling)
+
+    from edgespec.tui.app import run_chat
+
+    def load(progress: Progress) -> Runtime:
+        import edgespec
+
+        return edgespec.load(**pick(options, (*MODEL_NAMES, *METHOD_NAMES)), progress=progress)
+
+    settings = given(ctx, {**sampling, **pick(options, ("max_tokens", "seed"))})
+    if options["stop"]:
+        settings["stop"] = list(options["stop"])
+    run_chat(load, model_name=options["target"], system=system, settings=settings, light=light)

@@ -1,0 +1,169 @@
+"""`edgespec doctor`: what this machine is and can do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from edgespec.cli.failures import DONE, FAILED
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.options import json_option
+from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable, size_text
+from edgespec.errors import CancelledError, EdgespecError
+
+if TYPE_CHECKING:
+    from edgespec.machine import Machine
+
+__all__ = ["Check", "command"]
+
+_DEMO_TOKENS = 16
+_SLOW_DEMO = 50  # tokens a second
+_LITTLE_MEMORY_BYTES = 2_000_000_000
+_BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `next_step` is what to do when it is not `ok`."""
+
+    name: str
+    ok: bool
+    says: str
+    next_step: str = ""
+
+
+@click.command(
+    "doctor",
+    cls=HelpfulCommand,
+    short_help="Say what this machine is and can do.",
+    examples=("edgespec doctor", "edgespec doctor --json"),
+)
+@json_option
+def command(as_json: bool) -> int:
+    """Look at the machine, the installed libraries and the folders, and let the demo write 16 tokens.
+
+    Each line is ok, or warn with the next step. The exit status is 1 when the demo does not run.
+    """
+    from edgespec.machine import inspect_machine
+
+    machine = inspect_machine()
+    checks = [*_hardware(machine), *_libraries(machine), *_folders(machine)]
+    demo = interruptible(_demo)
+    checks.append(demo)
+    if as_json:
+        print_json({"machine": machine.to_json(), "checks": [asdict(check) for check in checks]})
+    else:
+        _print(checks)
+    return DONE if demo.ok else FAILED
+
+
+def _hardware(machine: Machine) -> list[Check]:
+    threads = machine.llama_cpp.default_threads
+    cores = f"{machine.physical_cores} cores, {machine.logical_cores} threads" + (
+        f"; edgespec computes with {threads}" if threads else ""
+    )
+    little = machine.memory_available_bytes < _LITTLE_MEMORY_BYTES
+    memory = (
+        f"{size_text(machine.memory_available_bytes)} of {size_text(machine.memory_total_bytes)} available"
+    )
+    return [
+        Check("edgespec", True, f"{machine.edgespec_version}, Python {machine.python_version}"),
+        Check("system", True, machine.system),
+        Check("processor", True, f"{machine.cpu}: {cores}"),
+        Check("memory", not little, memory, "close other programs before loading a model" if little else ""),
+    ]
+
+
+def _libraries(machine: Machine) -> list[Check]:
+    library = machine.llama_cpp
+    if library.problem:
+        llama = Check("llama.cpp", False, library.problem, "see `edgespec doctor --json` for all facts")
+        return [llama, _mlx(machine)]
+    llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
+    if library.gpu_offload:
+        gpu = Check("gpu", True, "llama.cpp can put layers on a GPU")
+    elif machine.accelerator:
+        flag = _BUILD_FLAG[machine.accelerator]
+        gpu = Check(
+            "gpu",
+            False,
+            f"this machine has {machine.accelerator}, and llama.cpp was built without it",
+            f'CMAKE_ARGS="{flag}" pip install --force-reinstall --no-cache-dir llama-cpp-python',
+        )
+    else:
+        gpu = Check("gpu", True, "none found; models run on the processor")
+    return [llama, gpu, _mlx(machine)]
+
+
+def _mlx(machine: Machine) -> Check:
+    return Check("mlx", True, machine.mlx_version or "not installed (it needs Apple Silicon)")
+
+
+def _folders(machine: Machine) -> list[Check]:
+    folders = machine.folders
+    return [
+        Check("models", True, str(folders.models)),
+        Check("chats", True, str(folders.chats)),
+        Check("logs", True, str(folders.logs)),
+        Check("aliases", True, f"{folders.aliases}{'' if folders.aliases.exists() else ' (not there yet)'}"),
+    ]
+
+
+def _demo(stop: Stop) -> Check:
+    """Load the demo pair and let it write."""
+    import edgespec
+
+    started = time.perf_counter()
+    progress = ProgressLine(stop)
+    try:
+        with edgespec.load("demo", progress=progress) as runtime:
+            load_seconds = time.perf_counter() - started
+            stop.then(runtime.cancel)
+            reply = runtime.generate("How do I list files?", max_tokens=_DEMO_TOKENS, temperature=0.0, seed=0)
+    except CancelledError:
+        raise
+    except EdgespecError as error:
+        return Check("demo", False, error.what, error.next_step)
+    finally:
+        progress.clear()
+    if reply.finish_reason == "cancelled":
+        raise CancelledError("the demo was cancelled")
+    rate = reply.stats.tokens_per_second or 0.0
+    says = (
+        f"loaded in {load_seconds:.2f} s, wrote {reply.stats.generated_tokens} tokens"
+        f" at {rate:.0f} a second ({reply.method.effective})"
+    )
+    if rate < _SLOW_DEMO:
+        busy = "other programs keep the cores busy: close them, or use fewer --threads"
+        return Check("demo", True, f"{says}, which is slow", busy)
+    return Check("demo", True, says)
+
+
+def _print(checks: list[Check]) -> None:
+    width = max(len(check.name) for check in checks)
+    colour = _colour if _in_colour() else _plain
+    for check in checks:
+        warns = not check.ok or bool(check.next_step)
+        mark = colour("warn", 33) if warns else colour("ok  ", 32)
+        click.echo(f"{mark}  {check.name:{width}}  {printable(check.says)}", color=True)
+        if check.next_step:
+            click.echo(f"      {'':{width}}  next: {printable(check.next_step)}")
+
+
+def _in_colour() -> bool:
+    import os
+
+    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
+
+
+def _colour(text: str, code: int) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m"
+
+
+def _plain(text: str, _code: int) -> str:
+    return text

@@ -1,0 +1,68 @@
+"""Every way of failing as one line on stderr and an exit status."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import click
+
+from edgespec.errors import CancelledError, EdgespecError, OptionError
+
+__all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "exit_status"]
+
+DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+_DEBUG = "EDGESPEC_DEBUG"
+
+
+def exit_status(error: Exception) -> int:
+    """The exit status the contract has for this error."""
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    if isinstance(error, CancelledError):
+        return INTERRUPTED
+    return WRONG_USAGE if isinstance(error, OptionError) else FAILED
+
+
+def describe(error: Exception) -> str:
+    """What to print for an error: one line, with the usage below it when the command line was wrong."""
+    if isinstance(error, click.UsageError):
+        return _wrong_usage(error)
+    trace = "".join(traceback.format_exception(error)) if os.environ.get(_DEBUG) else ""
+    return trace + _line(error)
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, CancelledError):
+        return f"interrupted: {error}"
+    if isinstance(error, EdgespecError):
+        return f"error: {error}"
+    if isinstance(error, click.ClickException):
+        return f"error: {_plain(error.format_message())}"
+    if isinstance(error, MemoryError):
+        return "error: there is no memory left; close other programs or choose a smaller model or --context"
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"error: {error.strerror.lower()}{where}; make room or check the permissions, then try again"
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"error: {what}; this is a fault of edgespec: {_DEBUG}=1 shows the traceback, please report it"
+
+
+def _wrong_usage(error: click.UsageError) -> str:
+    if isinstance(error, click.NoSuchOption):
+        near = error.possibilities or ()
+        hint = f"did you mean {' or '.join(near)}?" if near else "the help shows all there are"
+        line = f"no such option {error.option_name}; {hint}"
+    else:
+        line = _plain(error.format_message())
+    if error.ctx is None:
+        return f"error: {line}"
+    usage = " ".join(error.ctx.get_usage().split())
+    usage = usage[0].lower() + usage[1:]
+    return f"error: {line}\n{usage} (`{error.ctx.command_path} --help` shows more)"
+
+
+def _plain(message: str) -> str:
+    """A message of click's in our form: one line, lower case, no full stop."""
+    line = " ".join(message.split()).rstrip(".")
+    return line[:1].lower() + line[1:]

@@ -1,0 +1,132 @@
+"""`edgespec generate`: one prompt in, one reply out."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE, INTERRUPTED
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.loading import check_sampling, loaded
+from edgespec.cli.options import (
+    METHOD_NAMES,
+    MODEL_NAMES,
+    SAMPLING_NAMES,
+    json_option,
+    method_options,
+    model_options,
+    pick,
+    reply_options,
+    sampling_options,
+)
+from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
+from edgespec.errors import OptionError
+
+if TYPE_CHECKING:
+    from edgespec import Reply, ReplyStream
+
+__all__ = ["command"]
+
+
+@click.command(
+    "generate",
+    cls=HelpfulCommand,
+    short_help="Answer one prompt and leave.",
+    examples=(
+        'edgespec generate "How do I list files by size?"',
+        'git diff | edgespec generate --system "Write a commit message" -',
+        'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
+        'edgespec generate --json --seed 1 --method none "Hello"',
+    ),
+)
+@click.argument("prompt", metavar="[PROMPT | -]", required=False)
+@reply_options
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@json_option
+@model_options
+@method_options
+@sampling_options()
+def command(prompt: str | None, as_json: bool, raw: bool, **options: Any) -> int:
+    """Answer one prompt.
+
+    The reply is streamed to stdout. With - the prompt is read from stdin; so it is when no prompt is given
+    and stdin is a pipe. Ctrl-C ends the reply and keeps what was written.
+    """
+    text = _prompt_text(prompt)
+    check_sampling(pick(options, SAMPLING_NAMES))
+    reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
+    if as_json:
+        print_json(reply.to_json())
+    return INTERRUPTED if reply.finish_reason == "cancelled" else DONE
+
+
+def _prompt_text(prompt: str | None) -> str:
+    if prompt is None and is_terminal(sys.stdin):
+        raise click.UsageError("there is no prompt", click.get_current_context())
+    text = prompt
+    if prompt is None or prompt == "-":
+        try:
+            text = click.get_binary_stream("stdin").read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise OptionError(
+                f"stdin is not UTF-8 text: byte {error.start + 1} begins no character",
+                "convert it, such as with iconv",
+            ) from error
+        # The line end of `echo` is not meant.
+        text = text.removesuffix("\n").removesuffix("\r")
+    assert text is not None
+    if not text.strip():
+        raise OptionError("the prompt is empty", "give at least one word")
+    return text
+
+
+def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
+    """Load, write the reply out while it comes, and return it."""
+    with loaded(stop, **pick(options, (*MODEL_NAMES, *METHOD_NAMES))) as runtime:
+        progress = ProgressLine(stop)
+        stream = runtime.stream(
+            prompt,
+            raw=raw,
+            progress=progress,
+            **pick(options, ("system", "max_tokens", "seed", "stop", *SAMPLING_NAMES)),
+        )
+        stop.then(stream.cancel)
+        with closing(stream):
+            _write(stream, progress, silent=as_json)
+        note(summary(stream.reply))
+        return stream.reply
+
+
+def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
+    at_line_start = False
+    try:
+        for piece in stream:
+            progress.clear()
+            if piece.text and not silent:
+                write_text(piece.text)
+                at_line_start = piece.text.endswith("\n")
+    except BrokenPipeError:
+        at_line_start = True
+        raise
+    finally:
+        progress.clear()
+        if not silent and not at_line_start:
+            write_text("\n")
+
+
+def summary(reply: Reply) -> str:
+    """One line about how a reply was made."""
+    stats = reply.stats
+    parts = [reply.method.effective]
+    if stats.tokens_per_second is not None:
+        parts.append(f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.1f} a second")
+    if stats.acceptance_rate is not None:
+        parts.append(f"{stats.acceptance_rate:.0%} accepted")
+    if stats.tokens_per_target_pass is not None:
+        parts.append(f"{stats.tokens_per_target_pass:.1f} tokens per pass")
+    parts.append(f"seed {reply.seed}")
+    return " · ".join(parts)

@@ -1,0 +1,230 @@
+"""The options that commands share, declared once; their defaults are those of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from edgespec.cli.help import SectionOption
+
+__all__ = [
+    "MAX_SEED",
+    "METHOD_NAMES",
+    "MODEL_NAMES",
+    "SAMPLING_NAMES",
+    "acceptance_option",
+    "given",
+    "json_option",
+    "listed",
+    "method_options",
+    "model_options",
+    "model_reference",
+    "pick",
+    "reply_options",
+    "sampling_options",
+    "whole",
+]
+
+_Item = TypeVar("_Item")
+Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+MODEL_NAMES = (
+    "target", "draft", "memory", "context", "threads", "gpu_layers", "kv_type", "flash_attention", "mmap",
+    "mlock", "draft_branches", "draft_confidence",
+)  # fmt: skip
+METHOD_NAMES = ("method", "draft_length", "acceptance")
+SAMPLING_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "penalty_window", "logit_bias",
+)  # fmt: skip
+METHODS = ("auto", "none", "model", "ngram", "model+ngram")
+ACCEPTANCES = ("invariant", "rejection")
+_KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")
+MAX_SEED = (1 << 63) - 1
+
+
+def pick(options: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """These options of all that a command was given."""
+    return {name: options[name] for name in names if name in options}
+
+
+def given(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the options that the person wrote, without the ones that are left at their default."""
+    return {
+        name: value
+        for name, value in options.items()
+        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+
+
+def whole(low: int, high: int | None = None) -> Callable[[Any], int]:
+    """Reads a whole number from `low` to `high`."""
+
+    def read(value: Any) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            number = low - 1
+        if number < low or (high is not None and number > high):
+            span = f"from {low} up" if high is None else f"from {low} to {high}"
+            raise click.BadParameter(f"{value!r} is not a whole number {span}")
+        return number
+
+    return read
+
+
+def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ...]]:
+    """Reads values joined by commas."""
+
+    def read(value: Any) -> tuple[_Item, ...]:
+        if not isinstance(value, str):
+            return tuple(value)
+        try:
+            return tuple(read_item(part.strip()) for part in value.split(","))
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not a list of values joined by commas") from error
+
+    return read
+
+
+def _token_bias(value: Any) -> tuple[int, float]:
+    """Reads `1523=-inf`."""
+    token, _, bias = str(value).partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is not ID=VALUE, such as 1523=-2.5 or 1523=-inf") from error
+
+
+def _as_mapping(
+    _ctx: click.Context, _param: click.Parameter, pairs: tuple[tuple[int, float], ...]
+) -> dict[int, float]:
+    return dict(pairs)
+
+
+def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Names of the catalogue and of the user; files when none begins like that."""
+    from edgespec.catalog import load_catalogue
+    from edgespec.catalog.catalogue import user_aliases
+    from edgespec.errors import EdgespecError
+
+    try:
+        own = list(user_aliases())
+    except EdgespecError:
+        own = []
+    names = [name for name in (*own, *load_catalogue().names) if name.startswith(typed.lower())]
+    return [CompletionItem(name) for name in names] or [CompletionItem(typed, type="file")]
+
+
+def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    return [CompletionItem(method) for method in METHODS if method.startswith(typed)]
+
+
+def model_reference(name: str) -> Decorator:
+    """The argument REF, which the shell completes."""
+    return click.argument(name, metavar="REF", shell_complete=_complete_model)
+
+
+def _apply(options: Sequence[Decorator]) -> Decorator:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _option(section: str) -> Callable[..., Decorator]:
+    def make(*names: str, **settings: Any) -> Decorator:
+        settings.setdefault("show_default", True)
+        return click.option(*names, cls=SectionOption, section=section, **settings)
+
+    return make
+
+
+_model = _option("Model options")
+_method = _option("Method options")
+_sampling = _option("Sampling options")
+
+model_options = _apply([
+    _model("--target", metavar="REF", default="demo", shell_complete=_complete_model,
+           help="The model whose words you get: a path, user/repo:quant, or a name (see `edgespec models`)."),
+    _model("--draft", metavar="REF|auto|none", default="auto", shell_complete=_complete_model,
+           help="The model that guesses ahead. auto: the recommended one, if it is on this machine."),
+    _model("--memory", metavar="SIZE",
+           help="What weights and caches may take, such as 8GiB. [default: what is available]"),
+    _model("--context", type=whole(1), metavar="N",
+           help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
+    _model("--threads", type=whole(1), metavar="N",
+           help="Threads to compute with. [default: one for each core]"),
+    _model("--gpu-layers", type=whole(0), metavar="N",
+           help="Layers to put on the GPU. [default: all]"),
+    _model("--kv-type", type=click.Choice(_KV_TYPES), metavar="TYPE", default="f16",
+           help=f"How the caches are stored: {', '.join(_KV_TYPES)}."),
+    _model("--flash-attention", type=click.Choice(["auto", "on", "off"]), default="auto",
+           help="Whether to use the fused attention kernels."),
+    _model("--mmap/--no-mmap", default=True, help="Map the weights from the file, or read them into memory."),
+    _model("--mlock", is_flag=True, show_default=False, help="Keep the weights from being swapped out."),
+    _model("--draft-branches", type=listed(whole(1)), metavar="N,N,...", default=(),
+           show_default=False, help="Guesses to branch into at each depth, such as 3,2. [default: none]"),
+    _model("--draft-confidence", type=float, metavar="P", default=0.0,
+           help="Stop guessing where the draft is less sure than this."),
+])  # fmt: skip
+
+acceptance_option = _method(
+    "--acceptance", type=click.Choice(ACCEPTANCES), default="invariant",
+    help="invariant: a seed gives the same reply whatever the method. rejection: the same distribution only.",
+)  # fmt: skip
+
+method_options = _apply([
+    _method("--method", metavar="METHOD", default="auto", shell_complete=_complete_method,
+            help="auto, none, or drafters joined by +: model, ngram, model+ngram."),
+    _method("--draft-length", type=whole(1, 64), metavar="K",
+            help="Tokens to guess ahead, 1 to 64. [default: edgespec decides]"),
+    acceptance_option,
+])  # fmt: skip
+
+_sampling_without_bias = _apply([
+    _sampling("--temperature", type=float, metavar="T", default=0.8, help="0 always takes the likeliest."),
+    _sampling("--top-k", type=int, metavar="N", default=40, help="Keep the N likeliest tokens; 0 is off."),
+    _sampling("--top-p", type=float, metavar="P", default=0.95, help="Keep this much probability; 1 is off."),
+    _sampling("--min-p", type=float, metavar="P", default=0.05,
+              help="Drop tokens below this share of the likeliest; 0 is off."),
+    _sampling("--typical-p", type=float, metavar="P", default=1.0, help="Typical sampling; 1 is off."),
+    _sampling("--repetition-penalty", type=float, metavar="X", default=1.0,
+              help="Make tokens that occurred less likely by this factor; 1 is off."),
+    _sampling("--presence-penalty", type=float, metavar="X", default=0.0,
+              help="Take this from the logit of tokens that occurred; 0 is off."),
+    _sampling("--frequency-penalty", type=float, metavar="X", default=0.0,
+              help="Take this from the logit once for each occurrence; 0 is off."),
+    _sampling("--penalty-window", type=int, metavar="N", default=64,
+              help="How many of the last tokens the penalties see; -1 is all."),
+])  # fmt: skip
+
+_bias = _sampling(
+    "--logit-bias", type=_token_bias, metavar="ID=VALUE", multiple=True, callback=_as_mapping,
+    show_default=False,
+    help="Add to the logit of a token, such as 1523=-2.5; -inf forbids it. May be repeated.",
+)  # fmt: skip
+
+
+def sampling_options(*, logit_bias: bool = True) -> Decorator:
+    """The settings of the sampler chain."""
+    return _apply([_sampling_without_bias, _bias] if logit_bias else [_sampling_without_bias])
+
+
+reply_options = _apply([
+    click.option("--system", metavar="TEXT", help="Instructions for the model."),
+    click.option("-n", "--max-tokens", type=whole(1), metavar="N",
+                 help="The longest reply, in tokens. [default: to the end of the context]"),
+    click.option("--seed", type=whole(0, MAX_SEED), metavar="N",
+                 help="The same seed gives the same reply. [default: another each time]"),
+    click.option("--stop", metavar="TEXT", multiple=True,
+                 help="End the reply before this text. May be repeated."),
+])  # fmt: skip
+
+json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -1,0 +1,165 @@
+"""`edgespec verify`: the evidence that every method says what plain decoding says, on the user's own pair."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE, FAILED
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.loading import loaded
+from edgespec.cli.options import (
+    MAX_SEED,
+    MODEL_NAMES,
+    acceptance_option,
+    json_option,
+    listed,
+    model_options,
+    pick,
+    whole,
+)
+from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
+from edgespec.errors import CancelledError
+
+if TYPE_CHECKING:
+    from edgespec.sameness import Report
+
+__all__ = ["SMALLEST_P_VALUE", "command"]
+
+# Below this the replies of a method are not drawn from the target's distribution.
+SMALLEST_P_VALUE = 0.001
+_SHOWN_DIVERGENCES = 5
+
+
+@click.command(
+    "verify",
+    cls=HelpfulCommand,
+    short_help="Prove that speculation changes no token.",
+    examples=(
+        "edgespec verify",
+        "edgespec verify --target 8b-q4 --methods model,model+ngram --temperatures 0,1",
+        "edgespec verify --prompts my-prompts.jsonl --draft-lengths 1,2,4,8,16 --json",
+    ),
+)
+@click.option(
+    "--methods",
+    type=listed(str),
+    metavar="A,B",
+    help="Methods to compare with none. [default: model if there is a draft, ngram, model+ngram]",
+)
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="JSON lines, each with `prompt` or `messages`. [default: embedded held-out prompts]",
+)
+@click.option(
+    "--temperatures",
+    type=listed(float),
+    metavar="T,T",
+    default="0,0.8,1.2",
+    show_default=True,
+    help="Temperatures to compare at.",
+)
+@click.option(
+    "--draft-lengths",
+    type=listed(whole(1, 64)),
+    metavar="K,K",
+    default="1,4,8",
+    show_default=True,
+    help="Tokens to guess ahead.",
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=whole(1),
+    metavar="N",
+    default=64,
+    show_default=True,
+    help="The longest reply, in tokens.",
+)
+@click.option(
+    "--seed",
+    type=whole(0, MAX_SEED),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="The seed of the first reply.",
+)
+@json_option
+@acceptance_option
+@model_options
+def command(
+    methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
+) -> int:
+    """Prove that speculation changes no token.
+
+    Every prompt is answered by plain decoding and by each method, and the tokens are compared. identical:
+    the same tokens. near-tie: at the first difference the model was undecided within its rounding error.
+    violation: anything else, and the exit status is 1. With --acceptance rejection the distributions are
+    compared instead, and a p-value below 0.001 counts as a violation.
+    """
+    from edgespec import SamplingParams
+    from edgespec.sameness import read_prompts
+
+    for temperature in options["temperatures"]:
+        SamplingParams(temperature=temperature)
+    texts = read_prompts(prompts)
+    report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
+    facts = report.to_json()
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+    return FAILED if report.violations or _smallest_p_value(facts) < SMALLEST_P_VALUE else DONE
+
+
+def _verify(
+    stop: Stop, prompts: list[Any], methods: tuple[str, ...] | None, acceptance: str, options: dict[str, Any]
+) -> Report:
+    from edgespec.sameness import verify
+
+    with loaded(stop, **pick(options, MODEL_NAMES), acceptance=acceptance) as runtime:
+        stop.then(runtime.cancel)
+        progress = ProgressLine(stop)
+        try:
+            report = verify(
+                runtime,
+                prompts,
+                methods=methods or _all_methods(runtime.draft is not None),
+                acceptance=acceptance,
+                progress=progress,
+                **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
+            )
+        finally:
+            progress.clear()
+        if stop.requested:
+            raise CancelledError("the proof was cancelled", "what was compared so far is not a proof")
+        return report
+
+
+def _all_methods(has_draft: bool) -> tuple[str, ...]:
+    return ("model", "ngram", "model+ngram") if has_draft else ("ngram",)
+
+
+def _smallest_p_value(facts: dict[str, Any]) -> float:
+    values = (method.get("smallest_corrected_p_value") for method in facts["methods"].values())
+    return min((value for value in values if value is not None), default=1.0)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    draft = facts["draft"] or "none"
+    click.echo(f"target {facts['target']}, draft {draft}, {facts['acceptance']} acceptance")
+    rows = []
+    for name, method in facts["methods"].items():
+        value = method.get("smallest_corrected_p_value")
+        counts = [str(method[key]) for key in ("prompts", "identical", "near_tie", "violations")]
+        rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
+    print_table(("METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "SMALLEST P"), rows)
+    for name, method in facts["methods"].items():
+        for divergence in method["divergences"][:_SHOWN_DIVERGENCES]:
+            said = divergence.items() if isinstance(divergence, dict) else ()
+            click.echo(printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in said)))

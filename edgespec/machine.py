@@ -1,0 +1,130 @@
+"""What this machine is and what is installed on it: the facts behind `edgespec doctor`."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+import edgespec
+from edgespec.catalog.catalogue import user_aliases_path
+from edgespec.chat.store import ChatStore
+from edgespec.errors import BackendMissingError
+from edgespec.memory import available_bytes
+
+__all__ = ["Folders", "LlamaCpp", "Machine", "inspect_machine"]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCpp:
+    """The installed llama.cpp; without one, `problem` says why and the rest is empty."""
+
+    version: str = ""
+    gpu_offload: bool = False
+    default_threads: int = 0
+    features: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where edgespec keeps things. They need not exist yet."""
+
+    models: Path
+    chats: Path
+    logs: Path
+    aliases: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One machine. `accelerator`: what could take layers here (`metal`, `cuda` or empty)."""
+
+    edgespec_version: str
+    python_version: str
+    system: str
+    cpu: str
+    physical_cores: int
+    logical_cores: int
+    memory_total_bytes: int
+    memory_available_bytes: int
+    accelerator: str
+    llama_cpp: LlamaCpp
+    mlx_version: str
+    folders: Folders
+
+    def to_json(self) -> dict[str, object]:
+        """The facts by name."""
+        folders = {name: str(path) for name, path in asdict(self.folders).items()}
+        return asdict(self) | {"folders": folders}
+
+
+def inspect_machine() -> Machine:
+    """Look at this machine. Loads llama.cpp, but no model."""
+    return Machine(
+        edgespec_version=edgespec.__version__,
+        python_version=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
+        cpu=_cpu_name(),
+        physical_cores=psutil.cpu_count(logical=False) or 1,
+        logical_cores=psutil.cpu_count() or 1,
+        memory_total_bytes=int(psutil.virtual_memory().total),
+        memory_available_bytes=available_bytes(),
+        accelerator=_accelerator(),
+        llama_cpp=_llama_cpp(),
+        mlx_version=_version_of("mlx"),
+        folders=_folders(),
+    )
+
+
+def _cpu_name() -> str:
+    if sys.platform == "darwin":
+        command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _accelerator() -> str:
+    if sys.platform == "darwin":
+        return "metal" if platform.machine() == "arm64" else ""
+    return "cuda" if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists() else ""
+
+
+def _llama_cpp() -> LlamaCpp:
+    try:
+        from edgespec.backends.llamacpp.about import about
+
+        facts = about()
+    except BackendMissingError as error:
+        return LlamaCpp(problem=str(error))
+    return LlamaCpp(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _folders() -> Folders:
+    import platformdirs
+    from huggingface_hub import constants
+
+    return Folders(
+        models=Path(constants.HF_HUB_CACHE),
+        chats=ChatStore().folder,
+        logs=platformdirs.user_log_path("edgespec", appauthor=False),
+        aliases=user_aliases_path(),
+    )
