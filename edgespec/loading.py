@@ -12,7 +12,7 @@ from edgespec.catalog import Resolved, draft_for, recommended_drafts, resolve
 from edgespec.checks import whole_number
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes, parse_size
-from edgespec.methods import Drafters, check_vocabularies
+from edgespec.methods import Drafters, check_vocabularies, parse_method
 from edgespec.runtime import Runtime
 
 __all__ = ["load"]
@@ -56,6 +56,7 @@ def load(
         whole_number("threads", threads, 1, 1024)
     if not 0.0 <= draft_confidence < 1.0:
         raise OptionError(f"draft_confidence is {draft_confidence!r}", "give a number from 0 to below 1")
+    parse_method(method)
     branches = _checked_branches(draft_branches)
     options = LoadOptions(
         context_tokens=context,
