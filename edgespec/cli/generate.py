@@ -43,20 +43,24 @@ __all__ = ["command"]
         'edgespec generate --json --seed 1 --method none "Hello"',
     ),
 )
-@click.argument("prompt", metavar="[PROMPT | -]", required=False)
+@click.argument("words", metavar="[PROMPT | -]", nargs=-1)
 @reply_options
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @json_option
 @model_options
 @method_options
 @sampling_options()
-def command(prompt: str | None, as_json: bool, raw: bool, **options: Any) -> int:
+def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
     The reply is streamed to stdout. With - the prompt is read from stdin; so it is when no prompt is given
     and stdin is a pipe. Ctrl-C ends the reply and keeps what was written.
     """
-    text = _prompt_text(prompt)
+    if len(words) > 1:
+        raise click.UsageError(
+            "the prompt is more than one argument; put it in quotes", click.get_current_context()
+        )
+    text = _prompt_text(words[0] if words else None)
     check_sampling(pick(options, SAMPLING_NAMES))
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:
@@ -65,12 +69,12 @@ def command(prompt: str | None, as_json: bool, raw: bool, **options: Any) -> int
 
 
 def _prompt_text(prompt: str | None) -> str:
-    if prompt is None and is_terminal(sys.stdin):
+    if prompt is None and (sys.stdin is None or is_terminal(sys.stdin)):
         raise click.UsageError("there is no prompt", click.get_current_context())
     text = prompt
     if prompt is None or prompt == "-":
         try:
-            text = click.get_binary_stream("stdin").read().decode("utf-8-sig")
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise OptionError(
                 f"stdin is not UTF-8 text: byte {error.start + 1} begins no character",

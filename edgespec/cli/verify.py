@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,14 @@ from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
 from edgespec.errors import CancelledError
 
 if TYPE_CHECKING:
-    from edgespec.sameness import Report
+    from edgespec.sameness import Prompt, Report
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
 # Below this the replies of a method are not drawn from the target's distribution.
 SMALLEST_P_VALUE = 0.001
 _SHOWN_DIVERGENCES = 5
+_PROMPTS_OF_A_SKILL = 2
 
 
 @click.command(
@@ -54,7 +56,7 @@ _SHOWN_DIVERGENCES = 5
     "--prompts",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="JSON lines, each with `prompt` or `messages`. [default: embedded held-out prompts]",
+    help="JSON lines, each with `prompt` or `messages`. [default: some that come with edgespec]",
 )
 @click.option(
     "--temperatures",
@@ -107,7 +109,7 @@ def command(
 
     for temperature in options["temperatures"]:
         SamplingParams(temperature=temperature)
-    texts = read_prompts(prompts)
+    texts = read_prompts(prompts) if prompts else _few_of_each_skill(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
     facts = report.to_json()
     if as_json:
@@ -118,7 +120,11 @@ def command(
 
 
 def _verify(
-    stop: Stop, prompts: list[Any], methods: tuple[str, ...] | None, acceptance: str, options: dict[str, Any]
+    stop: Stop,
+    prompts: list[Prompt],
+    methods: tuple[str, ...] | None,
+    acceptance: str,
+    options: dict[str, Any],
 ) -> Report:
     from edgespec.sameness import verify
 
@@ -139,6 +145,14 @@ def _verify(
         if stop.requested:
             raise CancelledError("the proof was cancelled", "what was compared so far is not a proof")
         return report
+
+
+def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The first prompts of each skill: all of them would take hours on a large model."""
+    by_skill: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_skill.setdefault(prompt.name.rpartition("-")[0], []).append(prompt)
+    return [prompt for same in by_skill.values() for prompt in same[:_PROMPTS_OF_A_SKILL]]
 
 
 def _all_methods(has_draft: bool) -> tuple[str, ...]:
