@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -164,6 +165,13 @@ class Runtime:
             on_end=on_end,
             progress=progress,
         )
+
+    def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
+        """The target itself, for measurements: no reply can start meanwhile, and its cache starts empty.
+
+        Leave it before anything else is asked of the runtime. Raises BusyError, ClosedError.
+        """
+        return self._session.borrowed_target()
 
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""

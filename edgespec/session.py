@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter as now
 
@@ -47,7 +48,7 @@ class Session:
         # `_working` is held while a model runs, never while a caller looks at what came out.
         self._working = threading.Lock()
         self._state = threading.Lock()
-        self._current: Request | None = None
+        self._current: object | None = None
         self._stopping = False
         self._closed = False
         self.plain_step_seconds = self._time_plain_step()
@@ -92,13 +93,24 @@ class Session:
         finally:
             self._end(tokens)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: object) -> None:
         with self._state:
             if self._closed:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._current is not None:
                 raise BusyError("another reply is still being produced", "finish or close that one first")
             self._current, self._stopping = request, False
+
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
+        """The target with an empty cache, for other work than a reply. Raises BusyError, ClosedError."""
+        self._start(object())
+        try:
+            with self._working:
+                self.target.truncate(0)
+                yield self.target
+        finally:
+            self._end([])
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:

@@ -1,0 +1,59 @@
+"""The prompts a proof runs on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.catalog.catalogue import models_folder
+from edgespec.chat.message import Message
+from edgespec.errors import OptionError
+
+__all__ = ["Prompt", "read_prompts"]
+
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A name to report it by, and what is asked: messages for the chat template."""
+
+    name: str
+    messages: tuple[Message, ...]
+
+
+def read_prompts(path: str | Path | None = None) -> list[Prompt]:
+    """Prompts of a JSONL file, one object a line with `prompt` (a text) or `messages`, perhaps an `id`.
+
+    None reads the prompts that come with edgespec. Raises OptionError with the line that is wrong.
+    """
+    file = Path(path) if path is not None else models_folder() / "eval_prompts.jsonl"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise OptionError(f"the prompts in {file} cannot be read: {error}", "check the path") from error
+    numbered = enumerate(text.splitlines(), 1)
+    prompts = [_prompt(line, number, file) for number, line in numbered if line.strip()]
+    if not prompts:
+        raise OptionError(f"{file} holds no prompts", 'write one a line, such as {"prompt": "Hello"}')
+    return prompts
+
+
+def _prompt(line: str, number: int, file: Path) -> Prompt:
+    try:
+        entry: Any = json.loads(line)
+        if "messages" in entry:
+            messages = tuple(Message(m["role"], m["content"]) for m in entry["messages"])
+        else:
+            messages = (Message("user", entry["prompt"]),)
+        broken = [m for m in messages if str(m.role) not in _ROLES or not str.strip(m.content)]
+        if broken or not messages or messages[-1].role != "user":
+            raise ValueError("the last message must be the user's, and none may be empty")
+    except (ValueError, KeyError, TypeError) as error:
+        raise OptionError(
+            f"line {number} of {file} is no prompt: {error!r}",
+            'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
+        ) from error
+    return Prompt(str(entry.get("id", f"line {number}")), messages)
