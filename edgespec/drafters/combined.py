@@ -57,11 +57,14 @@ def merged(trees: Sequence[TokenTree]) -> TokenTree:
     its own, because the residual after it depends on that law (SpecInfer, arXiv 2305.09781). Trees with
     laws come first: whether a certain guess is new may then depend on what they drew.
     """
+    drafted = [tree for tree in trees if tree.drafted]
+    if len(drafted) < 2:
+        return drafted[0] if drafted else trees[0]
     tokens: list[int] = [trees[0].tokens[0]]
     parents: list[int] = [-1]
     laws: list[Distribution | None] = [None]
     children: dict[tuple[int, int], int] = {}
-    for tree in sorted(trees, key=lambda t: all(law is None for law in t.laws)):
+    for tree in sorted(drafted, key=lambda t: all(law is None for law in t.laws)):
         places = [0]
         for node in range(1, tree.width):
             parent, token, law = places[tree.parents[node]], tree.tokens[node], tree.laws[node]

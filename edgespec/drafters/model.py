@@ -123,6 +123,7 @@ class ModelDrafter:
             (self._tokens[-1], *grown.tokens[root + 1 :]),
             (-1, *(parent - root for parent in grown.parents[root + 1 :])),
             (None, *grown.laws[root + 1 :]),
+            block=all(count == 1 for count in self._branches[:draft_length]),
         )
 
     def _grow(

@@ -116,7 +116,8 @@ class Rejection:
     Siblings are tried in order against a shrinking residual: with the law q_k the k-th child was
     drawn from, accept with min(1, r(x_k) / q_k(x_k)), else r = norm(max(r - q_k, 0)). Point masses
     (no law) and children without replacement (SpecInfer, arXiv 2305.09781) are the same rule.
-    Chains use block verification (arXiv 2403.10444, algorithm 2) unless `block` is False.
+    Chains that were meant as such use block verification (arXiv 2403.10444, algorithm 2) unless `block`
+    is False.
     """
 
     def __init__(self, chance: Chance, block: bool = True) -> None:
@@ -136,7 +137,7 @@ class Rejection:
         return draws
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
-        if self._block and tree.drafted > 1 and tree.is_chain:
+        if self._block and tree.block and tree.drafted > 1:
             return self._accept_block(tree, logits, sampler)
         path: list[int] = []
         node = 0
@@ -180,7 +181,7 @@ class Rejection:
 def _law(tree: TokenTree, node: int) -> Distribution:
     """The law a node was drawn from; a point mass where it was proposed for certain."""
     law = tree.laws[node]
-    return law if law is not None else Distribution(np.array([tree.tokens[node]], np.int64), np.ones(1))
+    return law if law is not None else Distribution.certain(tree.tokens[node])
 
 
 def _residual(target: Distribution, law: Distribution, scale: float = 1) -> Distribution:

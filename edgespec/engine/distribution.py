@@ -27,6 +27,11 @@ class Distribution:
         """The distribution proportional to `weights` (their sum must be positive)."""
         return cls(tokens, weights / weights.sum())
 
+    @classmethod
+    def certain(cls, token: int) -> Distribution:
+        """All mass on one token. The one is a whole number: exact whatever it is reckoned with."""
+        return cls(np.array([token], np.int64), np.array([1]))
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -62,5 +67,7 @@ class Distribution:
     def pick(self, uniform: float) -> int:
         """The token at `uniform` in [0, 1) of the cumulative distribution."""
         cumulative = np.cumsum(self.probs)
-        i = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-        return int(self.tokens[min(i, len(self.tokens) - 1)])
+        # Rounding may reach the very end: never beyond the last token that has any mass.
+        last = np.searchsorted(cumulative, cumulative[-1], side="left")
+        i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+        return int(self.tokens[min(i, last)])

@@ -70,7 +70,8 @@ class HostLogits:
 
     def above(self, row: int, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         logits = self.rows[row]
-        return self._from(logits, np.float32(logits.max() - margin))
+        # Rounded down, or a logit at the very edge would be lost.
+        return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limited(self, vocab_size: int) -> HostLogits:
         return self if vocab_size >= self.vocab_size else HostLogits(self.rows[:, :vocab_size])

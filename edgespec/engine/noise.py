@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _M1, _M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _U_GOLDEN, _U_M1, _U_M2 = np.uint64(_GOLDEN), np.uint64(_M1), np.uint64(_M2)
-_U27, _U30, _U31, _U11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(11)
+_U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 class Stream(IntEnum):
@@ -43,7 +43,8 @@ def _key(seed: int, stream: Stream, position: int) -> int:
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
     """One number in (0, 1): draw `index` of a stream at an absolute position."""
-    return ((_mix(_key(seed, stream, position) ^ index) >> 11) + 0.5) * 2.0**-53
+    # 52 bits and a half are exact in a double: with one bit more the largest would round up to 1.
+    return ((_mix(_key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -59,6 +60,6 @@ def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) 
     words ^= words >> _U27
     words *= _U_M2
     words ^= words >> _U31
-    unit = ((words >> _U11).astype(np.float64) + 0.5) * 2.0**-53
+    unit = ((words >> _U12).astype(np.float64) + 0.5) * 2.0**-52
     noise: NDArray[np.float64] = -np.log(-np.log(unit))
     return noise

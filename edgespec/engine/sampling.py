@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +70,13 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 noun = "a whole number" if kind is int else "a number"
                 raise OptionError(f"{name} is {value!r}", f"give {noun} from {low:g} to {high:g} ({hint})")
-        for token, bias in self.logit_bias.items():
-            if token < 0 or math.isnan(bias) or bias == math.inf:
+        biases: Any = self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise OptionError(f"logit_bias is {biases!r}", "give a mapping of token ids to numbers")
+        for token, bias in biases.items():
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise OptionError(f"logit_bias names the token {token!r}", "give token ids from 0 up")
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias!r}", "give a finite number or -inf")
 
     @classmethod
@@ -162,13 +167,15 @@ class Sampler:
     def distribution(self, logits: Logits, row: int) -> Distribution:
         """The distribution after the whole chain."""
         if self.greedy:
-            return Distribution(np.array(self._best(logits, row, 1), np.int64), np.ones(1))
+            return Distribution.certain(self._best(logits, row, 1)[0])
         tokens, log_probs = self._chain(logits, row)
         return Distribution.normalised(tokens, np.exp(log_probs - log_probs.max()))
 
     def _best(self, logits: Logits, row: int, count: int) -> list[int]:
         if count == 1 and not self._counts and not len(self._biased):
-            return [logits.greedy(row)]
+            token = logits.greedy(row)
+            self._check(logits.at(row, np.array([token])))
+            return [token]
         tokens, values = self._candidates(logits, row, count)
         return [int(t) for t in tokens[np.argsort(-values, kind="stable")[:count]]]
 
@@ -184,9 +191,12 @@ class Sampler:
         ):
             margin = -math.log(params.min_p) * params.temperature
             tokens, values = logits.above(row, margin * (1 + 1e-6) + 1e-6)
+            self._check(values)
         else:
             tokens, values = self._candidates(logits, row, params.top_k)
-        return filtered(tokens, values / params.temperature, params)
+        with np.errstate(over="ignore"):  # a tiny temperature: all but the best are impossible
+            log_probs = (values - values.max()) / params.temperature
+        return filtered(tokens, log_probs, params)
 
     def _candidates(self, logits: Logits, row: int, count: int) -> Candidates:
         """The `count` (0: all) largest logits after penalties and bias, and perhaps some more."""
@@ -200,12 +210,15 @@ class Sampler:
             values = np.concatenate([values[rest], self._adjusted(touched, logits.at(row, touched))])
             order = np.argsort(tokens)
             tokens, values = tokens[order], values[order]
-        if not len(tokens) or not np.isfinite(values.max()):
+        self._check(values)
+        return tokens, values
+
+    def _check(self, values: NDArray[np.float64]) -> None:
+        if not len(values) or not np.isfinite(values.max()):
             raise BackendError(
                 f"the model's logits at position {self.position} are not numbers",
                 "the file may be damaged or the cache type too coarse: try another file or --kv-type f16",
             )
-        return tokens, values
 
     def _touched(self, vocab_size: int) -> NDArray[np.int64]:
         if not self._counts:

@@ -20,11 +20,15 @@ class TokenTree:
 
     `laws[i]` is the law node i was really drawn from, given that its earlier siblings were not it;
     None means it was proposed for certain (n-gram, greedy). Only rejection mode reads it.
+
+    `block` vouches that this was to be one chain, whatever was drawn; only its end may depend on that.
+    Block verification spends on one chain what it saves on another, so it must not be chosen by luck.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     laws: tuple[Distribution | None, ...]
+    block: bool = False
 
     @classmethod
     def chain(
@@ -35,6 +39,7 @@ class TokenTree:
             (root, *drafted),
             tuple(range(-1, len(drafted))),
             (None, *(laws if laws is not None else (None,) * len(drafted))),
+            block=True,
         )
 
     @property
@@ -85,4 +90,5 @@ class TokenTree:
             tuple(self.tokens[i] for i in kept),
             tuple(renumbered[self.parents[i]] for i in kept),
             tuple(self.laws[i] for i in kept),
+            self.block,
         )
