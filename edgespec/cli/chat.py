@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.loading import check_sampling
 from edgespec.cli.options import (
@@ -46,7 +49,7 @@ __all__ = ["command"]
 @method_options
 @sampling_options(logit_bias=False)
 @click.pass_context
-def command(ctx: click.Context, /, system: str | None, light: bool | None, **options: Any) -> None:
+def command(ctx: click.Context, /, system: str | None, light: bool | None, **options: Any) -> int:
     """Chat with a model in the terminal. F1 there shows the keys.
 
     Chats are saved as you go. Without --target the embedded demo answers, a tiny terminal helper.
@@ -66,4 +69,17 @@ def command(ctx: click.Context, /, system: str | None, light: bool | None, **opt
     settings = given(ctx, {**sampling, **pick(options, ("max_tokens", "seed"))})
     if options["stop"]:
         settings["stop"] = list(options["stop"])
-    run_chat(load, model_name=options["target"], system=system, settings=settings, light=light)
+    terminated = False
+
+    def on_terminate(_number: int, _frame: FrameType | None) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.raise_signal(signal.SIGINT)
+
+    # Ended at once, the chat would leave the terminal as it had set it up.
+    before = signal.signal(signal.SIGTERM, on_terminate)
+    try:
+        run_chat(load, model_name=options["target"], system=system, settings=settings, light=light)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return INTERRUPTED if terminated else DONE

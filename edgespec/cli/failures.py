@@ -40,7 +40,7 @@ def _line(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return f"error: {_plain(error.format_message())}"
     if isinstance(error, MemoryError):
-        return "error: there is no memory left; close other programs or choose a smaller model or --context"
+        return "error: there is no memory left; close other programs or use a smaller model or --context"
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"error: {error.strerror.lower()}{where}; make room or check the permissions, then try again"

@@ -24,7 +24,7 @@ from edgespec.cli.options import (
     sampling_options,
 )
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
-from edgespec.errors import OptionError
+from edgespec.errors import EdgespecError, OptionError
 
 if TYPE_CHECKING:
     from edgespec import Reply, ReplyStream
@@ -106,20 +106,22 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    at_line_start = False
+    """Write the pieces as they come; the last line is ended, also when the reply fails on it."""
+    last = ""
     try:
         for piece in stream:
             progress.clear()
             if piece.text and not silent:
                 write_text(piece.text)
-                at_line_start = piece.text.endswith("\n")
-    except BrokenPipeError:
-        at_line_start = True
+                last = piece.text
+    except EdgespecError:
+        if last and not last.endswith("\n"):
+            write_text("\n")
         raise
     finally:
         progress.clear()
-        if not silent and not at_line_start:
-            write_text("\n")
+    if not silent and not last.endswith("\n"):
+        write_text("\n")
 
 
 def summary(reply: Reply) -> str:

@@ -33,8 +33,18 @@ class Program(HelpfulGroup):
         command: click.Command = import_module(f"edgespec.cli.{name}").command
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. A reader that leaves early (`| head -1`) has got what it wanted."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return _reader_left()
+
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run one command and end the process with the exit status of the contract."""
+        if sys.stdout is None:
+            # Started with it closed: what is printed goes where the person sent it, nowhere.
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with suppress(AttributeError):
             # A character the terminal does not have must not end a reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
@@ -44,9 +54,7 @@ class Program(HelpfulGroup):
             status = super().main(*args, **extra)
             sys.stdout.flush()
         except BrokenPipeError:
-            # Whoever read the output has had enough; what is still buffered has nowhere to go.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(DONE)
+            status = _reader_left()
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
             sys.exit(INTERRUPTED)
@@ -55,6 +63,12 @@ class Program(HelpfulGroup):
                 click.echo(describe(error), err=True)
             sys.exit(exit_status(error))
         sys.exit(status if isinstance(status, int) else DONE)
+
+
+def _reader_left() -> int:
+    """Send what is still buffered nowhere, so that nothing complains about it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return DONE
 
 
 @click.group(

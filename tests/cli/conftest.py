@@ -1,0 +1,101 @@
+"""Ways to run the command line: in this process, and as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from huggingface_hub import constants
+
+from edgespec.cli.program import program
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder with nothing in it, and no cache but an empty one."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in (
+        "XDG_CONFIG_HOME",
+        "XDG_DATA_HOME",
+        "XDG_STATE_HOME",
+        "NO_COLOR",
+        "EDGESPEC_DEBUG",
+        "OLLAMA_MODELS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return home
+
+
+@pytest.fixture
+def run() -> Run:
+    """Run a command in this process. One thread computes: tests share the cores with others."""
+
+    def run(*args: str, **settings: Any) -> Result:
+        threads = ["--threads", "1"] if args and args[0] in ("generate", "verify") else []
+        return CliRunner().invoke(program, [*args[:1], *threads, *args[1:]], **settings)
+
+    return run
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a command as a process of its own, with pipes. It does not outlive the test."""
+    started = ExitStack()
+
+    def start(*args: str, code: str = "", **settings: Any) -> subprocess.Popen[bytes]:
+        python = ["-c", code] if code else ["-m", "edgespec"]
+        process = subprocess.Popen(
+            [sys.executable, *python, *args],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""} | settings.pop("env", {}),
+            stdin=settings.pop("stdin", subprocess.DEVNULL),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Whoever runs the tests in the background has switched Ctrl-C off.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+            **settings,
+        )
+        started.enter_context(process)
+        started.callback(process.kill)
+        return process
+
+    yield start
+    started.close()
+
+
+def one_line_error(result: Result, status: int) -> str:
+    """The error of a command that failed as the contract says: one line, no traceback, nothing on stdout."""
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1 or (len(lines) == 2 and lines[1].startswith("usage: edgespec"))
+    assert "Traceback" not in result.stderr
+    return lines[0].removeprefix("error: ")
+
+
+def json_of(result: Result) -> dict[str, Any]:
+    """The one JSON object of a command."""
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert isinstance(value, dict)
+    return value

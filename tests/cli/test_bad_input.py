@@ -1,0 +1,109 @@
+"""Whatever is wrong: one line with the next step, exit status 1 or 2, no traceback."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from tests.cli.conftest import ROOT, Run, one_line_error
+
+TARGET = ROOT / "models" / "demo-target-q8_0.gguf"
+DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--temperature", "-1"], "temperature is -1.0; give a number from 0 to 100"),
+        (["--temperature", "nan"], "temperature is nan"),
+        (["--temperature", "warm"], "'warm' is not a valid float"),
+        (["--top-k", "-4"], "top_k is -4"),
+        (["--top-p", "7"], "top_p is 7.0"),
+        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
+        (["--logit-bias", "5=nan"], "logit_bias of token 5 is nan"),
+        (["--logit-bias", "five"], "'five' is not ID=VALUE"),
+        (["--memory", "lots"], "memory is 'lots'; write it like 8GiB"),
+        (["--method", "modl"], "did you mean 'model'?"),
+        (["--method", "model", "--draft", "none"], "needs a draft model"),
+        (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
+        (["--draft-branches", "3,x"], "'x' is not a whole number from 1 up"),
+        (["--draft-confidence", "2"], "draft_confidence is 2.0"),
+        (["--kv-type", "q9"], "'q9' is not one of"),
+        (["--acceptance", "maybe"], "'maybe' is not one of"),
+        (["--seed", "-1"], "'-1' is not a whole number from 0"),
+        (["-n", "0"], "'0' is not a whole number from 1 up"),
+        (["--context", "0"], "'0' is not a whole number from 1 up"),
+        (["--stop", ""], "stop string is empty"),
+        (["--light"], "no such option --light"),
+    ],
+)
+def test_wrong_usage(run: Run, args: list[str], says: str) -> None:
+    assert says in one_line_error(run("generate", "hello", *args), 2)
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", "\n\n"])
+def test_an_empty_prompt(run: Run, prompt: str) -> None:
+    assert one_line_error(run("generate", prompt), 2).startswith("the prompt is empty")
+    assert one_line_error(run("generate", "-", input=prompt), 2).startswith("the prompt is empty")
+
+
+def test_a_context_larger_than_memory(run: Run) -> None:
+    error = one_line_error(run("generate", "--context", "999999999", "hello"), 1)
+    assert "999,999,999 tokens" in error
+    assert "use --context" in error
+
+
+def test_a_prompt_longer_than_the_context(run: Run) -> None:
+    error = one_line_error(run("generate", "-", input="word " * 5000), 1)
+    assert "the context holds 1024" in error
+    assert "use --context" in error
+
+
+def test_less_memory_than_the_weights(run: Run) -> None:
+    assert "give more with --memory" in one_line_error(run("generate", "--memory", "5MB", "hello"), 1)
+
+
+def test_a_name_there_is_not(run: Run) -> None:
+    assert "did you mean demo" in one_line_error(run("generate", "--target", "dmeo", "hello"), 1)
+
+
+def test_files_that_are_no_model(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("this is not a model")
+    (tmp_path / "empty.gguf").touch()
+    (tmp_path / "short.gguf").write_bytes(TARGET.read_bytes()[:5_000_000])
+    (tmp_path / "header.gguf").write_bytes(TARGET.read_bytes()[:2_000])
+    for name, says in [
+        ("text.gguf", "is not a GGUF file: it begins with b'this'"),
+        ("empty.gguf", "is not a GGUF file: it is empty"),
+        ("short.gguf", "is incomplete or damaged (5,000,000 bytes)"),
+        ("header.gguf", "is incomplete or damaged (2,000 bytes)"),
+        ("missing.gguf", "there is no file"),
+        ("", "is a folder, not a model file"),
+    ]:
+        for option in ("--target", "--draft"):
+            assert says in one_line_error(run("generate", option, f"{tmp_path}/{name}", "hello"), 1)
+
+
+def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
+    with edgespec.load("demo-draft", "none", threads=1) as runtime:
+        pieces = (runtime.vocabulary.raw_piece(token) for token in range(4000, runtime.vocabulary.size))
+        piece = next(piece for piece in pieces if piece.isalpha() and len(piece) > 5)
+    written = struct.pack("<Q", len(piece)) + piece
+    data = DRAFT.read_bytes()
+    assert written in data
+    other = tmp_path / "other.gguf"
+    other.write_bytes(data.replace(written, struct.pack("<Q", len(piece)) + b"q" * len(piece), 1))
+    error = one_line_error(run("generate", "--draft", str(other), "hello"), 1)
+    assert repr(piece.decode()) in error
+    assert repr("q" * len(piece)) in error
+    assert "choose a draft of the same family, or --draft none" in error
+
+
+def test_prompts_for_a_proof_that_are_none(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\nnot json\n')
+    assert "line 2 of" in one_line_error(run("verify", "--prompts", str(file)), 2)
+    assert "cannot be read" in one_line_error(run("verify", "--prompts", str(tmp_path / "none.jsonl")), 2)

@@ -1,0 +1,87 @@
+"""`edgespec chat`: what it hands to the terminal chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import edgespec
+import edgespec.tui.app
+from edgespec.cli import chat
+from edgespec.errors import ModelFileError
+from tests.cli.conftest import Run, one_line_error
+
+
+class Opened:
+    """Stands for the terminal chat: remembers how it was opened."""
+
+    def __init__(self) -> None:
+        self.load: Any = None
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, load: Any, **options: Any) -> None:
+        self.load, self.options = load, options
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """A terminal, and a chat that only takes notes."""
+    notes = Opened()
+    monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(edgespec.tui.app, "run_chat", notes)
+    return notes
+
+
+def test_it_needs_a_terminal(run: Run) -> None:
+    assert one_line_error(run("chat"), 2).endswith("use `edgespec generate`")
+
+
+def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+    result = run(
+        "chat", "--target", "8b-q4", "--draft", "none", "--context", "4096", "--method", "ngram", "--no-mmap"
+    )
+    assert result.exit_code == 0, result.output
+    opened.load(print)
+    assert loaded["progress"] is print
+    assert (loaded["target"], loaded["draft"], loaded["context"]) == ("8b-q4", "none", 4096)
+    assert (loaded["method"], loaded["mmap"]) == ("ngram", False)
+    assert opened.options["model_name"] == "8b-q4"
+
+
+def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
+    run("chat")
+    assert opened.options == {"model_name": "demo", "system": None, "settings": {}, "light": None}
+    run(
+        "chat",
+        "--temperature",
+        "0.5",
+        "--seed",
+        "0",
+        "--stop",
+        "X",
+        "-n",
+        "9",
+        "--system",
+        "Be brief.",
+        "--light",
+    )
+    assert opened.options["settings"] == {"temperature": 0.5, "seed": 0, "stop": ["X"], "max_tokens": 9}
+    assert opened.options["system"] == "Be brief."
+    assert opened.options["light"] is True
+
+
+def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Opened) -> None:
+    assert "temperature is -3.0" in one_line_error(run("chat", "--temperature", "-3"), 2)
+    assert opened.load is None
+
+
+def test_a_model_that_does_not_load_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_chat(*args: object, **options: object) -> None:
+        raise ModelFileError("it is damaged", "get another")
+
+    monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(edgespec.tui.app, "run_chat", run_chat)
+    assert one_line_error(run("chat"), 1) == "it is damaged; get another"

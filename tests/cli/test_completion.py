@@ -1,0 +1,50 @@
+"""`edgespec completion`: scripts that the shells accept, and what they offer."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from edgespec.cli.program import program
+from tests.cli.conftest import Run, one_line_error
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_for_edgespec_and_parses(run: Run, tmp_path: Path, shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0
+    assert "_EDGESPEC_COMPLETE" in result.stdout
+    if shutil.which(shell):
+        script = tmp_path / "script"
+        script.write_text(result.stdout)
+        subprocess.run([shell, "-n", str(script)], check=True)
+
+
+def test_the_help_says_how_to_install_it(run: Run) -> None:
+    text = run("completion", "--help").stdout
+    for line in ("~/.bashrc", "~/.zshrc", "~/.config/fish/completions/edgespec.fish"):
+        assert line in text
+
+
+def test_an_unknown_shell(run: Run) -> None:
+    assert "'tcsh' is not one of" in one_line_error(run("completion", "tcsh"), 2)
+
+
+def offered(*words: str) -> list[str]:
+    """What is offered for the last of the words."""
+    complete = ShellComplete(program, {}, "edgespec", "_EDGESPEC_COMPLETE")
+    return [item.value or item.type for item in complete.get_completions(list(words[:-1]), words[-1])]
+
+
+def test_commands_options_names_and_methods_are_offered() -> None:
+    assert offered("gen") == ["generate"]
+    assert offered("models", "") == ["list", "show"]
+    assert "--temperature" in offered("generate", "--te")
+    assert offered("generate", "--target", "dem") == ["demo", "demo-draft"]
+    assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
+    assert offered("generate", "--method", "mod") == ["model", "model+ngram"]
+    assert offered("generate", "--target", "./mod") == ["./mod"]

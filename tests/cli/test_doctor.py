@@ -1,0 +1,59 @@
+"""`edgespec doctor`: what this machine is and can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import edgespec
+from edgespec.cli.doctor import _hardware, _libraries
+from edgespec.errors import BackendError
+from edgespec.machine import LlamaCpp, inspect_machine
+from tests.cli.conftest import Run, json_of
+
+
+def test_json_names_the_facts_and_the_checks(run: Run) -> None:
+    report = json_of(run("doctor", "--json"))
+    machine = report["machine"]
+    assert machine["memory_total_bytes"] > machine["memory_available_bytes"] > 0
+    assert machine["llama_cpp"]["version"]
+    assert machine["llama_cpp"]["default_threads"] <= machine["logical_cores"]
+    assert machine["folders"].keys() == {"models", "chats", "logs", "aliases"}
+    demo = next(check for check in report["checks"] if check["name"] == "demo")
+    assert demo["ok"]
+    assert "wrote 16 tokens" in demo["says"]
+
+
+def test_each_check_is_a_line(run: Run) -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    names = [line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")]
+    assert names == [
+        "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "logs",
+        "aliases", "demo",
+    ]  # fmt: skip
+    assert "\x1b" not in result.stdout
+
+
+def test_a_demo_that_does_not_run_is_the_exit_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, **options: object) -> None:
+        raise BackendError("it broke", "mend it")
+
+    monkeypatch.setattr(edgespec, "load", load)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-2:] == ["warn  demo       it broke", "                 next: mend it"]
+
+
+def test_what_is_amiss_has_a_next_step() -> None:
+    machine = inspect_machine()
+    without_library = replace(machine, llama_cpp=LlamaCpp(problem="it does not load; install it"))
+    assert not _libraries(without_library)[0].ok
+    with_gpu = replace(machine, accelerator="cuda", llama_cpp=replace(machine.llama_cpp, gpu_offload=False))
+    gpu = next(check for check in _libraries(with_gpu) if check.name == "gpu")
+    assert not gpu.ok
+    assert "-DGGML_CUDA=on" in gpu.next_step
+    memory = next(c for c in _hardware(replace(machine, memory_available_bytes=10**9)) if c.name == "memory")
+    assert not memory.ok
+    assert memory.next_step

@@ -1,0 +1,57 @@
+"""What is said about errors nobody foresaw."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+import edgespec
+from edgespec.cli.failures import describe, exit_status
+from edgespec.errors import BackendError, CancelledError, OptionError
+from tests.cli.conftest import Run
+
+
+def failing(error: Exception) -> object:
+    def load(*args: object, **options: object) -> None:
+        raise error
+
+    return load
+
+
+def test_an_unforeseen_error_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edgespec, "load", failing(KeyError("two\nlines")))
+    result = run("generate", "hi")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: KeyError: ")
+    assert "EDGESPEC_DEBUG=1 shows the traceback" in result.stderr
+
+
+def test_the_traceback_can_be_had(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_DEBUG", "1")
+    monkeypatch.setattr(edgespec, "load", failing(KeyError("x")))
+    lines = run("generate", "hi").stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("error: KeyError: 'x'")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (BackendError("it failed", "do this"), 1, "error: it failed; do this"),
+        (OptionError("x is 1", "give 2"), 2, "error: x is 1; give 2"),
+        (CancelledError("it was stopped"), 130, "interrupted: it was stopped"),
+        (
+            MemoryError(), 1,
+            "error: there is no memory left; close other programs or use a smaller model or --context",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device"), 1,
+            "error: no space left on device; make room or check the permissions, then try again",
+        ),
+    ],
+)  # fmt: skip
+def test_known_errors(error: Exception, status: int, line: str) -> None:
+    assert (exit_status(error), describe(error)) == (status, line)

@@ -1,0 +1,150 @@
+"""`edgespec generate`: the contract for scripts."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from edgespec.cli import generate, screen
+from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
+
+QUESTION = "How do I list files by size?"
+STATS = {
+    "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "target_passes", "drafted_tokens",
+    "accepted_tokens", "accepted_per_position", "acceptance_rate", "tokens_per_target_pass", "draft_seconds",
+    "verify_seconds", "rollback_seconds", "sampling_seconds", "overhead_seconds", "prefill_seconds",
+    "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes",
+    "draft_kv_bytes", "peak_memory_bytes",
+}  # fmt: skip
+
+
+def answer(run: Run, *args: str, **settings: Any) -> dict[str, Any]:
+    return json_of(run("generate", "--json", "--seed", "7", "-n", "24", *args, **settings))
+
+
+def test_json_holds_the_contract(run: Run) -> None:
+    reply = answer(run, QUESTION)
+    keys = {"text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats"}
+    assert keys == reply.keys()
+    assert reply["stats"].keys() >= STATS
+    assert reply["method"].keys() == {"requested", "effective", "reason"}
+    assert (reply["target"], reply["draft"], reply["seed"]) == ("demo", "demo-draft", 7)
+    assert reply["finish_reason"] in ("stop", "length")
+    assert 0 < len(reply["tokens"]) <= 24
+
+
+def test_the_text_is_the_json_text_and_ends_with_a_newline(run: Run) -> None:
+    reply = answer(run, QUESTION)
+    result = run("generate", "--seed", "7", "-n", "24", QUESTION)
+    assert result.exit_code == 0
+    assert result.stdout == reply["text"].removesuffix("\n") + "\n"
+    assert result.stderr == "", "in a pipe there is nothing but the reply"
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8", "1.2"])
+def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
+    said = []
+    for method, length in [("none", "1"), ("model", "3"), ("ngram", "5"), ("model+ngram", "8")]:
+        options = ["--temperature", temperature, "--method", method, "--draft-length", length]
+        said.append(answer(run, *options, QUESTION)["tokens"])
+    assert said == [said[0]] * 4
+
+
+@pytest.mark.parametrize("args", [["-"], []])
+def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
+    assert answer(run, *args, input=QUESTION + "\n")["tokens"] == answer(run, QUESTION)["tokens"]
+
+
+def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "is_terminal", lambda stream: True)
+    assert one_line_error(run("generate"), 2) == "there is no prompt"
+
+
+def test_an_unquoted_prompt_says_so(run: Run) -> None:
+    assert "put it in quotes" in one_line_error(run("generate", "list", "files"), 2)
+
+
+def test_stdin_that_is_no_text(run: Run) -> None:
+    assert "not UTF-8 text: byte 3" in one_line_error(run("generate", "-", input=b"ab\xff"), 2)
+
+
+def test_unicode_goes_in_and_out(run: Run) -> None:
+    reply = answer(run, "--raw", "Grüße 😀 漢字")
+    assert reply["stats"]["prompt_tokens"] > 3
+
+
+def test_a_system_prompt_is_part_of_the_prompt(run: Run) -> None:
+    plain, instructed = answer(run, QUESTION), answer(run, "--system", "Be brief.", QUESTION)
+    assert instructed["stats"]["prompt_tokens"] > plain["stats"]["prompt_tokens"]
+
+
+def test_raw_leaves_the_template_out(run: Run) -> None:
+    assert (
+        answer(run, "--raw", QUESTION)["stats"]["prompt_tokens"]
+        < answer(run, QUESTION)["stats"]["prompt_tokens"]
+    )
+
+
+def test_stop_texts_end_the_reply(run: Run) -> None:
+    text = answer(run, QUESTION)["text"]
+    stopped = answer(run, "--stop", "never said", "--stop", text[5:12], QUESTION)
+    assert stopped["text"] == text[:5]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_logit_bias_forbids_a_token(run: Run) -> None:
+    first = answer(run, "--temperature", "0", QUESTION)["tokens"][0]
+    assert answer(run, "--temperature", "0", "--logit-bias", f"{first}=-inf", QUESTION)["tokens"][0] != first
+
+
+def test_a_tree_of_drafts_changes_nothing(run: Run) -> None:
+    tree = answer(run, "--draft-branches", "3,2", "--draft-confidence", "0.1", "--method", "model", QUESTION)
+    assert tree["tokens"] == answer(run, QUESTION)["tokens"]
+
+
+def test_a_path_with_spaces_and_a_draft_that_is_the_target(run: Run, tmp_path: Any) -> None:
+    path = tmp_path / "a b ü" / "mödel 😀.gguf"
+    path.parent.mkdir()
+    path.write_bytes((ROOT / "models" / "demo-target-q8_0.gguf").read_bytes())
+    reply = answer(run, "--target", str(path), "--draft", str(path), "--method", "model", "-n", "9", QUESTION)
+    assert reply["stats"]["acceptance_rate"] == 1.0
+    assert reply["tokens"] == answer(run, "-n", "9", QUESTION)["tokens"]
+
+
+def test_no_draft(run: Run) -> None:
+    reply = answer(run, "--draft", "none", QUESTION)
+    assert reply["draft"] is None
+    assert reply["method"]["effective"] == "ngram"
+
+
+def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    notes = run("generate", "-n", "8", "--seed", "3", QUESTION).stderr
+    assert "target: demo -> " in notes
+    assert "draft: demo-draft -> " in notes
+    assert "demo" in notes
+    assert "model+ngram · 8 tokens at" in notes
+    assert "seed 3" in notes
+    assert "\x1b[2m" in notes
+
+
+def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    result: Result = run("generate", "-n", "2", QUESTION)
+    assert "\x1b[2m" not in result.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(start: Start) -> None:
+    process = start(
+        "generate", "--threads", "1", "--context", "4000", "--logit-bias", "1=-inf", "-n", "3000", "hi"
+    )
+    assert isinstance(process.stdout, io.BufferedReader)
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.wait(20) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b""

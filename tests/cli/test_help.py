@@ -1,0 +1,120 @@
+"""Help texts are artefacts: examples that parse, defaults that are true, every option explained."""
+
+from __future__ import annotations
+
+import inspect
+import shlex
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from edgespec import SamplingParams, __version__, load
+from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.options import METHOD_NAMES, MODEL_NAMES, SAMPLING_NAMES
+from edgespec.cli.program import COMMANDS, program
+from tests.cli.conftest import Run, one_line_error
+
+
+def all_commands() -> Iterator[tuple[str, HelpfulCommand | HelpfulGroup]]:
+    """Every command with its path, the program itself included."""
+    yield "", program
+    for name in COMMANDS:
+        command = program.get_command(click.Context(program), name)
+        assert isinstance(command, HelpfulCommand | HelpfulGroup)
+        yield name, command
+        if isinstance(command, HelpfulGroup):
+            for inner, leaf in command.commands.items():
+                assert isinstance(leaf, HelpfulCommand)
+                yield f"{name} {inner}", leaf
+
+
+ALL = dict(all_commands())
+EXAMPLES = [(path, example) for path, command in ALL.items() for example in command.examples]
+
+
+def options_of(path: str) -> dict[str, click.Option]:
+    """The options of a command by parameter name."""
+    return {p.name: p for p in ALL[path].params if isinstance(p, click.Option) and p.name}
+
+
+def defaults_of(path: str) -> dict[str, object]:
+    """What the parameters of a command are when nothing is written."""
+    return ALL[path].make_context(path, [], resilient_parsing=True).params
+
+
+@pytest.mark.parametrize(("path", "example"), EXAMPLES)
+def test_examples_parse(path: str, example: str) -> None:
+    words = shlex.split(example.rpartition("|")[2])
+    assert words[0] == "edgespec"
+    assert " ".join(words[1:]).startswith(path)
+    command: click.Command = program
+    context: click.Context | None = None
+    arguments = words[1:]
+    while isinstance(command, click.Group):
+        context = command.make_context(
+            command.name, arguments[:0] or ["--"], parent=context, resilient_parsing=True
+        )
+        found = command.get_command(context, arguments[0])
+        assert found is not None
+        command, arguments = found, arguments[1:]
+    command.make_context(command.name, arguments, parent=context)
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_command_shows_examples_before_options(run: Run, path: str) -> None:
+    text = run(*path.split(), "--help").stdout
+    assert ALL[path].examples
+    assert text.index("Examples:") < text.index("Options:")
+    for example in ALL[path].examples:
+        assert f"  {example}\n" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("path", ALL)
+def test_every_option_is_explained(path: str) -> None:
+    for name, option in options_of(path).items():
+        assert option.help, name
+        assert option.help.endswith((".", "]")), name
+
+
+@pytest.mark.parametrize("path", ["chat", "generate", "verify"])
+def test_model_options_are_those_of_load(path: str) -> None:
+    parameters = inspect.signature(load).parameters
+    defaults = defaults_of(path)
+    for name in MODEL_NAMES:
+        assert defaults[name] == parameters[name].default, name
+
+
+def test_nothing_of_load_is_left_out() -> None:
+    assert {*MODEL_NAMES, *METHOD_NAMES, "progress"} == set(inspect.signature(load).parameters)
+
+
+def test_sampling_options_are_those_of_the_api() -> None:
+    assert SamplingParams.names() == SAMPLING_NAMES
+    defaults, options = defaults_of("generate"), options_of("generate")
+    for name in SAMPLING_NAMES:
+        assert defaults[name] == getattr(SamplingParams(), name), name
+        assert f"--{name.replace('_', '-')}" in options[name].opts
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"edgespec {__version__}\n"
+
+
+@pytest.mark.parametrize("args", [[], ["models"]])
+def test_without_a_command_the_help_is_shown(run: Run, args: list[str]) -> None:
+    result = run(*args)
+    assert result.exit_code == 2
+    assert "Examples:" in result.stderr
+
+
+def test_unknown_command_names_the_nearest(run: Run) -> None:
+    assert "did you mean 'generate'?" in one_line_error(run("generat"), 2)
+    assert "did you mean 'list'?" in one_line_error(run("models", "lits"), 2)
+    assert "there are chat, generate" in one_line_error(run("zzz"), 2)
+
+
+def test_unknown_option_names_the_nearest(run: Run) -> None:
+    assert "did you mean --temperature?" in one_line_error(run("generate", "--tempreature", "1", "hi"), 2)
+    assert "the help shows all" in one_line_error(run("doctor", "--qqqqqq"), 2)

@@ -1,0 +1,154 @@
+"""Ctrl-C and SIGTERM: the end is clean, keeps what was produced, and is heard inside a native call."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.errors import CancelledError
+from tests.cli.conftest import Run, Start
+
+# Without its end token the demo goes on for seconds.
+ENDLESS = (
+    "generate", "--threads", "1", "--context", "30000", "-n", "29000", "--logit-bias", "1=-inf",
+    "--draft", "none", "hi",
+)  # fmt: skip
+
+
+def read_some(process: subprocess.Popen[bytes]) -> bytes:
+    """The first bytes of the output: the reply is on its way."""
+    assert isinstance(process.stdout, io.BufferedReader)
+    return process.stdout.read(8)
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[str, str]:
+    """What came after that on stdout and stderr, once the process has ended."""
+    stdout, stderr = process.communicate(timeout=20)
+    return stdout.decode(), stderr.decode()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_reply_is_cut_short(start: Start, number: signal.Signals) -> None:
+    process = start(*ENDLESS)
+    read_some(process)
+    process.send_signal(number)
+    asked = time.monotonic()
+    stdout, stderr = ended(process)
+    assert time.monotonic() - asked < 2
+    assert process.returncode == 130
+    assert stdout.endswith("\n")
+    assert stderr == ""
+
+
+def test_json_tells_that_it_was_cut_short(start: Start) -> None:
+    code = (
+        "import os, signal, sys, threading; sys.argv = ['edgespec', *sys.argv[1:]]\n"
+        "from edgespec.stream import ReplyStream\n"
+        "step = ReplyStream.__next__\n"
+        "def kill(stream):\n"
+        "    if stream.stats.generated_tokens > 20: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return step(stream)\n"
+        "ReplyStream.__next__ = kill\n"
+        "from edgespec.cli import main; main()\n"
+    )
+    process = start(*ENDLESS, "--json", code=code)
+    stdout, stderr = ended(process)
+    reply = json.loads(stdout)
+    assert process.returncode == 130
+    assert reply["finish_reason"] == "cancelled"
+    assert len(reply["tokens"]) == reply["stats"]["generated_tokens"] > 20
+    assert stderr == ""
+
+
+def test_it_is_heard_while_a_long_prompt_is_read(start: Start) -> None:
+    process = start(
+        "generate", "--threads", "1", "--context", "60000", "--json", "-n", "5", "-", stdin=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"word and " * 25_000)
+    process.stdin.close()
+    process.stdin = None
+    time.sleep(4)
+    assert process.poll() is None, "the prompt was read before there was anything to interrupt"
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    stdout, _ = ended(process)
+    assert time.monotonic() - asked < 1.5
+    assert process.returncode == 130
+    assert json.loads(stdout)["tokens"] == []
+
+
+def test_loading_is_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: object, progress: Any, **options: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 10
+        while progress("loading demo", 0.5):
+            assert time.monotonic() < deadline
+        raise CancelledError("loading demo was cancelled")
+
+    monkeypatch.setattr(edgespec, "load", load)
+    for command in (
+        ["generate", "hi"],
+        ["generate", "--json", "hi"],
+        ["verify"],
+        ["doctor"],
+        ["models", "show", "demo"],
+    ):
+        result = run(*command)
+        assert result.exit_code == 130, result.output
+        assert (result.stdout, result.stderr) == ("", "interrupted: loading demo was cancelled\n")
+
+
+def test_asked_twice_it_ends_at_once(start: Start) -> None:
+    code = (
+        "import time, edgespec, sys\n"
+        "def load(*args, **options): print('in', flush=True); time.sleep(30)\n"
+        "edgespec.load = load\n"
+        "sys.argv = ['edgespec', 'generate', 'hi']\n"
+        "from edgespec.cli import main; main()\n"
+    )
+    process = start(code=code)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"in\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == ("", "interrupted\n")
+    assert process.returncode == 130
+
+
+def test_the_work_runs_away_from_the_main_thread_and_its_errors_come_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert interruptible(lambda stop: threading.current_thread() is threading.main_thread()) is False
+    with pytest.raises(ZeroDivisionError):
+        interruptible(lambda stop: 1 // 0)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_stop_is_asked_for_while_the_work_is_stuck() -> None:
+    def work(stop: Stop) -> bool:
+        asked = threading.Event()
+        stop.then(asked.set)
+        os.kill(os.getpid(), signal.SIGINT)
+        return asked.wait(5)
+
+    assert interruptible(work)
+
+
+def test_a_stop_that_came_before_there_was_anything_to_do_is_not_lost() -> None:
+    stop, done = Stop(), []
+    stop.request()
+    stop.then(lambda: done.append(1))
+    assert stop.requested
+    assert done == [1]

@@ -1,0 +1,85 @@
+"""What goes to the terminal, and what into a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from edgespec.cli import screen
+from edgespec.cli.interrupt import Stop
+
+
+class Terminal(io.StringIO):
+    """A terminal to write to."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set by the test."""
+    now = [100.0]
+    monkeypatch.setattr("edgespec.cli.screen.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_a_model_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = "a\x1b]0;title\x07b\rc\td\ne\x9bf😀"
+    terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    screen.write_text(hostile)
+    assert terminal.getvalue() == "a]0;titlebc\td\nef😀"
+    monkeypatch.setattr("sys.stdout", pipe)
+    screen.write_text(hostile)
+    assert pipe.getvalue() == hostile
+
+
+def test_progress_on_a_terminal_is_one_line_that_goes_away(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = screen.ProgressLine(Stop())
+    assert progress("loading big", 0.1)
+    assert terminal.getvalue() == "", "nothing flickers for what is quick"
+    clock[0] += 1
+    assert progress("loading big", 0.5)
+    progress.clear()
+    assert terminal.getvalue() == "\r\x1b[Kloading big: 50%\r\x1b[K"
+
+
+def test_progress_in_a_pipe_is_one_line_for_what_takes_long(
+    monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stderr", pipe)
+    progress = screen.ProgressLine(Stop())
+    for fraction in range(100):
+        progress("downloading big (40 GB)", fraction / 100)
+        clock[0] += 1
+    assert pipe.getvalue() == "downloading big (40 GB)\n"
+
+
+def test_progress_passes_a_stop_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    progress = screen.ProgressLine(stop)
+    assert progress("loading", 0.0)
+    stop.request()
+    assert not progress("loading", 0.0)
+
+
+def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+    screen.print_table(("NAME", "WHAT"), [("a" * 90, "[bold]b" * 20), ("c", "d\x1b[1m")])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "[bold]b" * 20 in lines[1]
+    assert "\x1b" not in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(1500, "2 kB"), (12_600_000, "13 MB"), (42_500_000_000, "42.5 GB")]
+)
+def test_sizes(size_bytes: int, text: str) -> None:
+    assert screen.size_text(size_bytes) == text

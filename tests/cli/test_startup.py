@@ -1,0 +1,60 @@
+"""The command line starts quickly, and imports nothing it does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.conftest import Start
+
+_SHOW_MODULES = "import sys; print(*sorted(sys.modules), file=sys.stderr)"
+_RUN = """
+import sys
+sys.argv = ["edgespec", *sys.argv[1:]]
+from edgespec.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+"""
+HEAVY = {"llama_cpp", "mlx", "textual", "numpy", "rich", "jinja2", "huggingface_hub"}
+
+
+def modules_after(start: Start, code: str, *args: str) -> set[str]:
+    """The top-level modules that are imported once `code` has run."""
+    process = start(*args, code=code + _SHOW_MODULES)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0, stderr
+    return {name.partition(".")[0] for name in stderr.decode().split()}
+
+
+def test_importing_edgespec_is_light(start: Start) -> None:
+    assert not modules_after(start, "import edgespec\n") & HEAVY
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["models", "list", "--help"]],
+)
+def test_help_and_version_are_light(start: Start, args: list[str]) -> None:
+    assert not modules_after(start, _RUN, *args) & HEAVY
+
+
+def test_generating_needs_no_screen(start: Start) -> None:
+    loaded = modules_after(start, _RUN, "generate", "--threads", "1", "-n", "1", "hi")
+    assert "llama_cpp" in loaded
+    assert not loaded & {"textual", "rich", "mlx"}
+
+
+def test_help_starts_within_a_fifth_of_a_second() -> None:
+    command = [sys.executable, "-m", "edgespec", "--help"]
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+    # The best of five: the others measure what else this machine does.
+    assert min(seconds) < 0.2

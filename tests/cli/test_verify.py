@@ -1,0 +1,104 @@
+"""`edgespec verify`: the evidence of sameness, and an exit status that tells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import sameness
+from tests.cli.conftest import Run, json_of, one_line_error
+
+QUICK = ("--temperatures", "0,0.8", "--draft-lengths", "3", "-n", "8")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "my prompts.jsonl"
+    lines = [{"prompt": "List files"}, {"messages": [{"role": "user", "content": "Hello 😀"}]}]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return str(file)
+
+
+def test_json(run: Run, prompts: str) -> None:
+    report = json_of(run("verify", *QUICK, "--prompts", prompts, "--json"))
+    assert (report["target"], report["draft"], report["acceptance"]) == ("demo", "demo-draft", "invariant")
+    assert report["methods"].keys() == {"model", "ngram", "model+ngram"}
+    for method in report["methods"].values():
+        assert method["prompts"] == 2
+        assert method["identical"] + method["near_tie"] == 2
+        assert method["violations"] == 0
+
+
+def test_table(run: Run, prompts: str) -> None:
+    result = run("verify", *QUICK, "--prompts", prompts, "--methods", "ngram,model")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0] == "target demo, draft demo-draft, invariant acceptance"
+    assert lines[1].split() == ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "SMALLEST", "P"]
+    assert [line.split()[0] for line in lines[2:4]] == ["ngram", "model"]
+
+
+def test_without_a_draft_only_ngram_is_compared(run: Run, prompts: str) -> None:
+    report = json_of(run("verify", *QUICK, "--prompts", prompts, "--draft", "none", "--json"))
+    assert report["methods"].keys() == {"ngram"}
+
+
+class Verified:
+    """Stands for the proof: remembers what was asked, and answers with a report of the test's."""
+
+    def __init__(self, **found: Any) -> None:
+        self.asked: dict[str, Any] = {}
+        self._found = found
+
+    def __call__(self, runtime: object, prompts: list[sameness.Prompt], **asked: Any) -> sameness.Report:
+        self.asked = asked | {"prompts": prompts}
+        divergence = sameness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, 5, 6, "violation")
+        result = sameness.MethodResult(**self._found, divergences=[divergence])
+        return sameness.Report("demo", "demo-draft", asked["acceptance"], {"model": result})
+
+
+def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sameness, "verify", Verified(prompts=2, identical=1, violations=1))
+    result = run("verify", "--methods", "model")
+    assert result.exit_code == 1
+    assert "position 12" in result.stdout
+    assert "verdict violation" in result.stdout
+
+
+@pytest.mark.parametrize(("p_value", "status"), [(0.0002, 1), (0.4, 0), (None, 0)])
+def test_a_small_p_value_fails(
+    run: Run, monkeypatch: pytest.MonkeyPatch, p_value: float | None, status: int
+) -> None:
+    verified = Verified(prompts=2, identical=2, smallest_corrected_p_value=p_value)
+    monkeypatch.setattr(sameness, "verify", verified)
+    assert run("verify", "--acceptance", "rejection", "--json").exit_code == status
+    assert verified.asked["acceptance"] == "rejection"
+
+
+def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = Verified(prompts=1, identical=1)
+    monkeypatch.setattr(sameness, "verify", verified)
+    assert run("verify", "--seed", "5").exit_code == 0
+    asked = verified.asked
+    assert asked["methods"] == ("model", "ngram", "model+ngram")
+    assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
+    assert (asked["seed"], asked["acceptance"]) == (5, "invariant")
+    skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]
+    assert {"howto", "code", "math"} <= set(skills)
+    assert max(map(skills.count, skills)) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--methods", "modl"], "did you mean 'model'?"),
+        (["--temperatures", "0,-1"], "temperature is -1.0"),
+        (["--temperatures", "warm"], "is not a list of values"),
+        (["--draft-lengths", "0"], "'0' is not a whole number from 1 to 64"),
+    ],
+)
+def test_wrong_usage(run: Run, args: list[str], says: str) -> None:
+    assert says in one_line_error(run("verify", *args), 2)
