@@ -104,22 +104,26 @@ class ProgressLine:
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._what = ""
+        self._said = False
+        self._began: float | None = None
         self._since = self._shown = 0.0
         self._is_terminal = is_terminal(sys.stderr)
 
     def __call__(self, what: str, fraction: float) -> bool:
         """Progress as the API reports it; False once the person wants an end."""
         now = time.monotonic()
+        if self._began is None:
+            self._began = now
         if what != self._what:
-            self._what, self._since, self._shown = what, now, 0.0
+            self._what, self._since, self._said = what, now, False
         if self._is_terminal:
-            if now - self._since > _PATIENCE_SECONDS and now - self._shown > 0.1:
+            if now - self._began > _PATIENCE_SECONDS and now - self._shown > 0.1:
                 self._shown = now
                 line = printable(f"{what}: {fraction:.0%}")[: shutil.get_terminal_size().columns - 1]
                 sys.stderr.write(_CLEAR_LINE + line)
                 sys.stderr.flush()
-        elif now - self._since > _PIPE_PATIENCE_SECONDS and not self._shown:
-            self._shown = now
+        elif now - self._since > _PIPE_PATIENCE_SECONDS and not self._said:
+            self._said = True
             sys.stderr.write(f"{what}\n")
             sys.stderr.flush()
         return not self._stop.requested
@@ -129,4 +133,4 @@ class ProgressLine:
         if self._is_terminal and self._shown:
             sys.stderr.write(_CLEAR_LINE)
             sys.stderr.flush()
-        self._what, self._shown = "", 0.0
+        self._began, self._shown = None, 0.0
