@@ -93,7 +93,7 @@ def load(
             method=method,
             draft_length=draft_length,
             acceptance=acceptance,
-            notice=" ".join(filter(None, (found.entry.notice if found.entry else "", model.facts.notice))),
+            notice=" · ".join(filter(None, (found.entry.notice if found.entry else "", model.facts.notice))),
         )
         undo.pop_all()
         return runtime
