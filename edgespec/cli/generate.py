@@ -70,7 +70,9 @@ def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) ->
 
 def _prompt_text(prompt: str | None) -> str:
     if prompt is None and (sys.stdin is None or is_terminal(sys.stdin)):
-        raise click.UsageError("there is no prompt", click.get_current_context())
+        raise click.UsageError(
+            "there is no prompt; give one, or - to read stdin", click.get_current_context()
+        )
     text = prompt
     if prompt is None or prompt == "-":
         try:

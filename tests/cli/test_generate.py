@@ -60,7 +60,7 @@ def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
 
 def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "is_terminal", lambda stream: True)
-    assert one_line_error(run("generate"), 2) == "there is no prompt"
+    assert one_line_error(run("generate"), 2).startswith("there is no prompt; give one")
 
 
 def test_an_unquoted_prompt_says_so(run: Run) -> None:
