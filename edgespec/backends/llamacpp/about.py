@@ -12,7 +12,7 @@ __all__ = ["LlamaCppFacts", "about"]
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppFacts:
-    """The installed library. `features`: what it was built with and found in the processor, in its own words."""
+    """The installed library. `features`: what it was built with and found in the processor."""
 
     version: str
     gpu_offload: bool
