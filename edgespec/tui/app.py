@@ -38,7 +38,7 @@ class ChatApp(App[None]):
     TITLE = "edgespec"
     CSS_PATH = "chat.tcss"
     ENABLE_COMMAND_PALETTE = False
-    HORIZONTAL_BREAKPOINTS = [
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - the base class wants a list
         (0, "-narrow"),
         (64, "-medium"),
         (110, "-wide"),
@@ -65,8 +65,8 @@ class ChatApp(App[None]):
         self._system = system
         self._settings = dict(settings or {})
         self._loading: LoadingScreen | None = None
-        self._tick_timer: Timer | None = None
         self._leaving = False
+        self._tick_timer: Timer | None = None
         for theme in THEMES.values():
             self.register_theme(theme)
 
@@ -95,8 +95,11 @@ class ChatApp(App[None]):
         self.theme = THEMES["light" if self.preferences.light else "dark"].name
 
     async def _follow_loading(self) -> None:
+        # Once the chat is there, the events are for it.
+        if self._loading is None:
+            return
         for event in self.model_thread.take_events():
-            if isinstance(event, LoadingProgress) and self._loading is not None:
+            if isinstance(event, LoadingProgress):
                 self._loading.show(event.what, event.fraction)
             elif isinstance(event, LoadFailed):
                 self.load_error = event.error
@@ -111,11 +114,10 @@ class ChatApp(App[None]):
                     system=self._system,
                     settings=self._settings,
                 )
-                # A timer's callback runs in the timer's own task, so it must not stop its timer
-                # before it is done.
+                self._leaving = False
                 await self.switch_screen(chat)
-                assert self._tick_timer is not None
-                self._tick_timer.stop()
+                if self._tick_timer is not None:
+                    self._tick_timer.pause()
                 return
 
     def on_loading_screen_cancel_wanted(self) -> None:
@@ -128,6 +130,9 @@ class ChatApp(App[None]):
 
     async def action_quit(self) -> None:
         """Stop the reply, save, and leave. Asked twice, leave at once."""
+        if self._loading is not None:
+            self._loading.action_cancel()
+            return
         if self._leaving:
             self.exit()
             return

@@ -219,12 +219,12 @@ class ChatScreen(ChatView):
         if chat.id == self.session.id:
             await self.when_free(self._new_chat)
         await self.refresh_sidebar()
-        self.query_one(Sidebar).focus_list()
+        self.sidebar.focus_list()
 
     async def action_chats(self) -> None:
         """Show or hide the list of chats."""
         if await self.toggle_panel("sidebar"):
-            self.query_one(Sidebar).focus_list()
+            self.sidebar.focus_list()
         else:
             self.prompt.focus()
         self.post_message(self.PreferencesChanged())
@@ -233,7 +233,7 @@ class ChatScreen(ChatView):
         """Show the list of chats and go there."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
-        self.query_one(Sidebar).focus_list()
+        self.sidebar.focus_list()
 
     # System prompt and settings
 

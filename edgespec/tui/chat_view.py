@@ -69,6 +69,12 @@ class ChatView(Screen[None]):
         self.turns = Turns(thread, on_opened=self._chat_opened, on_ended=self._turn_ended)
         self.history = History()
         self.editing = False
+        self.transcript = Transcript(self._welcome(), id="transcript")
+        self.prompt = Prompt(self.history, id="prompt")
+        self.sidebar = Sidebar(id="sidebar")
+        self._header = Header(id="header")
+        self._details = Details(id="details")
+        self._status = StatusLine(id="status")
         self._unsent = ""
         self._asked: Ask | None = None
         self._last_stats: Stats | None = None
@@ -82,32 +88,22 @@ class ChatView(Screen[None]):
 
     def compose(self) -> ComposeResult:
         """Header, the three columns, the input and the status."""
-        yield Header(id="header")
+        yield self._header
         with Horizontal(id="middle"):
-            yield Sidebar(id="sidebar")
-            yield Transcript(id="transcript")
-            yield Details(id="details")
-        yield Prompt(self.history, id="prompt")
-        yield StatusLine(id="status")
+            yield self.sidebar
+            yield self.transcript
+            yield self._details
+        yield self.prompt
+        yield self._status
 
-    @property
-    def transcript(self) -> Transcript:
-        """The conversation."""
-        return self.query_one("#transcript", Transcript)
-
-    @property
-    def prompt(self) -> Prompt:
-        """The input."""
-        return self.query_one("#prompt", Prompt)
-
-    async def on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Open an empty chat."""
-        header = self.query_one(Header)
         draft = self.runtime.draft
-        header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
+        self._header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
-        await self.show_session(Session(self.first_system, dict(self.first_settings)))
+        self.turns.open_chat(self.session.system, self.session.messages)
+        self._run_timer()
         self.transcript.set_origin(self.preferences.origin)
         self.prompt.focus()
 
@@ -146,7 +142,7 @@ class ChatView(Screen[None]):
         except ChatFileError as error:
             await self.show_error(error)
             return
-        self.query_one(Sidebar).show(chats, current=self.session.id)
+        self.sidebar.show(chats, current=self.session.id)
 
     async def show_error(self, error: Exception) -> None:
         """Say what went wrong, and what can be done, in the transcript."""
@@ -300,7 +296,7 @@ class ChatView(Screen[None]):
         method = self.runtime.method
         if not writing and line is not None and line.reply is not None:
             method = line.reply.method
-        self.query_one(StatusLine).facts = StatusFacts.of(
+        self._status.facts = StatusFacts.of(
             stats,
             method=method.effective,
             writing=writing,
@@ -309,11 +305,11 @@ class ChatView(Screen[None]):
             memory_bytes=self._memory_bytes,
             unseen_messages=self._dropped_messages,
         )
-        self.query_one(Header).chat_title = self.session.shown_title
+        self._header.chat_title = self.session.shown_title
         self._refresh_hints()
         if details and "details" in self._panels:
             reply = None if writing or line is None else line.reply
-            self.query_one(Details).show(
+            self._details.show(
                 partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)
             )
 
@@ -352,8 +348,8 @@ class ChatView(Screen[None]):
     async def show_panels(self, panels: set[str]) -> None:
         """Show these columns next to the conversation, or in its place where it is narrow."""
         self._panels = panels
-        for name in ("sidebar", "details"):
-            self.query_one(f"#{name}").display = name in panels
+        self.sidebar.display = "sidebar" in panels
+        self._details.display = "details" in panels
         self.query_one("#middle").set_class(self._width_class == "narrow" and bool(panels), "-covered")
         await self.refresh_sidebar()
         self.call_after_refresh(self.refresh_facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
-from edgespec.tui.format import bytes_text, count, parameters_text
+from edgespec.tui.numbers import bytes_text, count, parameters_text
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:

@@ -77,6 +77,8 @@ class Turns:
         pieces = self._thread.take_pieces()
         if pieces and self._reply is not None:
             await self._reply.write(pieces)
+        elif self._reply is not None:
+            self._reply.show_reading(self._thread.read_fraction)
         for event in events:
             if isinstance(event, ChatOpened):
                 self._opening -= 1

@@ -101,6 +101,7 @@ class ModelThread:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stop = threading.Event()
         self._cancelled = threading.Event()
+        self.read_fraction = 0.0
         self._stream: StreamLike | None = None
         self._chat: ChatLike | None = None
         self._runtime: RuntimeLike | None = None
@@ -166,6 +167,10 @@ class ModelThread:
         self.events.put(LoadingProgress(what, fraction))
         return not self._stop.is_set()
 
+    def _reading(self, _what: str, fraction: float) -> bool:
+        self.read_fraction = fraction
+        return not self._cancelled.is_set()
+
     def _run(self) -> None:
         # Whatever goes wrong in here must reach the screen: a thread that dies in silence would
         # leave the chat waiting for ever.
@@ -211,12 +216,14 @@ class ModelThread:
     def _written(self, chat: ChatLike, ask: Ask) -> Reply:
         if chat.system != ask.system:
             chat.system = ask.system
+        self.read_fraction = 0.0
+        options = {**ask.options, "progress": self._reading}
         if ask.act == "send":
-            stream = chat.stream(ask.text, **ask.options)
+            stream = chat.stream(ask.text, **options)
         elif ask.act == "edit":
-            stream = chat.edit_last(ask.text, **ask.options)
+            stream = chat.edit_last(ask.text, **options)
         else:
-            stream = chat.regenerate(**ask.options)
+            stream = chat.regenerate(**options)
         self._stream = stream
         # A cancel that came before there was a stream to cancel.
         if self._cancelled.is_set():

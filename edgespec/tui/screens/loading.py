@@ -28,21 +28,24 @@ class LoadingScreen(Screen[None]):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._model = name
+        self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
+        self._what = Static(Content("Starting"), id="loading-what")
+        self._hint = Static(Content("Esc cancels"), id="loading-hint")
 
     def compose(self) -> ComposeResult:
         """A name, a bar, and one line."""
         with Vertical(id="loading"):
             yield Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
-            yield ProgressBar(total=1.0, show_eta=False, id="loading-bar")
-            yield Static(Content("Starting"), id="loading-what")
-            yield Static(Content("Esc cancels"), id="loading-hint")
+            yield self._bar
+            yield self._what
+            yield self._hint
 
     def show(self, what: str, fraction: float) -> None:
         """Show one step of progress."""
-        self.query_one("#loading-bar", ProgressBar).update(progress=max(0.0, min(1.0, fraction)))
-        self.query_one("#loading-what", Static).update(Content(what))
+        self._bar.update(progress=max(0.0, min(1.0, fraction)))
+        self._what.update(Content(what))
 
     def action_cancel(self) -> None:
         """Stop loading. A second time leaves at once."""
-        self.query_one("#loading-hint", Static).update(Content("Stopping. Esc again leaves at once"))
+        self._hint.update(Content("Stopping. Esc again leaves at once"))
         self.post_message(self.CancelWanted())

@@ -10,7 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from edgespec.tui.format import bar, bytes_text, count, percent, rate, seconds_text
+from edgespec.tui.numbers import bar, bytes_text, count, percent, rate, seconds_text
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats

@@ -13,7 +13,7 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
-from edgespec.tui.format import count
+from edgespec.tui.numbers import count, percent
 from edgespec.tui.widgets.pairs import Pairs
 
 if TYPE_CHECKING:
@@ -125,6 +125,11 @@ class ReplyMessage(Widget):
         self._stream = Markdown.get_stream(self._markdown)
         self._end.update(Content("…"))
         self._end.display = True
+
+    def show_reading(self, fraction: float) -> None:
+        """Before the first word: how much of the prompt has been read, where that takes a while."""
+        if not self.text and 0 < fraction < 1:
+            self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
     async def write(self, pieces: Sequence[Piece]) -> None:
         """Add what the model has just said."""

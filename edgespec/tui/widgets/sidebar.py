@@ -16,7 +16,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from edgespec.chat.store import StoredChat
-from edgespec.tui.format import ago, count
+from edgespec.tui.numbers import ago, count
 
 __all__ = ["Sidebar"]
 

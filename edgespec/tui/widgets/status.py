@@ -11,7 +11,7 @@ from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgespec.tui.format import bytes_text, count, percent, rate
+from edgespec.tui.numbers import bytes_text, count, percent, rate
 
 if TYPE_CHECKING:
     from edgespec import Stats

@@ -11,7 +11,7 @@ from textual.message import Message as Event
 from textual.widget import Widget
 from textual.widgets import Static
 
-from edgespec.tui.format import count
+from edgespec.tui.numbers import count
 from edgespec.tui.session import Line
 from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
@@ -28,24 +28,22 @@ class Transcript(VerticalScroll):
     class EarlierWanted(Event):
         """The line that stands for earlier messages was clicked."""
 
-    def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
+    def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
+        # At least as high as the view, so that a short chat starts at the top.
+        self._column = Vertical(welcome, _Earlier(), id="messages")
         self._lines: Sequence[Line] = ()
         self._first = 0
         self._dropped = 0
         self._origin = False
 
     def compose(self) -> ComposeResult:
-        """One column, at least as high as the view: a short chat starts at the top."""
-        yield Vertical(id="messages")
+        """One column of messages."""
+        yield self._column
 
     def on_mount(self) -> None:
         """Stay at the end from the start."""
         self.anchor()
-
-    @property
-    def _column(self) -> Vertical:
-        return self.query_one("#messages", Vertical)
 
     async def show_chat(self, lines: Sequence[Line], *, welcome: Widget) -> None:
         """Replace everything by this chat."""
