@@ -1,0 +1,152 @@
+"""Driving the chat in a test: type, wait until nothing is under way, read what is on screen."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from textual.content import Content
+from textual.pilot import Pilot
+from textual.widgets import Static
+from textual.widgets.markdown import MarkdownBlock
+
+from edgespec.chat.store import ChatStore, Setting
+from edgespec.tui.app import ChatApp
+from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.model import Load
+
+NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
+
+
+async def until(
+    pilot: Pilot[None], condition: Callable[[], bool], what: str = "", seconds: float = 10
+) -> None:
+    """Wait for `condition`."""
+    for _ in range(int(seconds / 0.02)):
+        if condition():
+            return
+        await pilot.pause(0.02)
+    raise AssertionError(f"waited {seconds} s for {what or condition}")
+
+
+def chat_screen(app: ChatApp) -> ChatScreen:
+    """The chat, which may lie under a dialog."""
+    return next(screen for screen in app.screen_stack if isinstance(screen, ChatScreen))
+
+
+class Driver:
+    """The app of a test, and hands to use it with."""
+
+    def __init__(self, app: ChatApp, pilot: Pilot[None]) -> None:
+        self.app = app
+        self.pilot = pilot
+
+    @property
+    def chat(self) -> ChatScreen:
+        return chat_screen(self.app)
+
+    async def settled(self) -> None:
+        """Wait until the chat is there and nothing is under way in the model thread."""
+        await until(
+            self.pilot,
+            lambda: any(isinstance(screen, ChatScreen) for screen in self.app.screen_stack),
+            "the chat",
+        )
+        await until(self.pilot, lambda: self.chat.turns.idle, "the end of the reply")
+        await self.pilot.pause(0.05)
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+
+    async def write(self, text: str) -> None:
+        """Type a text."""
+        await self.pilot.press(*(NAMES.get(letter, letter) for letter in text))
+
+    async def send(self, text: str) -> None:
+        """Put a text into the input and press Enter, without waiting for the reply."""
+        self.chat.prompt.replace_text(text)
+        await self.pilot.press("enter")
+
+    async def say(self, text: str) -> None:
+        """Send a text and wait for the end of the reply."""
+        await self.send(text)
+        await self.settled()
+
+    def transcript(self) -> str:
+        """All text of the transcript."""
+        parts: list[str] = []
+        for widget in self.chat.transcript.query("Static, Pairs"):
+            shown = all(node.display for node in widget.ancestors_with_self if hasattr(node, "display"))
+            if not shown or (isinstance(widget, MarkdownBlock) and widget.children):
+                continue
+            visual = widget.visual if isinstance(widget, Static) else widget.render()
+            if isinstance(visual, Content):
+                parts.append(visual.plain)
+        return "\n".join(parts)
+
+    def screen_text(self) -> list[str]:
+        """The lines on screen, read back from its picture."""
+        return picture_text(self.app.export_screenshot())
+
+    async def sees(self, text: str) -> None:
+        """Wait until `text` is on the screen."""
+        await until(self.pilot, lambda: text in "\n".join(self.screen_text()), repr(text))
+
+    async def said(self, text: str) -> None:
+        """Wait until `text` is in the transcript."""
+        await until(self.pilot, lambda: text in self.transcript(), repr(text))
+
+    def saved(self) -> list[Path]:
+        """The chat files."""
+        return sorted(self.app.store.folder.glob("*.json"))
+
+
+@asynccontextmanager
+async def driving(
+    load: Load,
+    folder: Path,
+    *,
+    size: tuple[int, int] = (80, 24),
+    system: str | None = None,
+    settings: Mapping[str, Setting] | None = None,
+    light: bool | None = None,
+    wait: bool = True,
+) -> AsyncIterator[Driver]:
+    """Run the app without a terminal."""
+    app = ChatApp(
+        load,
+        model_name="demo",
+        system=system,
+        settings=settings,
+        store=ChatStore(folder / "chats"),
+        light=light,
+    )
+    async with app.run_test(size=size, notifications=True) as pilot:
+        driver = Driver(app, pilot)
+        if wait:
+            await driver.settled()
+        yield driver
+    app.model_thread.close()
+    assert app.model_thread.join(5)
+
+
+_TEXT = re.compile(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>')
+
+
+def picture_text(svg: str) -> list[str]:
+    """The text of a picture of the screen, line by line."""
+    cells: dict[float, dict[int, str]] = {}
+    body = svg[svg.index('-matrix">') :]
+    for x, y, text in _TEXT.findall(body):
+        column = round(float(x) / 12.2)
+        cells.setdefault(float(y), {})[column] = html.unescape(text).replace("\xa0", " ")
+    lines = []
+    for _, parts in sorted(cells.items()):
+        line = ""
+        for column, text in sorted(parts.items()):
+            line = line.ljust(column) + text
+        lines.append(line.rstrip())
+    return lines

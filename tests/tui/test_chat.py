@@ -1,0 +1,335 @@
+"""The chat over the real demo model: what a person does in an hour."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from textual.widgets import Input, OptionList, TextArea
+
+from edgespec.chat.store import ChatStore, Setting
+from edgespec.tui.model import Load
+from edgespec.tui.screens.help import HelpScreen
+from edgespec.tui.screens.settings import SettingsScreen
+from edgespec.tui.screens.system import SystemScreen
+from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
+from edgespec.tui.widgets.status import StatusLine
+from tests.tui.driving import driving, until
+
+ASK = "How do I list files by size?"
+STEADY: dict[str, Setting] = {"seed": 1, "temperature": 0.0}
+
+
+async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        welcome = d.transcript()
+        assert "demo-draft" in welcome
+        assert "--target 8b-q4" in welcome
+        await d.say(ASK)
+        reply = d.chat.transcript.query_one(ReplyMessage)
+        assert reply.text == d.chat.session.lines[-1].content
+        assert reply.query_one("MarkdownFence").is_attached
+        facts = d.chat.query_one(StatusLine).facts
+        assert facts.method == "model+ngram"
+        assert facts.tokens_per_second is not None
+        assert facts.tokens_per_second > 1
+        assert facts.acceptance_rate is not None
+        assert facts.tokens_per_pass is not None
+        assert facts.tokens_per_pass > 1
+        assert 0 < facts.context_used_tokens < facts.context_tokens
+        assert facts.memory_bytes > 10_000_000
+
+
+async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY, system="Be brief.") as d:
+        await d.say(ASK)
+        (path,) = d.saved()
+        first = json.loads(path.read_text())
+        assert first["title"] == ASK
+        assert [m["role"] for m in first["messages"]] == ["user", "assistant"]
+        await d.say("And by date?")
+        assert len(json.loads(path.read_text())["messages"]) == 4
+    async with driving(demo, tmp_path) as d:
+        await d.press("f2")
+        await d.sees(ASK)
+        await d.press("enter")
+        await d.settled()
+        session = d.chat.session
+        assert len(session.lines) == 4
+        assert session.system == "Be brief."
+        assert session.settings == STEADY
+        await d.say("And by name?")
+        assert d.saved() == [path]
+        assert len(json.loads(path.read_text())["messages"]) == 6
+
+
+async def test_the_same_seed_regenerates_the_same_reply(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings={"seed": 7, "temperature": 0.8}) as d:
+        await d.say(ASK)
+        first = d.chat.session.lines[-1].content
+        await d.press("ctrl+r")
+        await d.settled()
+        assert [line.content for line in d.chat.session.lines] == [ASK, first]
+        assert len(d.chat.transcript.query(ReplyMessage)) == 1
+        await d.say("/set seed 8")
+        await d.say("/regen")
+        assert d.chat.session.lines[-1].content != first
+
+
+async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say("What does tar do?")
+        await d.say("hello")
+        d.chat.prompt.replace_text("half a thought")
+        await d.press("ctrl+p")
+        assert d.chat.prompt.text == "hello"
+        await d.press("escape")
+        assert d.chat.prompt.text == "half a thought"
+        await d.press("ctrl+p")
+        await d.say(ASK)
+        assert [line.content for line in d.chat.session.lines if line.role == "user"] == [
+            "What does tar do?",
+            ASK,
+        ]
+        assert len(d.chat.transcript.query(UserMessage)) == 2
+        assert d.chat.prompt.text == ""
+
+
+async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
+        await d.press("f3")
+        await d.sees("The next reply will be measured")
+        await d.say(ASK)
+        text = "\n".join(d.screen_text())
+        for word in (
+            "Speed",
+            "Accepted",
+            "Tokens per pass",
+            "draft",
+            "verify",
+            "rollback",
+            "sampling",
+            "overhead",
+        ):
+            assert word in text
+        assert "model+ngram (asked for auto)" in text
+
+
+async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say(ASK)
+        before = d.chat.session.lines[-1]
+        assert "".join(piece.text for piece in before.pieces) == before.content
+        await d.press("f4")
+        reply = d.chat.transcript.query_one(ReplyMessage)
+        drafted = sum(p.token_count for p in before.pieces if p.accepted)
+        shown = [reply.coloured]
+        assert f"{drafted} from the draft" in d.transcript()
+        await d.press("f4")
+        shown.append(reply.coloured)
+        assert shown == [True, False]
+        assert "from the draft" not in d.transcript()
+
+
+async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.press("ctrl+t")
+        await d.say(ASK)
+        assert d.chat.session.lines[-1].content.strip() in d.transcript()
+
+
+async def test_new_and_clear_leave_the_old_chat_in_the_list(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say(ASK)
+        await d.say("/system Be brief.")
+        await d.press("ctrl+l")
+        await d.settled()
+        assert d.chat.session.lines == []
+        systems = [d.chat.session.system]
+        await d.say("What does tar do?")
+        await d.press("ctrl+n")
+        await d.settled()
+        systems.append(d.chat.session.system)
+        assert systems == ["Be brief.", None]
+        assert d.chat.session.settings == STEADY
+        assert len(d.saved()) == 2
+
+
+async def test_the_system_prompt_reaches_the_model(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say(ASK)
+        plain = d.chat.query_one(StatusLine).facts.context_used_tokens
+        await d.press("f5")
+        await d.pilot.pause()
+        assert isinstance(d.app.screen, SystemScreen)
+        d.app.screen.query_one(TextArea).text = "Answer in the style of a very patient teacher."
+        await d.press("ctrl+s")
+        await d.settled()
+        assert d.chat.session.system == "Answer in the style of a very patient teacher."
+        await d.press("ctrl+r")
+        await d.settled()
+        reply = d.chat.session.lines[-1].reply
+        assert reply is not None
+        assert reply.stats.prompt_tokens > 18
+        assert d.chat.query_one(StatusLine).facts.context_used_tokens != plain
+
+
+async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.press("f6")
+        await d.pilot.pause()
+        screen = d.app.screen
+        assert isinstance(screen, SettingsScreen)
+        await d.write("hot")
+        await d.sees("give a number such as 0.8")
+        await d.press("ctrl+s")
+        assert d.app.screen is screen
+        screen.query_one("#set-temperature", Input).value = "0.2"
+        screen.query_one("#set-top-p", Input).value = "3"
+        await d.sees("from 0 to 1")
+        screen.query_one("#set-top-p", Input).value = ""
+        screen.query_one("#set-max-tokens", Input).value = "5"
+        await d.press("ctrl+s")
+        await d.settled()
+        assert d.chat.session.settings == {"temperature": 0.2, "max_tokens": 5}
+        await d.say("Show me examples of `tar`")
+        reply = d.chat.session.lines[-1].reply
+        assert reply is not None
+        assert reply.finish_reason == "length"
+        assert "cut at the longest reply allowed" in d.transcript()
+
+
+async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say("/set method telepathy")
+        await d.say(ASK)
+        assert "telepathy" in d.transcript()
+        assert d.chat.session.lines == []
+        assert d.chat.prompt.text == ASK
+        d.chat.prompt.clear()
+        await d.say("/set method none")
+        await d.say(ASK)
+        assert d.chat.query_one(StatusLine).facts.method == "plain"
+        assert len(d.chat.session.lines) == 2
+
+
+async def test_copy(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.press("ctrl+y")
+        assert d.app.clipboard == ""
+        await d.say(ASK)
+        reply = d.chat.session.lines[-1].content
+        await d.press("ctrl+y")
+        await until(d.pilot, lambda: d.app.clipboard == reply.strip())
+        await d.press("ctrl+o")
+        await until(d.pilot, lambda: d.app.clipboard != reply.strip())
+        assert f"```sh\n{d.app.clipboard}\n```" in reply
+        await d.say("/copy chat")
+        assert d.app.clipboard.startswith(f"**You:**\n\n{ASK}\n\n**Model:**")
+
+
+async def test_a_long_chat_slides_and_says_so(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings={**STEADY, "max_tokens": 20}) as d:
+        words = "copy move delete list find sort " * 24
+        for turn in range(5):
+            await d.say(f"{turn}: explain this list of words: {words}")
+        assert len(d.chat.session.lines) == 10
+        assert "6 earlier messages no longer fit the context and are not seen by the model" in d.transcript()
+        assert d.chat.query_one(StatusLine).facts.unseen_messages == 6
+        column = list(d.chat.transcript.query_one("#messages").children)
+        line = next(place for place, widget in enumerate(column) if widget.has_class("unseen"))
+        assert len([w for w in column[:line] if isinstance(w, UserMessage | ReplyMessage)]) == 6
+
+
+async def test_a_message_too_long_for_the_context_is_explained_and_kept(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        long = "word " * 5000
+        await d.say(long)
+        assert "context" in d.transcript()
+        assert d.chat.prompt.text == long.strip()
+        d.chat.prompt.clear()
+        await d.say(ASK)
+        assert len(d.chat.session.lines) == 2
+
+
+async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say(ASK)
+        (good,) = d.saved()
+        broken = good.with_name("broken.json")
+        broken.write_text('{"version": 1, "id": "brok')
+        await d.press("f2")
+        await d.sees("cannot be read")
+        options = d.chat.query_one("#chat-list", OptionList)
+        options.highlighted = options.get_option_index(str(broken))
+        await d.press("enter")
+        await d.said("not complete JSON")
+        assert broken.exists()
+        assert len(d.chat.session.lines) == 2
+        options.highlighted = options.get_option_index(str(good))
+        d.chat.query_one("#sidebar").query_one(OptionList).focus()
+        await d.press("delete")
+        await d.sees("Remove “")
+        await d.press("escape")
+        await until(d.pilot, lambda: d.app.screen is d.chat)
+        assert good.exists()
+        await d.press("delete")
+        await d.sees("Remove “")
+        await d.press("y")
+        await until(d.pilot, lambda: not good.exists() and not d.chat.session.lines)
+
+
+async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path, settings=STEADY) as d:
+        await d.say("/save nothing yet")
+        assert d.saved() == []
+        await d.say(ASK)
+        await d.say('/save "Disk tricks"')
+        assert ChatStore(tmp_path / "chats").list()[0].title == "Disk tricks"
+        await d.say("/new")
+        await d.say("/load disk")
+        assert d.chat.session.title == "Disk tricks"
+        assert len(d.chat.session.lines) == 2
+        await d.say("/load no such thing")
+        assert "No saved chat has 'no such thing' in its title" in d.transcript()
+
+
+async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.write("?")
+        await d.pilot.pause()
+        assert isinstance(d.app.screen, HelpScreen)
+        await d.press("escape")
+        await d.press("f8", "f3")
+        await d.pilot.pause()
+        assert d.app.theme == "edgespec-light"
+    async with driving(demo, tmp_path) as d:
+        assert d.app.theme == "edgespec-light"
+        assert d.chat.query_one("#details").display
+
+
+async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.say("/set parameter temp 0.5")
+        assert "temperature is now 0.5" in d.transcript()
+        await d.say("/set top_p 7")
+        assert "Not set" in d.transcript()
+        await d.say("/set tempreture 1")
+        assert "did you mean temperature?" in d.transcript()
+        await d.say("/set num_ctx 4096")
+        assert "--context" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say("/show")
+        assert "top_k 40" in d.transcript()
+        await d.say("/set temperature default")
+        assert d.chat.session.settings == {}
+
+
+async def test_a_wrong_command_is_answered_with_the_nearest_name(demo: Load, tmp_path: Path) -> None:
+    async with driving(demo, tmp_path) as d:
+        await d.say("/regne")
+        assert "Did you mean /regen?" in d.transcript()
+        assert d.chat.prompt.text == "/regne"
+        assert d.chat.session.lines == []
+        await d.say("/etc/hosts")
+        assert d.chat.session.lines[0].content == "/etc/hosts"

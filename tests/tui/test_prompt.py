@@ -1,0 +1,92 @@
+"""The input: lines, history, completion, pasting, and where keys go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from textual import events
+
+from edgespec.tui.screens.help import HelpScreen
+from tests.tui.driving import driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+
+async def test_new_lines_and_sending(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime()
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.write("one")
+        await d.press("ctrl+j")
+        await d.write("two")
+        await d.press("shift+enter")
+        await d.write("three")
+        assert d.chat.prompt.text == "one\ntwo\nthree"
+        await d.press("enter")
+        await d.settled()
+        assert runtime.asked[0][1] == "one\ntwo\nthree"
+        await d.press("enter", "space", "enter")
+        assert len(runtime.asked) == 1
+
+
+async def test_history_at_the_first_and_last_line(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("first")
+        await d.say("second\nof two lines")
+        await d.write("unsent")
+        await d.press("up")
+        assert d.chat.prompt.text == "second\nof two lines"
+        await d.press("up")
+        assert d.chat.prompt.text == "second\nof two lines"
+        await d.press("up")
+        assert d.chat.prompt.text == "first"
+        await d.press("down", "down", "down")
+        assert d.chat.prompt.text == "unsent"
+
+
+async def test_a_paste_keeps_its_lines_and_a_question_mark_in_it_is_text(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        d.app.post_message(events.Paste("? a\nb 🙂 日本"))
+        await d.pilot.pause(0.1)
+        assert d.chat.prompt.text == "? a\nb 🙂 日本"
+        await d.write("?")
+        assert not isinstance(d.app.screen, HelpScreen)
+
+
+async def test_tab_completes_a_command(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("/the")
+        await d.press("tab")
+        assert d.chat.prompt.text == "/theme "
+        await d.write("light")
+        await d.press("enter")
+        await d.settled()
+        assert d.app.theme == "edgespec-light"
+
+
+async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        d.chat.transcript.focus()
+        await d.write("hi")
+        assert d.chat.prompt.text == "hi"
+
+
+async def test_options_and_system_prompt_go_with_every_turn(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="Yes.")])
+    async with driving(loading(runtime), tmp_path, system="Be kind.", settings={"temperature": 0.3}) as d:
+        await d.say("hello")
+        system, text, options = runtime.asked[0]
+        assert (system, text, options["temperature"]) == ("Be kind.", "hello", 0.3)
+        await d.say("/system none")
+        await d.say("/set seed 5")
+        await d.say("again")
+        system, text, options = runtime.asked[1]
+        assert (system, options["seed"]) == (None, 5)
+
+
+async def test_control_d_on_the_empty_input_leaves(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("x")
+        await d.press("ctrl+d")
+        await d.pilot.pause(0.2)
+        assert d.chat.prompt.text == "x"
+        await d.press("backspace", "ctrl+d")
+        await until(d.pilot, lambda: not d.app.is_running, "the app to end")

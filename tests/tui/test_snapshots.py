@@ -1,0 +1,85 @@
+"""The whole screen, compared with a kept one, at the sizes people have.
+
+To accept a change: EDGESPEC_UPDATE_SNAPSHOTS=1 scripts/test tests/tui/test_snapshots.py, and read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import BackendError
+from tests.tui.driving import Driver, driving
+from tests.tui.scripted import Script, ScriptedRuntime, facts, loading
+
+KEPT = Path(__file__).parent / "snapshots"
+NOTICE = "This is the demo: a tiny model, often wrong. For a real one: edgespec chat --target 8b-q4"
+ASK = "How do I list files by size?"
+
+
+async def _nothing(d: Driver) -> None:
+    """The chat as it opens."""
+
+
+async def _reply(d: Driver) -> None:
+    await d.say(ASK)
+
+
+async def _details(d: Driver) -> None:
+    await d.say(ASK)
+    await d.press("f3", "f4")
+
+
+async def _chats(d: Driver) -> None:
+    await d.say(ASK)
+    await d.press("f2")
+    await d.sees("2 messages")
+
+
+async def _help(d: Driver) -> None:
+    await d.press("f1")
+
+
+async def _settings(d: Driver) -> None:
+    await d.press("f6")
+    await d.write("hot")
+
+
+async def _trouble(d: Driver) -> None:
+    await d.say("/regne")
+    d.chat.prompt.clear()
+    await d.say(ASK)
+
+
+SCENES = {
+    "welcome": _nothing,
+    "reply": _reply,
+    "details": _details,
+    "chats": _chats,
+    "help": _help,
+    "settings": _settings,
+    "trouble": _trouble,
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("size", [(80, 24), (40, 20), (120, 40)], ids=lambda s: f"{s[0]}x{s[1]}")
+async def test_the_screen(tmp_path: Path, scene: str, size: tuple[int, int]) -> None:
+    runtime = ScriptedRuntime(target=facts("demo", notice=NOTICE))
+    if scene == "trouble":
+        runtime.scripts = [
+            Script(error=BackendError("the pass failed with status 1", "use a larger --context"))
+        ]
+    async with driving(loading(runtime), tmp_path, size=size) as d:
+        await SCENES[scene](d)
+        await d.pilot.pause(0.3)
+        shown = d.screen_text()
+    for line in shown:
+        assert len(line) <= size[0]
+    path = KEPT / f"{scene}-{size[0]}x{size[1]}.txt"
+    text = "\n".join(shown) + "\n"
+    if os.environ.get("EDGESPEC_UPDATE_SNAPSHOTS"):
+        path.write_text(text, "utf-8")
+    assert text == path.read_text("utf-8")

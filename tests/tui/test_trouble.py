@@ -1,0 +1,325 @@
+"""What goes wrong: loading, replies, the disk, leaving. A scripted runtime fails on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
+from edgespec.tui.app import ChatApp, run_chat
+from edgespec.tui.model import Progress, RuntimeLike
+from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.widgets.messages import Panel, ReplyMessage
+from edgespec.tui.widgets.status import StatusLine
+from tests.tui.driving import driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+SLOW = Script(text="word " * 2000, pause_seconds=0.005)
+
+
+async def test_loading_shows_progress(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(progress: Progress) -> RuntimeLike:
+        progress("loading 70b-q4", 0.42)
+        gate.wait(5)
+        return ScriptedRuntime()
+
+    async with driving(load, tmp_path, wait=False) as d:
+        await d.sees("loading 70b-q4")
+        await d.sees("42%")
+        gate.set()
+        await d.settled()
+
+
+@pytest.mark.parametrize("key", ["escape", "ctrl+c", "ctrl+q"])
+async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
+    app = ChatApp(
+        loading(ScriptedRuntime(), steps=500, pause_seconds=0.01), store=ChatStore(tmp_path / "chats")
+    )
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
+        await pilot.press(key)
+        await until(pilot, lambda: not app.is_running, "the app to end", seconds=3)
+    assert isinstance(app.load_error, CancelledError)
+    assert app.model_thread.join(2)
+
+
+async def test_a_load_that_does_not_listen_can_be_left(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def load(progress: Progress) -> RuntimeLike:
+        gate.wait(10)
+        return ScriptedRuntime()
+
+    app = ChatApp(load, store=ChatStore(tmp_path / "chats"))
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: isinstance(app.screen, LoadingScreen))
+        await pilot.press("escape", "escape")
+        await until(pilot, lambda: not app.is_running, "the app to end", seconds=3)
+    assert isinstance(app.load_error, CancelledError)
+    gate.set()
+    assert app.model_thread.join(2)
+
+
+def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = ModelFileError("big.gguf is not a GGUF file", "download it again")
+
+    def load(progress: Progress) -> RuntimeLike:
+        raise problem
+
+    real_run = ChatApp.run
+    monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+    with pytest.raises(ModelFileError) as caught:
+        run_chat(load, store=ChatStore(tmp_path / "chats"))
+    assert caught.value is problem
+
+
+@pytest.mark.parametrize(
+    ("error", "title", "body"),
+    [
+        (
+            BackendError("llama_decode returned 1", "use a larger --context"),
+            "Llama_decode returned 1",
+            "Use a larger",
+        ),
+        (RuntimeError("boom\nwith two lines"), "Unexpected error: RuntimeError", "boom with two lines"),
+        (MemoryError(), "Unexpected error: MemoryError", "Your chat is safe"),
+    ],
+)
+async def test_an_engine_error_is_a_panel_and_the_chat_goes_on(
+    tmp_path: Path, error: Exception, title: str, body: str
+) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(error=error, error_after=4), Script(text="Fine again.")])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("a question")
+        assert title in d.transcript()
+        assert body in d.transcript()
+        assert d.chat.prompt.text == "a question"
+        assert len(d.chat.transcript.query(ReplyMessage)) == 0
+        await d.press("enter")
+        await d.settled()
+        assert "Fine again." in d.transcript()
+        assert title not in d.transcript()
+        assert [line.role for line in d.chat.session.lines] == ["user", "assistant"]
+
+
+async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(error=BackendError("no", "try again"))])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("first")
+        await d.press("ctrl+p")
+        await d.say("second")
+        assert [line.content for line in d.chat.session.lines] == ["first", "One."]
+        assert d.chat.editing
+        assert d.chat.prompt.text == "second"
+
+
+async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        await d.press("escape")
+        await d.settled()
+        assert "stopped" in d.transcript()
+        kept = d.chat.session.lines[-1].content
+        assert 0 < len(kept) < 5000
+        assert ChatStore(tmp_path / "chats").load(d.chat.session.id).messages[-1].content == kept
+
+
+async def test_a_reply_stopped_before_its_first_word_gives_the_text_back(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(gate=threading.Event())])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("never mind")
+        await d.press("escape")
+        await d.settled()
+        assert d.chat.session.lines == []
+        assert d.chat.prompt.text == "never mind"
+
+
+async def test_what_is_typed_during_a_reply_waits(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[SLOW])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        await d.send("and then?")
+        assert d.chat.prompt.text == "and then?"
+        assert len(runtime.asked) == 1
+        await d.press("escape")
+        await d.settled()
+        await d.press("enter")
+        await d.settled()
+        assert len(runtime.asked) == 2
+
+
+async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[SLOW])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        await d.press("ctrl+n")
+        await d.settled()
+        assert d.chat.session.lines == []
+        assert len(d.saved()) == 1
+
+
+async def test_leaving_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[SLOW])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        began = time.monotonic()
+        await d.press("ctrl+q")
+        await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
+        assert time.monotonic() - began < 3
+        (path,) = d.saved()
+    assert runtime.closed
+    assert "word word" in path.read_text()
+
+
+async def test_leaving_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.app._PATIENCE_SECONDS", 0.3)
+    deaf = Script(text="word " * 400, pause_seconds=0.005, ignores_cancel=True)
+    async with driving(loading(ScriptedRuntime(scripts=[deaf])), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        await d.press("ctrl+q")
+        await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=3)
+
+
+async def test_control_c_stops_then_clears_then_leaves(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
+        await d.send("go on")
+        await d.said("word word")
+        await d.press("ctrl+c")
+        await d.settled()
+        assert d.chat.session.lines[-1].role == "assistant"
+        await d.write("half")
+        await d.press("ctrl+c")
+        assert d.chat.prompt.text == ""
+        await d.press("up")
+        assert d.chat.prompt.text == "half"
+        await d.press("ctrl+c")
+        await d.press("ctrl+c", "ctrl+c")
+        await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
+
+
+async def test_a_save_that_fails_is_said_and_the_chat_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(store: ChatStore, chat: SavedChat) -> Path:
+        raise ChatFileError("cannot save the chat: no space left on device", "free some space")
+
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        monkeypatch.setattr(ChatStore, "save", full)
+        await d.say("a question")
+        assert "Cannot save the chat: no space left on device" in d.transcript()
+        monkeypatch.undo()
+        await d.say("another")
+        assert len(d.chat.session.lines) == 4
+        assert len(d.saved()) == 1
+
+
+async def test_a_chat_with_settings_that_make_no_sense_still_opens(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    chat = _odd_chat(store)
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.say("/load odd")
+        assert d.chat.session.id == chat.id
+        assert d.chat.session.settings == {"top_k": 20}
+        assert "temperature is 'hot'" in d.transcript()
+        assert "This chat was held with 8b-q4." in d.transcript()
+
+
+def _odd_chat(store: ChatStore) -> SavedChat:
+    now = datetime.now(UTC)
+    chat = SavedChat(
+        store.new_id(),
+        (Message("user", "odd"),),
+        now,
+        now,
+        target="8b-q4",
+        sampling={"temperature": "hot", "top_k": 20, "warp": 9},
+    )
+    store.save(chat)
+    return chat
+
+
+async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path / "chats")
+    now = datetime.now(UTC)
+    messages = tuple(Message("user" if n % 2 == 0 else "assistant", f"message {n}") for n in range(600))
+    store.save(SavedChat(store.new_id(), messages, now, now, title="long"))
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        began = time.monotonic()
+        await d.say("/load long")
+        assert time.monotonic() - began < 5
+        assert "message 599" in d.transcript()
+        assert "560 earlier messages" in d.transcript()
+        d.chat.transcript.scroll_home(animate=False)
+        await d.pilot.pause(0.1)
+        await d.press("ctrl+home")
+        await d.said("520 earlier messages")
+        await d.say("more")
+        assert d.chat.session.lines[-2].content == "more"
+
+
+async def test_text_the_model_writes_is_never_markup(tmp_path: Path) -> None:
+    odd = "Use #include <stdio.h> and [bold]x[/bold] and [/] and $primary."
+    runtime = ScriptedRuntime(scripts=[Script(text=odd), Script(text=odd)])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("[red]hello[/red] [/] <b>")
+        assert "[red]hello[/red] [/] <b>" in d.transcript()
+        assert odd in d.transcript()
+        await d.press("f4")
+        await d.say("again [/]")
+        assert d.transcript().count(odd) == 2
+
+
+async def test_a_fast_reply_is_drawn_in_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = 0
+    write = ReplyMessage.write
+
+    async def counted(reply: ReplyMessage, pieces: list[object]) -> None:
+        nonlocal drawn
+        drawn += 1
+        await write(reply, pieces)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplyMessage, "write", counted)
+    fast = Script(text="word " * 300, pause_seconds=0.004)
+    async with driving(loading(ScriptedRuntime(scripts=[fast])), tmp_path) as d:
+        began = time.monotonic()
+        await d.say("go")
+        seconds = time.monotonic() - began
+        assert drawn <= 26 * seconds + 2
+        assert d.chat.session.lines[-1].content.count("word") == 300
+
+
+async def test_the_screen_keeps_up_and_stays_at_the_end(tmp_path: Path) -> None:
+    lines = Script(text="a line of text\n\n" * 60, pause_seconds=0.002)
+    async with driving(loading(ScriptedRuntime(scripts=[lines])), tmp_path) as d:
+        await d.say("go")
+        assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y
+        await d.press("pageup")
+        await d.pilot.pause(0.1)
+        assert d.chat.transcript.scroll_y < d.chat.transcript.max_scroll_y
+        await d.press("ctrl+end")
+        await asyncio.sleep(0.1)
+        assert d.chat.transcript.scroll_y == d.chat.transcript.max_scroll_y
+
+
+async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="Two.", dropped=1)])
+    async with driving(loading(runtime), tmp_path) as d:
+        await d.say("first")
+        await d.say("second")
+        assert "1 earlier message no longer fits the context and is not seen by the model" in d.transcript()
+        assert d.chat.query_one(StatusLine).facts.unseen_messages == 1
+        assert not d.chat.query(Panel)

@@ -1,0 +1,234 @@
+"""What needs no screen: commands, settings, history, numbers, layouts, sessions, preferences."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from textual.content import Content
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import Setting
+from edgespec.errors import OptionError
+from edgespec.tui import commands, numbers
+from edgespec.tui.history import History
+from edgespec.tui.preferences import Preferences
+from edgespec.tui.session import Line, Session, code_blocks
+from edgespec.tui.settings import FIELDS, accepted, default_text, field_named, parse, shown
+from edgespec.tui.slash import _ACTIONS
+from edgespec.tui.widgets.details import details_content
+from edgespec.tui.widgets.pairs import pairs_content
+from edgespec.tui.widgets.status import StatusFacts, arranged
+from tests.tui.scripted import METHOD, made_up_stats
+
+
+def test_every_command_has_an_action_and_a_name_of_its_own() -> None:
+    assert set(_ACTIONS) == {command.name for command in commands.COMMANDS}
+    names = [name for command in commands.COMMANDS for name in (command.name, *command.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "argument"),
+    [
+        ("/help", "help", ""),
+        ("/?", "help", ""),
+        ("/SET temperature 0.5", "set", "temperature 0.5"),
+        ("/bye  ", "quit", ""),
+        ("/system Be brief.\nAnd kind.", "system", "Be brief.\nAnd kind."),
+    ],
+)
+def test_commands_are_read(text: str, name: str, argument: str) -> None:
+    typed = commands.read(text)
+    assert typed is not None
+    assert typed.command is not None
+    assert (typed.command.name, typed.argument) == (name, argument)
+
+
+@pytest.mark.parametrize("text", ["/etc/hosts", " /help", "/* C */", "//", "/", "hello", "/usr/bin is full"])
+def test_other_text_is_a_message(text: str) -> None:
+    assert commands.read(text) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("regne", "regen"),
+        ("hlep", "help"),
+        ("sho", "show"),
+        ("exti", "quit"),
+        ("color", "colours"),
+        ("xyzzy", "help"),
+    ],
+)
+def test_the_nearest_command(typed: str, name: str) -> None:
+    assert commands.nearest(typed) == name
+
+
+def test_completion() -> None:
+    assert commands.completion("/reg") == "en"
+    assert commands.completion("/") == ""
+    assert commands.completion("/regen") == ""
+    assert commands.completion("reg") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("temperature", "0.7", 0.7),
+        ("temp", "0", 0.0),
+        ("top-k", "40", 40),
+        ("num_predict", "128", 128),
+        ("repeat_penalty", "1.1", 1.1),
+        ("seed", "42", 42),
+        ("stop", "END, \\n\\n", ["END", "\n\n"]),
+        ("stop", "a\\cb, \\sc", ["a,b", " c"]),
+        ("method", "Model+NGram", "model+ngram"),
+        ("acceptance", "Rejection", "rejection"),
+    ],
+)
+def test_settings_are_read_and_shown_again(name: str, text: str, value: Setting) -> None:
+    field = field_named(name)
+    assert parse(field, text) == value
+    assert parse(field, shown(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("temperature", "-1"),
+        ("temperature", "nan"),
+        ("temperature", "warm"),
+        ("top_k", "1.5"),
+        ("top_p", "1.1"),
+        ("max_tokens", "0"),
+        ("seed", "-1"),
+        ("seed", "99999999999999999999"),
+        ("draft_length", "65"),
+        ("stop", "a,,b"),
+        ("method", "model ngram;"),
+        ("acceptance", "maybe"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_one_line(name: str, text: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse(field_named(name), text)
+    assert "\n" not in str(caught.value)
+    assert caught.value.next_step
+
+
+@pytest.mark.parametrize("text", ["a, b", "\\", "\\n", " x ", "tab\tnew\nline", "\\\\n", "   "])
+def test_any_stop_text_survives_being_shown(text: str) -> None:
+    assert parse(field_named("stop"), shown([text, "END"])) == [text, "END"]
+
+
+def test_every_setting_has_a_default_to_show() -> None:
+    assert all(default_text(field) for field in FIELDS)
+
+
+def test_a_saved_chats_settings_are_checked() -> None:
+    kept, problems = accepted({"temperature": 0.5, "top_p": 7, "warp": 9, "stop": ["x"]})
+    assert kept == {"temperature": 0.5, "stop": ["x"]}
+    assert len(problems) == 2
+
+
+def test_history_walks_back_and_forth_and_keeps_the_unsent_text() -> None:
+    history = History()
+    history.seed(["one", "two", "two", " "])
+    assert history.older("draft") == "two"
+    assert history.older("two") == "one"
+    assert history.older("one") is None
+    assert history.newer() == "two"
+    assert history.newer() == "draft"
+    assert history.newer() is None
+
+
+def test_numbers_read_well() -> None:
+    assert numbers.rate(212.4) == "212 tok/s"
+    assert numbers.rate(3.14) == "3.1 tok/s"
+    assert numbers.rate(None) == "– tok/s"
+    assert [numbers.seconds_text(s) for s in (None, 0.0047, 0.35, 12.3, 75)] == [
+        "–", "4.7 ms", "0.35 s", "12 s", "1 m 15 s",
+    ]  # fmt: skip
+    assert [numbers.bytes_text(n) for n in (0, 900, 123_456_789, 5 * 1024**3)] == [
+        "0 B", "900 B", "118 MiB", "5.0 GiB",
+    ]  # fmt: skip
+    assert numbers.parameters_text(11_540_736) == "11.5 M parameters"
+    assert numbers.parameters_text(70_600_000_000) == "70.6 B parameters"
+    assert numbers.count(1, "message") == "1 message"
+    assert numbers.bar(0.5, 4) == "██  "
+    assert numbers.bar(7, 3) == "███"
+    assert len(numbers.bar(0.33, 10)) == 10
+
+
+def test_ages_read_well() -> None:
+    now = datetime(2025, 6, 15, 12, tzinfo=UTC)
+    ages = [timedelta(seconds=5), timedelta(minutes=7), timedelta(hours=3)]
+    assert [numbers.ago(now - age, now) for age in ages] == ["now", "7 min", "3 h"]
+    assert numbers.ago(now - timedelta(days=3), now) == "Thu"
+    assert numbers.ago(now - timedelta(days=30), now) == "16 May"
+    assert numbers.ago(now - timedelta(days=400), now).endswith("2024")
+
+
+@pytest.mark.parametrize("width", [20, 32, 40, 60, 78, 120])
+def test_the_status_is_never_cut(width: int) -> None:
+    facts = StatusFacts("model+ngram", True, 312.5, 0.71, 3.3, 31_234, 32_768, 64 * 1024**3)
+    lengths = [len(text) for text, _ in facts.segments()]
+    gap, lines = arranged(lengths, width)
+    assert [place for line in lines for place in line] == list(range(len(lengths)))
+    for line in lines:
+        assert sum(lengths[place] for place in line) + len(gap) * (len(line) - 1) <= width
+    if width >= 78:
+        assert len(lines) == 1
+    if width == 40:
+        assert len(lines) <= 3
+
+
+def test_a_nearly_full_context_is_marked() -> None:
+    assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_is_tight
+    assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_is_tight
+
+
+@pytest.mark.parametrize("width", [20, 34, 60])
+def test_details_fit_their_width(width: int) -> None:
+    text = details_content(made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1).plain
+    told = text[: text.index("Method")].splitlines()
+    assert max(Content(line).cell_length for line in told) <= max(width, 31)
+    assert "92%" in text
+
+
+def test_pairs_hang_and_stack() -> None:
+    rows = [("label", "one two three four"), ("", "whole line")]
+    assert pairs_content(rows, 16, label_style="").plain.splitlines()[:2] == [
+        "label  one two",
+        "       three",
+    ]
+    stacked = pairs_content(rows, 16, label_style="", stack_below=12).plain.splitlines()
+    assert stacked[0] == "label"
+    assert stacked[1].startswith("  one")
+
+
+def test_a_session_keeps_what_is_known_about_unchanged_messages() -> None:
+    session = Session(lines=[Line("user", "a"), Line("assistant", "b"), Line("user", "c")])
+    first = session.lines[0]
+    session.follow([Message("user", "a"), Message("assistant", "B")])
+    assert session.lines[0] is first
+    assert [line.content for line in session.lines] == ["a", "B"]
+
+
+def test_code_blocks_are_found() -> None:
+    text = "x\n```sh\nls\n```\ny\n\n    indented\n\n~~~\nopen"
+    assert code_blocks(text) == ["ls\n", "indented\n", "open"]
+
+
+def test_preferences_survive_and_broken_ones_do_not_hurt(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "preferences.json"
+    Preferences(light=True, origin=True).write(path)
+    assert Preferences.read(path) == Preferences(light=True, origin=True)
+    path.write_text(json.dumps({"light": "yes", "details": True, "else": 1}))
+    assert Preferences.read(path) == Preferences(details=True)
+    path.write_text("{")
+    assert Preferences.read(path) == Preferences()
+    Preferences().write(Path("/dev/null/preferences.json"))
