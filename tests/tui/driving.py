@@ -133,6 +133,8 @@ async def driving(
     assert app.model_thread.join(5)
 
 
+# The ends of a scrollbar's handle: where they are drawn depends on when the screen was last painted.
+_SCROLLBAR = "▁▂▃▄▅▆▇"
 _TEXT = re.compile(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)</text>')
 
 
@@ -148,5 +150,5 @@ def picture_text(svg: str) -> list[str]:
         line = ""
         for column, text in sorted(parts.items()):
             line = line.ljust(column) + text
-        lines.append(line.rstrip())
+        lines.append(line.rstrip().rstrip(_SCROLLBAR).rstrip())
     return lines
