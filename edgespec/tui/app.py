@@ -27,6 +27,7 @@ __all__ = ["ChatApp", "run_chat"]
 
 _TICK_SECONDS = 1 / 25
 _PATIENCE_SECONDS = 5.0
+_SWITCH_SECONDS = 5e-5
 
 
 class ChatApp(App[None]):
@@ -164,8 +165,15 @@ def run_chat(
     Raises what `load` raised, CancelledError when loading was cancelled.
     """
     app = ChatApp(load, model_name=model_name, system=system, settings=settings, store=store, light=light)
-    app.run()
-    app.model_thread.close()
+    # The model thread needs the interpreter after every pass; by default it would wait up to 5 ms
+    # for the screen to let go of it, longer than a small model's pass takes.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        app.run()
+    finally:
+        sys.setswitchinterval(before)
+        app.model_thread.close()
     if not app.model_thread.join(_PATIENCE_SECONDS):
         # The thread is inside a native call that does not return. Tearing the interpreter down
         # under it could crash; everything is saved, so leave without that.

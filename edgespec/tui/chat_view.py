@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
 from textual import events, on
@@ -41,6 +42,7 @@ _TICK_SECONDS = 1 / 25
 # Numbers that change with every token are easier to read when they change less often.
 _TICKS_PER_DETAILS = 5
 _MEMORY_SECONDS = 3.0
+_DRAWING_SHARE = 0.25
 
 
 class ChatView(Screen[None]):
@@ -82,6 +84,7 @@ class ChatView(Screen[None]):
         self._dropped_messages = 0
         self._memory_bytes = runtime.memory_bytes()
         self._ticks = 0
+        self._drawn_at = self._spent_at = 0.0
         self._tick_timer: Timer | None = None
         self._panels: set[str] = set()
         self._width_class = ""
@@ -271,6 +274,11 @@ class ChatView(Screen[None]):
     # What is shown around the conversation
 
     async def _tick(self) -> None:
+        # The model needs the cores more than the screen does: where drawing is slow, draw less often.
+        now, spent = monotonic(), thread_time()
+        if now - self._drawn_at < (spent - self._spent_at) / _DRAWING_SHARE:
+            return
+        self._drawn_at, self._spent_at = now, spent
         await self.turns.tick()
         self._ticks += 1
         self.refresh_facts(details=self._ticks % _TICKS_PER_DETAILS == 0)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec import MethodReport, ModelFacts, Piece, Reply, Stats
-from edgespec.backends.base import Capabilities
+from edgespec import Capabilities, MethodReport, ModelFacts, Piece, Reply, Stats
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError
 from edgespec.tui.model import Load, Progress

@@ -148,7 +148,8 @@ class ReplyMessage(Widget):
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        if text != self.text:
+        # A table that grew row by row can keep cells of its older shapes.
+        if text != self.text or self._markdown.query("MarkdownTable"):
             self.text = text
             await self._markdown.update(text)
         self._refresh_views()
