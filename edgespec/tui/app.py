@@ -106,7 +106,7 @@ class ChatApp(App[None]):
                 self.load_error = event.error
                 self.exit()
             elif isinstance(event, Loaded):
-                self._loading = None
+                typed, self._loading = self._loading.typed, None
                 chat = ChatScreen(
                     self.model_thread,
                     event.runtime,
@@ -114,6 +114,7 @@ class ChatApp(App[None]):
                     self.preferences,
                     system=self._system,
                     settings=self._settings,
+                    typed=typed,
                 )
                 self._leaving = False
                 await self.switch_screen(chat)

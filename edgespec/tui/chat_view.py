@@ -43,6 +43,7 @@ _TICK_SECONDS = 1 / 25
 _TICKS_PER_DETAILS = 5
 _MEMORY_SECONDS = 3.0
 _DRAWING_SHARE = 0.25
+_LONGEST_PAUSE_SECONDS = 0.2
 
 
 class ChatView(Screen[None]):
@@ -60,6 +61,7 @@ class ChatView(Screen[None]):
         *,
         system: str | None,
         settings: Mapping[str, Setting],
+        typed: str = "",
     ) -> None:
         super().__init__()
         self.runtime = runtime
@@ -77,6 +79,7 @@ class ChatView(Screen[None]):
         self._header = Header(id="header")
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
+        self._typed = typed
         self._unsent = ""
         self._asked: Ask | None = None
         self._last_stats: Stats | None = None
@@ -108,6 +111,7 @@ class ChatView(Screen[None]):
         self.turns.open_chat(self.session.system, self.session.messages)
         self._run_timer()
         self.transcript.set_origin(self.preferences.origin)
+        self.prompt.replace_text(self._typed)
         self.prompt.focus()
 
     # The chat that is open
@@ -276,7 +280,8 @@ class ChatView(Screen[None]):
     async def _tick(self) -> None:
         # The model needs the cores more than the screen does: where drawing is slow, draw less often.
         now, spent = monotonic(), thread_time()
-        if now - self._drawn_at < (spent - self._spent_at) / _DRAWING_SHARE:
+        pause = min((spent - self._spent_at) / _DRAWING_SHARE, _LONGEST_PAUSE_SECONDS)
+        if now - self._drawn_at < pause:
             return
         self._drawn_at, self._spent_at = now, spent
         await self.turns.tick()
@@ -308,7 +313,7 @@ class ChatView(Screen[None]):
             stats,
             method=method.effective,
             writing=writing,
-            context_used_tokens=used,
+            context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
             unseen_messages=self._dropped_messages,

@@ -196,7 +196,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         reply = d.chat.session.lines[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
-        assert "cut at the longest reply allowed" in d.transcript()
+        assert "cut: the longest reply, or the context, was reached" in d.transcript()
 
 
 async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:

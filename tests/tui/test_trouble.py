@@ -35,8 +35,11 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
     async with driving(load, tmp_path, wait=False) as d:
         await d.sees("loading 70b-q4")
         await d.sees("42%")
+        await d.write("typed aheadd")
+        await d.press("backspace")
         gate.set()
         await d.settled()
+        assert d.chat.prompt.text == "typed ahead"
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c", "ctrl+q"])

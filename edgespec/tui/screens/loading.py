@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -27,6 +28,7 @@ class LoadingScreen(Screen[None]):
 
     def __init__(self, name: str) -> None:
         super().__init__()
+        self.typed = ""
         self._model = name
         self._bar = ProgressBar(total=1.0, show_eta=False, id="loading-bar")
         self._what = Static(Content("Starting"), id="loading-what")
@@ -44,6 +46,13 @@ class LoadingScreen(Screen[None]):
         """Show one step of progress."""
         self._bar.update(progress=max(0.0, min(1.0, fraction)))
         self._what.update(Content(what))
+
+    def on_key(self, event: events.Key) -> None:
+        """Keep what is typed ahead for the input of the chat."""
+        if event.is_printable and event.character is not None:
+            self.typed += event.character
+        elif event.key == "backspace":
+            self.typed = self.typed[:-1]
 
     def action_cancel(self) -> None:
         """Stop loading. A second time leaves at once."""

@@ -181,7 +181,9 @@ class ReplyMessage(Widget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        said = {"cancelled": "stopped", "length": "cut at the longest reply allowed"}.get(reason, "")
+        said = {"cancelled": "stopped", "length": "cut: the longest reply, or the context, was reached"}.get(
+            reason, ""
+        )
         if not coloured:
             return Content(said)
         drafted = sum(piece.token_count for piece in self.pieces if piece.accepted)
