@@ -148,6 +148,7 @@ class Session:
             return
         finally:
             stats.prefill_seconds = now() - started
+        capabilities = self.target.facts.capabilities
         steps = decode(
             self.target,
             drafter,
@@ -155,6 +156,8 @@ class Session:
             Sampler(request.params, request.seed, tokens),
             tokens[-1],
             vocab_size=self.target.facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches,
             draft_length=request.draft_length if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,

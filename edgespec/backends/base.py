@@ -54,11 +54,14 @@ class Capabilities:
     rollback: cached tokens can be taken back exactly; without it nothing can be drafted.
     tree: a pass may hold branches.
     reason: one line that says why something is missing; empty when nothing is.
+    max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
     """
 
     rollback: bool
     tree: bool
     reason: str = ""
+    max_width: int = 1 << 20
+    max_branches: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

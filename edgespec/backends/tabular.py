@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
 
 __all__ = ["LetterVocabulary", "TabularModel"]
 
@@ -98,15 +98,16 @@ class TabularModel:
         self._check(len(tokens))
         self._round = []
         self._tokens.extend(tokens)
-        if progress:
-            progress("prefill", 1.0)
+        if progress and not progress("prefill", 1.0):
+            raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._round = self._round[:first]
+        known, self._round = self._round[:first], []
         self._check(tree.width)
         capabilities = self.facts.capabilities
         if (tree.width > 1 and not capabilities.rollback) or not (tree.is_chain or capabilities.tree):
             raise CapabilityError(f"a tree of width {tree.width} cannot be verified", capabilities.reason)
+        self._round = known
         rows = []
         for node in range(first, tree.width):
             parent = tree.parents[node]
@@ -123,6 +124,7 @@ class TabularModel:
         return row
 
     def commit(self, path: tuple[int, ...]) -> None:
+        self._check(0)
         kept = path[-1] if path else 0
         self._tokens.extend(self._round[kept][1])
         self._round = []
@@ -140,8 +142,11 @@ class TabularModel:
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._tokens = json.loads(snapshot.data)
-        self._round = []
+        self._tokens, self._round = [], []
+        try:
+            self._tokens = json.loads(snapshot.data)
+        except ValueError as error:
+            raise BackendError("the saved state does not fit this model", "compute it again") from error
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
@@ -157,5 +162,4 @@ class TabularModel:
                 f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}"
             )
         if more and self._interrupted:
-            self._round = []
             raise CancelledError("cancelled")

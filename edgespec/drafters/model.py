@@ -105,7 +105,8 @@ class ModelDrafter:
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         if self._behind > 2:
             self._catch_up()
-        if self._behind > 2 or self._model.room < self._behind + draft_length:
+        widest = min(self._model.room, self._model.facts.capabilities.max_width)
+        if self._behind > min(2, widest):
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
         lag = self._known(self._tokens[self._model.length :])
@@ -117,7 +118,7 @@ class ModelDrafter:
             logits = self._model.verify(grown.tree(), first).limited(self._vocab_size)
             rows = [(node, node - first) for node in frontier]
             frontier = self._grow(grown, root, rows, logits, sampler, acceptance, depth)
-            if not frontier:
+            if not frontier or len(grown.tokens) > widest:
                 break
         return TokenTree(
             (self._tokens[-1], *grown.tokens[root + 1 :]),

@@ -61,6 +61,8 @@ def decode(
     last_token: int,
     *,
     vocab_size: int,
+    max_width: int = 1 << 20,
+    max_branches: int = 1 << 20,
     draft_length: int,
     max_tokens: int,
     is_stop: Callable[[int], bool],
@@ -71,6 +73,7 @@ def decode(
 
     The target's cache holds everything before `last_token`; the sampler's history ends with it. When
     the iterator is left, for whatever reason, the cache holds all emitted tokens but the last.
+    `max_width` and `max_branches` bound a pass; what a drafter proposes beyond them is cut off.
     `is_stop` sees every emitted token once, in order; tokens after a stop are never emitted.
     Raises what the backend raises; a cancelled pass ends with finish reason "cancelled".
     """
@@ -84,8 +87,7 @@ def decode(
         depth = min(draft_length, max_tokens - emitted_total - 1, target.room - 1)
         try:
             tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else root_only
-            tree = tree.pruned(vocab_size, depth)
-            tree = tree if tree.width <= target.room else root_only
+            tree = tree.pruned(vocab_size, depth, min(max_width, target.room), max_branches)
             drafted = now()
             logits = target.verify(tree)
         except CancelledError:

@@ -58,6 +58,11 @@ class TokenTree:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @property
+    def leaves(self) -> int:
+        """How many nodes have no child."""
+        return self.width - len(set(self.parents[1:]))
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """The depth of each node; the root has depth 0."""
         depths = [0] * len(self.parents)
@@ -76,15 +81,36 @@ class TokenTree:
                 return i
         return None
 
-    def pruned(self, vocab_size: int, max_depth: int) -> TokenTree:
-        """This tree without tokens outside the vocabulary, nodes deeper than `max_depth`, and their heirs."""
+    def pruned(
+        self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
+    ) -> TokenTree:
+        """This tree without tokens outside the vocabulary, nodes too deep, too many or one branch too much.
+
+        Their heirs go with them. Whether a node of the vocabulary stays never depends on its own token, only
+        on the nodes before it: a draft chosen by what was drawn would bias rejection mode.
+        """
         depths = self.depths
-        if max(depths) <= max_depth and min(self.tokens) >= 0 and max(self.tokens) < vocab_size:
+        if (
+            max(depths) <= max_depth
+            and min(self.tokens) >= 0
+            and max(self.tokens) < vocab_size
+            and self.width <= max_width
+            and (self.is_chain or self.leaves <= max_branches)
+        ):
             return self
         renumbered = {-1: -1}
+        parents: set[int] = set()
+        branches = 1
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if len(renumbered) > max_width:
+                break
+            branching = parent in parents
+            if branching and branches == max_branches:
+                continue
             if parent in renumbered and depths[i] <= max_depth and 0 <= token < vocab_size:
                 renumbered[i] = len(renumbered) - 1
+                parents.add(parent)
+                branches += branching
         kept = [i for i in renumbered if i >= 0]
         return TokenTree(
             tuple(self.tokens[i] for i in kept),

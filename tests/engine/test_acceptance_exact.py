@@ -161,6 +161,20 @@ class TestOneRound:
 
         assert_law(one_round(block_wise, target, proposal(both, 2)), target, ROOT, 3)
 
+    @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (9, 2), (4, 1)])
+    @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_cut_down_to_what_a_pass_takes(self, limits: tuple[int, int], guess: Path, seed: int) -> None:
+        """Near the end of the context part of the draft is cut off: which part must not be a matter of luck."""
+        target, draft = random_table(seed, 3), random_table(seed + 100, 3)
+
+        def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
+            drafters: list[Any] = [model_drafter(draft, branches=(2,)), FixedGuess(guess)]
+            make = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 2)
+            return make(sampler, acceptance).pruned(3, 2, *limits)
+
+        assert_law(one_round(block_wise, target, propose), target, ROOT, 3)
+
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("branches", [(), (2,), (2, 2)])
     def test_temperature_zero_emits_the_greedy_tokens(self, rule: Rule, branches: tuple[int, ...]) -> None:
@@ -266,6 +280,17 @@ class TestTheProofCanFail:
             tree = proposal(lambda: model_drafter(draft), 1)(sampler, acceptance)
             law = draft(ROOT)
             return tree if law[tree.tokens[1]] == max(law) else TokenTree.chain(0)
+
+        assert self.refuted(propose)
+
+    def test_a_draft_dropped_because_it_was_too_wide(self) -> None:
+        """Two drafters that agree make a narrower tree than two that do not."""
+        draft = random_table(102, 3, zeros=0)
+
+        def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
+            drafters: list[Any] = [model_drafter(draft), FixedGuess((1,))]
+            tree = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 1)(sampler, acceptance)
+            return tree if tree.width <= 2 else TokenTree.chain(0)
 
         assert self.refuted(propose)
 

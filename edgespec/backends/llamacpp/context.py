@@ -47,6 +47,11 @@ class LlamaContext:
         params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = _choice("kv_type", options.kv_type, KV_TYPES)
+        if options.kv_type == "f16" and (options.gpu_layers == 0 or not lib.llama_supports_gpu_offload()):
+            # For f16 values the CPU's attention has three kernels: one token over a long context, a few, and
+            # many. They add up differently, in half precision, so that a plain step and a draft's pass
+            # would disagree. For bf16 values, as large, it has one kernel, which adds up in single precision.
+            params.type_v = KV_TYPES["bf16"]
         params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
         # A window that was thrown away cannot be rolled back into: keep it whole.
         params.swa_full = True

@@ -51,7 +51,8 @@ class LlamaCppModel:
         self._weights = weights
         self._max_branches = options.max_branches
         self._closed = False
-        self.vocabulary: Vocabulary = LlamaVocabulary(weights)
+        self._vocabulary = LlamaVocabulary(weights)
+        self.vocabulary: Vocabulary = self._vocabulary
         if self.vocabulary.size == 0:
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
@@ -59,13 +60,12 @@ class LlamaCppModel:
         context_tokens = plan_context(weights, options)
         self._context = LlamaContext(weights, options, context_tokens, options.threads or default_threads())
         try:
-            capabilities = self._probe(options)
+            self.facts: ModelFacts = describe(
+                weights, path, name, options, self._context.tokens, self.vocabulary, self._probe(options)
+            )
         except BaseException:
             self._context.close()
             raise
-        self.facts: ModelFacts = describe(
-            weights, path, name, options, self._context.tokens, self.vocabulary, capabilities
-        )
         self._length = 0
         self._sequence_of: list[int] = []
         self._position_of: list[int] = []
@@ -87,7 +87,8 @@ class LlamaCppModel:
             kind = "hybrid" if lib.llama_model_is_hybrid(self._weights) else "recurrent"
             return Capabilities(False, False, f"its {kind} memory cannot be rolled back")
         tree = options.max_branches > 1
-        return Capabilities(True, tree, "" if tree else "it was loaded for one branch")
+        reason = "" if tree else "it was loaded for one branch"
+        return Capabilities(True, tree, reason, self._context.max_width, options.max_branches)
 
     @property
     def length(self) -> int:
@@ -109,16 +110,14 @@ class LlamaCppModel:
                 self._forget_after(self._length)
                 raise
             self._length += len(chunk)
-            if progress and not progress(
-                "prefill", self._length / max(1, self._length + len(tokens) - start)
-            ):
+            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
                 raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._check(tree.width)
-        if first == 0:
-            self._end_round()
         try:
+            self._check(tree.width)
+            if first == 0:
+                self._end_round()
             sequences = self._place(tree, first)
             rows = self._context.run(tree.tokens[first:], self._position_of[first:], sequences)
         except (BackendError, ContextFullError, CancelledError):
@@ -167,6 +166,7 @@ class LlamaCppModel:
         self._context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> None:
+        self._check(0)
         kept = path[-1] if path else 0
         length = self._position_of[kept] + 1
         if kept == len(path):
@@ -185,7 +185,7 @@ class LlamaCppModel:
         """Keep `length` tokens of sequence 0 and nothing of any branch."""
         for sequence in range(1, max(self._sequence_of, default=0) + 1):
             self._context.drop(sequence, 0)
-        if not self._context.drop(0, length) and length < self._length + len(self._sequence_of):
+        if not self._context.drop(0, length):
             # A memory that cannot be cut back: what is left of it is not the beginning of anything.
             self._context.clear()
             self._length = 0
@@ -223,6 +223,7 @@ class LlamaCppModel:
         if self._closed:
             return
         self._closed = True
+        self._vocabulary.close()
         self._context.close()
         library().llama_model_free(self._weights)
         gc.collect()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from edgespec.backends.llamacpp.native import library
-from edgespec.errors import BackendError
+from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
 
@@ -16,6 +19,9 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
+        self._closed = False
+        # Texts are tokenized in other threads than the one that runs, or closes, the model.
+        self._using = threading.Lock()
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)
@@ -34,9 +40,10 @@ class LlamaVocabulary:
         room = len(data) + 16
         while True:
             buffer = (ctypes.c_int32 * room)()
-            count = self._lib.llama_tokenize(
-                self._vocab, data, len(data), buffer, room, start and self._adds_start, special
-            )
+            with self._open():
+                count = self._lib.llama_tokenize(
+                    self._vocab, data, len(data), buffer, room, start and self._adds_start, special
+                )
             if count >= 0:
                 return list(buffer[:count])
             if count < -(1 << 30) or -count <= room:
@@ -55,14 +62,31 @@ class LlamaVocabulary:
         return self._text(token, special=True)
 
     def _text(self, token: int, special: bool) -> bytes:
+        if not 0 <= token < self.size:
+            raise BackendError(f"there is no token {token} among {self.size}")
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
-            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
+            with self._open():
+                count = self._lib.llama_token_to_piece(self._vocab, token, buffer, room, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             room = -count
 
     def is_end(self, token: int) -> bool:
         """True for tokens that end a reply."""
-        return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+        with self._open():
+            return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """The model's memory stays there while this lasts. Raises ClosedError when it is gone."""
+        with self._using:
+            if self._closed:
+                raise ClosedError("the model is closed", "load it again")
+            yield
+
+    def close(self) -> None:
+        """The model is about to be freed."""
+        with self._using:
+            self._closed = True

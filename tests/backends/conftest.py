@@ -1,0 +1,67 @@
+"""The backends that must keep the contract. Another one is another line in BACKENDS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.tabular import TabularModel
+from tests.backends.tiny_models import write_llama
+
+CONTEXT = 512
+
+# Made once for all tests: (folder for files, path of the demo target) -> a model with CONTEXT tokens.
+Maker = Callable[[Path, Path], LanguageModel]
+
+
+def _tabular(folder: Path, demo: Path) -> LanguageModel:
+    table = np.random.default_rng(0).normal(size=(11**2, 11)).astype(np.float32)
+    return TabularModel(table, context_tokens=CONTEXT)
+
+
+def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
+    return llamacpp.load(str(demo), "demo", LoadOptions(context_tokens=CONTEXT, max_branches=8))
+
+
+def _llama_tiny(folder: Path, demo: Path) -> LanguageModel:
+    path = write_llama(folder / "tiny.gguf")
+    return llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=CONTEXT, max_branches=8))
+
+
+BACKENDS: dict[str, Maker] = {
+    "tabular": _tabular,
+    "llama.cpp demo": _llama_demo,
+    "llama.cpp tiny": _llama_tiny,
+}
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS.values()), ids=list(BACKENDS))
+def shared_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, demo_target: Path
+) -> Iterator[LanguageModel]:
+    maker: Maker = request.param
+    model = maker(tmp_path_factory.mktemp("models"), demo_target)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def model(shared_model: LanguageModel) -> LanguageModel:
+    """A model with an empty cache."""
+    shared_model.interrupt(False)
+    shared_model.truncate(0)
+    return shared_model
+
+
+@pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS))
+def own_model(request: pytest.FixtureRequest, tmp_path: Path, demo_target: Path) -> Iterator[LanguageModel]:
+    """A model for one test, which may close it."""
+    maker: Maker = request.param
+    model = maker(tmp_path, demo_target)
+    yield model
+    model.close()

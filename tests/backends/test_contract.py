@@ -1,0 +1,454 @@
+"""What every backend must keep, whatever runs the model."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ClosedError,
+    ContextFullError,
+)
+from tests.backends.conftest import CONTEXT
+
+# Float weights are multiplied by kernels that depend on the width. The embedded model's are not where it
+# matters most; elsewhere its quantised activations may round the other way.
+ROUNDING = {"tiny": 1e-4, "demo": 0.0 if platform.machine() in ("x86_64", "AMD64") else 1.0}
+
+Rows = NDArray[np.float64]
+
+
+def row_of(model: LanguageModel, logits: object, row: int) -> Rows:
+    """A copy of one row of logits."""
+    everything = np.arange(model.facts.vocab_size)
+    return logits.at(row, everything).copy()  # type: ignore[attr-defined,no-any-return]
+
+
+def tokens_for(model: LanguageModel, count: int, seed: int = 0) -> list[int]:
+    """Some tokens of the vocabulary."""
+    return np.random.default_rng(seed).integers(3, model.facts.vocab_size, count).tolist()  # type: ignore[no-any-return]
+
+
+def step(model: LanguageModel, token: int) -> Rows:
+    """One plain step."""
+    row = row_of(model, model.verify(TokenTree.chain(token)), 0)
+    model.commit(())
+    return row
+
+
+def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
+    """The logits after `tokens` by a fresh prefill; what was cached is forgotten."""
+    model.truncate(0)
+    model.prefill(tokens[:-1])
+    return step(model, tokens[-1])
+
+
+def same(model: LanguageModel, a: Rows, b: Rows) -> None:
+    """Equal to the last bit, unless the kernels of this model round differently at different widths."""
+    np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING.get(model.facts.name, 0.0))
+
+
+class TestPrefillAndSteps:
+    def test_prefill_in_pieces_equals_at_once(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 150)
+        expected = fresh(model, tokens)
+        model.truncate(0)
+        for start in range(0, 149, 37):
+            model.prefill(tokens[start : min(149, start + 37)])
+        assert model.length == 149
+        same(model, step(model, tokens[-1]), expected)
+
+    def test_steps_equal_a_prefill_in_short_and_long_contexts(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 400)
+        rows = [step(model, token) for token in tokens]
+        for length in (1, 2, 33, 64, 255, 256, 257, 300, 400):
+            same(model, fresh(model, tokens[:length]), rows[length - 1])
+
+    @pytest.mark.parametrize("width", [2, 3, 5, 8, 17, 64, 100])
+    def test_wide_passes_equal_steps_in_short_and_long_contexts(
+        self, model: LanguageModel, width: int
+    ) -> None:
+        tokens = tokens_for(model, 400)
+        rows = [step(model, token) for token in tokens]
+        model.truncate(0)
+        for start in range(0, len(tokens) - width + 1, width):
+            logits = model.verify(TokenTree.chain(tokens[start], tokens[start + 1 : start + width]))
+            for row in range(width):
+                same(model, row_of(model, logits, row), rows[start + row])
+            model.commit(tuple(range(1, width)))
+
+    def test_an_empty_prefill_changes_nothing(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 5)
+        expected = fresh(model, tokens)
+        model.truncate(0)
+        model.prefill([])
+        model.prefill(tokens[:4])
+        model.prefill([])
+        assert model.length == 4
+        same(model, step(model, tokens[4]), expected)
+
+    def test_progress_rises_to_one_and_may_stop(self, model: LanguageModel) -> None:
+        seen: list[float] = []
+        tokens = tokens_for(model, 200)
+
+        def watch(what: str, fraction: float) -> bool:
+            seen.append(fraction)
+            return True
+
+        model.prefill(tokens, watch)
+        assert seen == sorted(seen)
+        assert seen[-1] == 1.0
+        model.truncate(0)
+        with pytest.raises(CancelledError):
+            model.prefill(tokens, lambda what, fraction: False)
+        same(model, fresh(model, tokens[:20]), fresh(model, tokens[:20]))
+
+
+TREES = {
+    "chain": (-1, 0, 1, 2, 3),
+    "fork": (-1, 0, 0),
+    "fan": (-1, 0, 0, 0, 0, 0),
+    "binary": (-1, 0, 0, 1, 1, 2, 2),
+    "late fork": (-1, 0, 1, 2, 2, 3, 4, 4),
+    "two chains": (-1, 0, 0, 1, 2, 3, 4, 5, 6),
+    "deep and wide": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 8),
+}
+
+
+def tree_of(model: LanguageModel, parents: tuple[int, ...], seed: int = 5) -> TokenTree:
+    """A tree of that shape whose siblings differ."""
+    tokens = tokens_for(model, len(parents), seed)
+    for node, parent in enumerate(parents):
+        siblings = [tokens[i] for i in range(node) if parents[i] == parent]
+        while tokens[node] in siblings:
+            tokens[node] = 3 + (tokens[node] - 2) % (model.facts.vocab_size - 3)
+    return TokenTree(tuple(tokens), parents, (None,) * len(parents))
+
+
+def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = tree.parents[node]
+    return tuple(path[::-1])
+
+
+def tokens_to(tree: TokenTree, node: int) -> list[int]:
+    return [tree.tokens[0], *(tree.tokens[i] for i in path_to(tree, node))]
+
+
+@pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
+class TestTrees:
+    def test_rows_equal_sequential_decoding(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
+        prompt, tree = tokens_for(model, 20), tree_of(model, shape)
+        model.prefill(prompt)
+        logits = model.verify(tree)
+        rows = [row_of(model, logits, node) for node in range(tree.width)]
+        for node in range(tree.width):
+            same(model, rows[node], fresh(model, prompt + tokens_to(tree, node)))
+
+    def test_growing_level_by_level_equals_at_once(
+        self, model: LanguageModel, shape: tuple[int, ...]
+    ) -> None:
+        prompt, whole = tokens_for(model, 20), tree_of(model, shape)
+        order = sorted(range(whole.width), key=lambda node: whole.depths[node])
+        place = {node: i for i, node in enumerate(order)} | {-1: -1}
+        tree = TokenTree(
+            tuple(whole.tokens[node] for node in order),
+            tuple(place[whole.parents[node]] for node in order),
+            (None,) * whole.width,
+        )
+        model.prefill(prompt)
+        logits = model.verify(tree)
+        at_once = [row_of(model, logits, node) for node in range(tree.width)]
+        model.truncate(len(prompt))
+        levels = [tree.depths.count(depth) for depth in range(max(tree.depths) + 1)]
+        first = 0
+        for count in levels:
+            upto = first + count
+            part = TokenTree(tree.tokens[:upto], tree.parents[:upto], (None,) * upto)
+            logits = model.verify(part, first)
+            for node in range(first, upto):
+                same(model, row_of(model, logits, node - first), at_once[node])
+            first = upto
+        leaf = tree.width - 1
+        model.commit(path_to(tree, leaf))
+        expected = prompt + tokens_to(tree, leaf)
+        assert model.length == len(expected)
+        after = step(model, 4)
+        same(model, after, fresh(model, [*expected, 4]))
+
+    def test_any_path_can_be_committed(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
+        prompt, tree = tokens_for(model, 20), tree_of(model, shape)
+        for node in range(tree.width):
+            model.truncate(0)
+            model.prefill(prompt)
+            model.verify(tree)
+            model.commit(path_to(tree, node))
+            kept = prompt + tokens_to(tree, node)
+            assert model.length == len(kept)
+            assert model.room == model.facts.context_tokens - len(kept)
+            after = [step(model, 4), step(model, 5)]
+            same(model, after[1], fresh(model, [*kept, 4, 5]))
+
+    def test_a_round_given_up_leaves_nothing(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
+        prompt, tree = tokens_for(model, 20), tree_of(model, shape)
+        expected = fresh(model, [*prompt, 4])
+        model.truncate(20)
+        model.verify(tree)
+        model.verify(tree)
+        model.truncate(20)
+        assert model.length == 20
+        same(model, step(model, 4), expected)
+
+
+rounds = st.lists(
+    st.tuples(
+        st.sampled_from(list(TREES.values())),
+        st.integers(0, 11),
+        st.integers(0, 10_000),
+        st.sampled_from(
+            ["commit", "commit", "commit", "give up", "truncate", "prefill", "snapshot", "restore"]
+        ),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+class TestHistories:
+    """After any history of accepting and rejecting, the cache is that of a fresh prefill."""
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(rounds)
+    def test_any_history(
+        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
+    ) -> None:
+        self.check(shared_model, history, start=20)
+
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(rounds)
+    def test_any_history_near_the_end_of_the_context(
+        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
+    ) -> None:
+        self.check(shared_model, history, start=shared_model.facts.context_tokens - 24)
+
+    @pytest.mark.long
+    @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(rounds)
+    def test_very_many_histories(
+        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
+    ) -> None:
+        self.check(shared_model, history, start=history[0][2] % 480)
+
+    @staticmethod
+    def check(model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]], start: int) -> None:
+        model.truncate(0)
+        kept = tokens_for(model, start, 9)
+        model.prefill(kept)
+        saved = (model.snapshot(), list(kept))
+        for shape, pick, seed, what in history:
+            tree = tree_of(model, shape, seed)
+            if what == "truncate":
+                del kept[max(1, len(kept) - pick) :]
+                model.truncate(len(kept))
+            elif what == "snapshot":
+                saved = (model.snapshot(), list(kept))
+            elif what == "restore":
+                model.restore(saved[0])
+                kept = list(saved[1])
+            elif tree.width > model.room:
+                with pytest.raises(ContextFullError):
+                    model.verify(tree)
+            elif what == "prefill":
+                model.prefill(tree.tokens)
+                kept += tree.tokens
+            else:
+                model.verify(tree)
+                if what == "commit":
+                    node = pick % tree.width
+                    model.commit(path_to(tree, node))
+                    kept += tokens_to(tree, node)
+            assert model.length == len(kept)
+        if not model.room:
+            kept.pop()
+            model.truncate(len(kept))
+        got = step(model, 4)
+        same(model, got, fresh(model, [*kept, 4]))
+
+
+class TestSnapshots:
+    def test_restored_is_as_saved(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 40)
+        model.prefill(tokens)
+        snapshot = model.snapshot()
+        assert snapshot.length == 40
+        model.truncate(10)
+        model.prefill(tokens_for(model, 60, 2))
+        model.restore(snapshot)
+        assert model.length == 40
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+    def test_nonsense_is_refused_and_the_model_goes_on(self, model: LanguageModel) -> None:
+        model.prefill(tokens_for(model, 10))
+        with pytest.raises(BackendError):
+            model.restore(Snapshot(10, b"not a snapshot"))
+        tokens = tokens_for(model, 10)
+        model.truncate(0)
+        model.prefill(tokens)
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+
+class TestLimits:
+    def test_a_prefill_that_does_not_fit_changes_nothing(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 30)
+        model.prefill(tokens)
+        with pytest.raises(ContextFullError):
+            model.prefill([4] * (model.room + 1))
+        assert model.length == 30
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+    def test_the_context_can_be_filled_to_the_last_token(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, model.facts.context_tokens - 3)
+        model.prefill(tokens)
+        with pytest.raises(ContextFullError):
+            model.verify(TokenTree.chain(4, [5, 6, 7]))
+        model.verify(TokenTree.chain(4, [5, 6]))
+        model.commit((1, 2))
+        assert model.room == 0
+        with pytest.raises(ContextFullError):
+            model.verify(TokenTree.chain(4))
+        model.truncate(len(tokens))
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+    def test_a_tree_that_stops_fitting_while_it_grows_ends_the_round(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, model.facts.context_tokens - 3)
+        model.prefill(tokens)
+        model.verify(TokenTree.chain(4, [5]))
+        with pytest.raises(ContextFullError):
+            model.verify(TokenTree.chain(4, [5, 6, 7]), 2)
+        assert model.length == len(tokens)
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+    def test_too_many_branches_or_rows_are_refused_and_change_nothing(self, model: LanguageModel) -> None:
+        capabilities = model.facts.capabilities
+        tokens = tokens_for(model, 10)
+        expected = fresh(model, [*tokens, 4])
+        fan = capabilities.max_branches + 1
+        wide = capabilities.max_width + 1
+        if max(fan, wide) > model.facts.context_tokens:
+            pytest.skip("this backend has no such limits")
+        for tree in (
+            TokenTree(tuple(range(3, 4 + fan)), (-1, *(0,) * fan), (None,) * (fan + 1)),
+            TokenTree.chain(3, [4] * (wide - 1)),
+        ):
+            model.truncate(10)
+            with pytest.raises(CapabilityError):
+                model.verify(tree)
+            assert model.length == 10
+            same(model, step(model, 4), expected)
+
+
+class TestInterrupt:
+    def test_nothing_runs_until_it_is_taken_back(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 30)
+        expected = fresh(model, [*tokens, 4])
+        model.truncate(0)
+        model.prefill(tokens)
+        model.interrupt(True)
+        for forbidden in (lambda: model.prefill([4, 5]), lambda: model.verify(TokenTree.chain(4, [5]))):
+            with pytest.raises(CancelledError):
+                forbidden()
+            assert model.length == 30
+        model.interrupt(False)
+        same(model, step(model, 4), expected)
+
+    def test_a_round_interrupted_while_it_grows_is_over(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 30)
+        model.prefill(tokens)
+        model.verify(TokenTree.chain(4, [5]))
+        model.interrupt(True)
+        with pytest.raises(CancelledError):
+            model.verify(TokenTree.chain(4, [5, 6]), 2)
+        model.interrupt(False)
+        assert model.length == 30
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
+    @pytest.mark.parametrize("delay", [0.0, 0.0005, 0.002, 0.005, 0.01, 0.02, 0.05])
+    @pytest.mark.parametrize("work", ["prefill", "verify"])
+    def test_from_another_thread_at_any_moment(self, model: LanguageModel, work: str, delay: float) -> None:
+        tokens = tokens_for(model, 20)
+        model.prefill(tokens)
+        more = tokens_for(model, min(480, model.room), 3)
+        wide = TokenTree.chain(more[0], more[1 : min(model.facts.capabilities.max_width, len(more))])
+        timer = threading.Timer(delay, model.interrupt, [True])
+        timer.start()
+        try:
+            run: Callable[[], object] = (
+                (lambda: model.prefill(more)) if work == "prefill" else (lambda: model.verify(wide))
+            )
+            run()
+        except CancelledError:
+            pass
+        finally:
+            timer.join()
+            model.interrupt(False)
+        known = (tokens + more)[: min(model.length, CONTEXT - 1)] if work == "prefill" else tokens
+        model.truncate(len(known))
+        same(model, step(model, 4), fresh(model, [*known, 4]))
+
+
+class TestClosing:
+    def test_closing_twice_does_nothing(self, own_model: LanguageModel) -> None:
+        own_model.close()
+        own_model.close()
+
+    def test_every_call_after_closing_says_so(self, own_model: LanguageModel) -> None:
+        own_model.prefill([3, 4])
+        own_model.verify(TokenTree.chain(5, [6]))
+        snapshot = own_model.snapshot()
+        own_model.verify(TokenTree.chain(5, [6]))
+        own_model.close()
+        calls: list[Callable[[], object]] = [
+            lambda: own_model.prefill([3]),
+            lambda: own_model.verify(TokenTree.chain(3)),
+            lambda: own_model.commit(()),
+            lambda: own_model.truncate(0),
+            own_model.snapshot,
+            lambda: own_model.restore(snapshot),
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError):
+                call()
+        own_model.interrupt(True)
+        own_model.interrupt(False)
+
+
+class TestVocabulary:
+    def test_what_is_known_of_a_model_is_consistent(self, model: LanguageModel) -> None:
+        facts, vocabulary = model.facts, model.vocabulary
+        assert vocabulary.size == facts.vocab_size
+        assert facts.chat_template == (vocabulary.chat_template is not None)
+        assert any(vocabulary.is_end(token) for token in range(vocabulary.size))
+        assert facts.capabilities.rollback
+        assert facts.capabilities.reason == ""
+
+    def test_text_survives_the_round_trip(self, model: LanguageModel) -> None:
+        letters = model.facts.architecture == "tabular"
+        text = "abcd" if letters else "List the files 🙂 é\n\ttab"
+        tokens = model.vocabulary.tokenize(text, special=False, start=False)
+        said = b"".join(model.vocabulary.piece(token) for token in tokens).decode()
+        assert said.strip() == text.strip()

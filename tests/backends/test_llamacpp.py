@@ -1,0 +1,224 @@
+"""What is particular to llama.cpp: files that are not models, and models that cannot be cut back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    CancelledError,
+    CapabilityError,
+    ClosedError,
+    EdgespecError,
+    MemoryBudgetError,
+    ModelFileError,
+    OptionError,
+    VocabularyMismatchError,
+)
+from edgespec.methods import check_vocabularies
+from tests.backends.tiny_models import WORDS, write_llama, write_mamba
+
+
+def load(path: Path, **options: object) -> LanguageModel:
+    return llamacpp.load(str(path), path.stem, LoadOptions(**options))  # type: ignore[arg-type]
+
+
+class TestFiles:
+    """Each is one line with what is wrong and what to do."""
+
+    def refused(self, kind: type[EdgespecError], path: Path, says: str, **options: object) -> None:
+        with pytest.raises(kind, match=says) as caught:
+            load(path, **options)
+        assert "\n" not in str(caught.value)
+        assert caught.value.next_step
+
+    def test_a_text_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "notes.gguf"
+        path.write_text("These are my notes.")
+        self.refused(ModelFileError, path, "is not a GGUF file: it begins with b'Thes'")
+
+    def test_an_empty_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "empty.gguf"
+        path.touch()
+        self.refused(ModelFileError, path, "it is empty")
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        self.refused(ModelFileError, tmp_path / "gone.gguf", "No such file")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        self.refused(ModelFileError, tmp_path, "cannot be read")
+
+    @pytest.mark.parametrize("kept", [5, 100, 5_000, 40_000, -1])
+    def test_a_truncated_file(self, tmp_path: Path, kept: int) -> None:
+        path = write_llama(tmp_path / "cut.gguf")
+        path.write_bytes(path.read_bytes()[:kept])
+        self.refused(ModelFileError, path, "cut.gguf")
+
+    def test_a_file_with_its_weights_cut_off_is_called_incomplete(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "cut.gguf")
+        path.write_bytes(path.read_bytes()[:-5_000])
+        self.refused(ModelFileError, path, "incomplete or damaged")
+
+    def test_an_architecture_from_the_future(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "new.gguf", architecture="llama99")
+        self.refused(ModelFileError, path, "architecture 'llama99', which this llama.cpp does not know")
+
+    def test_a_missing_part(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "big-00001-of-00003.gguf")
+        self.refused(ModelFileError, path, "2 of 3 parts are missing, first big-00002-of-00003.gguf")
+
+    def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "tiny.gguf")
+        self.refused(MemoryBudgetError, path, "the cache for", context_tokens=10**9, memory_bytes=1 << 30)
+
+    def test_weights_larger_than_memory(self, tmp_path: Path) -> None:
+        self.refused(MemoryBudgetError, write_llama(tmp_path / "tiny.gguf"), "the weights", memory_bytes=1000)
+
+    def test_an_unknown_cache_type(self, tmp_path: Path) -> None:
+        self.refused(OptionError, write_llama(tmp_path / "tiny.gguf"), "kv_type", kv_type="f8")
+
+    def test_a_path_with_spaces_and_letters_of_the_world(self, tmp_path: Path) -> None:
+        model = load(write_llama(tmp_path / "mein größtes Modell 🙂.gguf"))
+        model.close()
+
+    def test_loading_can_be_cancelled(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "tiny.gguf")
+        with pytest.raises(CancelledError):
+            llamacpp.load(str(path), "tiny", LoadOptions(), lambda what, fraction: False)
+
+
+class TestAfterClosing:
+    def test_words_are_gone_too(self, tmp_path: Path) -> None:
+        model = load(write_llama(tmp_path / "tiny.gguf"))
+        model.close()
+        for call in (
+            lambda: model.vocabulary.tokenize("the file", special=True, start=True),
+            lambda: model.vocabulary.raw_piece(5),
+            lambda: model.vocabulary.piece(5),
+            lambda: model.vocabulary.is_end(5),
+        ):
+            with pytest.raises(ClosedError):
+                call()
+
+
+class TestVocabularies:
+    def test_a_different_token_is_shown(self, tmp_path: Path) -> None:
+        mine = load(write_llama(tmp_path / "mine.gguf"))
+        words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
+        other = load(write_llama(tmp_path / "other.gguf", words=words))
+        with pytest.raises(VocabularyMismatchError, match="token 261 is ' file' there and ' folder' here"):
+            check_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
+        mine.close()
+        other.close()
+
+    def test_padding_at_the_end_is_no_difference(self, tmp_path: Path) -> None:
+        mine = load(write_llama(tmp_path / "mine.gguf"))
+        other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
+        check_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
+        check_vocabularies(other.vocabulary, mine.vocabulary, "other", "mine")
+        mine.close()
+        other.close()
+
+    def test_a_pair_with_other_words_is_refused_at_load(self, tmp_path: Path, demo_target: Path) -> None:
+        with pytest.raises(VocabularyMismatchError):
+            edgespec.load(str(demo_target), str(write_llama(tmp_path / "other.gguf")))
+
+    @pytest.mark.parametrize("token", [-1, 10**6])
+    def test_there_is_no_piece_of_an_unknown_token(self, tmp_path: Path, token: int) -> None:
+        model = load(write_llama(tmp_path / "tiny.gguf"))
+        with pytest.raises(EdgespecError, match="no token"):
+            model.vocabulary.piece(token)
+        model.close()
+
+
+class TestRecurrent:
+    """A state cannot be cut back: no speculation, but plain decoding with all its rules."""
+
+    @pytest.fixture
+    def mamba(self, tmp_path: Path) -> Iterator[LanguageModel]:
+        model = load(write_mamba(tmp_path / "mamba.gguf"), context_tokens=256)
+        yield model
+        model.close()
+
+    def test_its_capabilities_say_so_with_a_reason(self, mamba: LanguageModel) -> None:
+        capabilities = mamba.facts.capabilities
+        assert not capabilities.rollback
+        assert not capabilities.tree
+        assert "cannot be rolled back" in capabilities.reason
+
+    def test_a_draft_is_refused_and_the_cache_unharmed(self, mamba: LanguageModel) -> None:
+        mamba.prefill([5, 6, 7])
+        with pytest.raises(CapabilityError):
+            mamba.verify(TokenTree.chain(8, [9]))
+        assert mamba.length == 3
+        with pytest.raises(CapabilityError):
+            mamba.truncate(2)
+        assert mamba.length == 3
+
+    def test_steps_equal_a_prefill(self, mamba: LanguageModel) -> None:
+        tokens = list(range(10, 60))
+        everything = np.arange(mamba.facts.vocab_size)
+        for token in tokens:
+            by_steps = mamba.verify(TokenTree.chain(token)).at(0, everything).copy()
+            mamba.commit(())
+        mamba.truncate(0)
+        mamba.prefill(tokens[:-1])
+        at_once = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything)
+        np.testing.assert_allclose(by_steps, at_once, atol=1e-4)
+
+    @pytest.mark.parametrize("when", ["prefill", "step"])
+    def test_after_a_cancelled_pass_nothing_wrong_is_remembered(
+        self, mamba: LanguageModel, when: str
+    ) -> None:
+        tokens = list(range(10, 60))
+        everything = np.arange(mamba.facts.vocab_size)
+        mamba.prefill(tokens[:-1])
+        expected = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything).copy()
+        mamba.truncate(0)
+        mamba.prefill(tokens[:20])
+        # The pass is stopped while it runs, which is where a state is spoilt.
+        interrupt = mamba._context.interrupt  # type: ignore[attr-defined]
+        native = mamba._context._lib.llama_decode  # type: ignore[attr-defined]
+
+        def decode(context: object, batch: object) -> int:
+            interrupt.wanted = True
+            return int(native(context, batch))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mamba._context._lib, "llama_decode", decode)  # type: ignore[attr-defined]
+            with pytest.raises(CancelledError):
+                mamba.prefill(tokens[20:]) if when == "prefill" else mamba.verify(TokenTree.chain(99))
+        mamba.interrupt(False)
+        assert mamba.length in (0, 20)
+        mamba.prefill(tokens[mamba.length : -1])
+        got = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything)
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+    def test_a_runtime_says_why_and_decodes(self, tmp_path: Path) -> None:
+        path = write_mamba(tmp_path / "mamba.gguf")
+        with edgespec.load(str(path), draft=None, context=256) as runtime:
+            assert runtime.method.effective == "none"
+            assert "cannot be rolled back" in runtime.method.reason
+            replies = [
+                runtime.generate("the file", max_tokens=20, seed=3, method=method)
+                for method in ("none", "ngram", "auto", "none")
+            ]
+            assert len({reply.tokens for reply in replies}) == 1
+            chat = runtime.chat()
+            chat.ask("list the files", max_tokens=10, seed=1)
+            second = chat.ask("of the", max_tokens=10, seed=1)
+        with edgespec.load(str(path), draft=None, context=256) as runtime:
+            chat = runtime.chat(messages=chat.messages[:2])
+            assert chat.ask("of the", max_tokens=10, seed=1).text == second.text
+
+    def test_it_cannot_be_a_draft(self, tmp_path: Path) -> None:
+        target, draft = write_llama(tmp_path / "target.gguf"), write_mamba(tmp_path / "mamba.gguf")
+        with pytest.raises(CapabilityError, match="cannot be a draft"):
+            edgespec.load(str(target), str(draft), context=256)

@@ -1,0 +1,29 @@
+"""What tests of several folders share: where the embedded models are, and a place of their own for logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+import pytest
+
+from edgespec.catalog.catalogue import models_folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Native logs of tests do not end up among the user's."""
+    folder = tmp_path_factory.mktemp("logs")
+    platformdirs.user_log_path = lambda *_, **__: folder
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    """The embedded target."""
+    return models_folder() / "demo-target-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def demo_draft() -> Path:
+    """The embedded draft."""
+    return models_folder() / "demo-draft-q8_0.gguf"
