@@ -11,9 +11,9 @@ from textual.binding import Binding, BindingType
 
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError
+from edgespec.tui import commands
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
-from edgespec.tui.commands import Typed
 from edgespec.tui.screens.confirm import ConfirmScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
@@ -24,6 +24,7 @@ from edgespec.tui.slash import run_command
 from edgespec.tui.widgets.prompt import Prompt
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.transcript import Transcript
+from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
@@ -61,9 +62,26 @@ class ChatScreen(ChatView):
 
     _interrupted_at = -_TWICE_SECONDS
 
-    async def run_command(self, typed: Typed) -> bool:
-        """Do a slash command. False leaves its text in the input."""
-        return await run_command(self, typed)
+    @on(Prompt.Sent)
+    async def _prompt_sent(self, event: Prompt.Sent) -> None:
+        text = event.text
+        if not text.strip():
+            return
+        typed = commands.read(text)
+        if typed is not None and not self.editing:
+            if await run_command(self, typed):
+                self.history.add(text)
+                if self.prompt.text == text:
+                    self.prompt.clear()
+            return
+        if self.turns.writing:
+            self.say("The reply is still being written. Esc stops it.")
+            return
+        act: Act = "edit" if self.editing else "send"
+        self.history.add(text)
+        self.editing = False
+        self.prompt.clear()
+        await self.take_turn(act, text.strip())
 
     # Replies
 

@@ -7,7 +7,7 @@ from functools import partial
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
-from textual import events, on
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.message import Message as Event
@@ -16,7 +16,6 @@ from textual.timer import Timer
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import ChatFileError
-from edgespec.tui import commands
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
@@ -161,31 +160,6 @@ class ChatView(Screen[None]):
         await self.turns.finish(patience_seconds)
 
     # The course of a turn
-
-    @on(Prompt.Sent)
-    async def _prompt_sent(self, event: Prompt.Sent) -> None:
-        text = event.text
-        if not text.strip():
-            return
-        typed = commands.read(text)
-        if typed is not None and not self.editing:
-            if await self.run_command(typed):
-                self.history.add(text)
-                if self.prompt.text == text:
-                    self.prompt.clear()
-            return
-        if self.turns.writing:
-            self.say("The reply is still being written. Esc stops it.")
-            return
-        act: Act = "edit" if self.editing else "send"
-        self.history.add(text)
-        self.editing = False
-        self.prompt.clear()
-        await self.take_turn(act, text.strip())
-
-    async def run_command(self, typed: commands.Typed) -> bool:
-        """Do a slash command. False leaves its text in the input."""
-        raise NotImplementedError
 
     async def take_turn(self, act: Act, text: str) -> None:
         """Ask the model, with the transcript showing at once what will be answered."""
