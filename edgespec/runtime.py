@@ -55,13 +55,28 @@ class Runtime:
         self.target: ModelFacts = replace(target.facts, notice=notice) if notice else target.facts
         self.draft: ModelFacts | None = draft.facts if draft else None
         self.vocabulary: Vocabulary = vocabulary
-        self.template: ChatTemplate | None = None
+        self._template: ChatTemplate | TemplateError | None = None
         if vocabulary.chat_template:
-            self.template = ChatTemplate(vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text)
+            try:
+                self._template = ChatTemplate(
+                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                )
+            except TemplateError as error:
+                # The model can still be used without it: say so when the template is needed.
+                self._template = error
         self.method: MethodReport = drafters.choose(method)[1]
-        self._draft_length = _checked_draft_length(draft_length or DEFAULT_DRAFT_LENGTH)
+        self._draft_length = (
+            DEFAULT_DRAFT_LENGTH if draft_length is None else _checked_draft_length(draft_length)
+        )
         self._acceptance = _checked_acceptance(acceptance)
         self._session = Session(target, drafters)
+
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template, None when it has none. Raises TemplateError when it is broken."""
+        if isinstance(self._template, TemplateError):
+            raise self._template
+        return self._template
 
     @property
     def context_tokens(self) -> int:
@@ -91,6 +106,8 @@ class Runtime:
         return self.stream_tokens(self._prompt_tokens(prompt, system, raw), **options)
 
     def _prompt_tokens(self, prompt: str, system: str | None, raw: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            raise OptionError(f"the prompt is a {type(prompt).__name__}", "give a text")
         if system and (raw or self.template is None):
             raise TemplateError(
                 "a system prompt needs the model's chat template",
@@ -139,18 +156,24 @@ class Runtime:
             whole_number("max_tokens", max_tokens, 1, _NO_LIMIT)
         if seed is not None:
             whole_number("seed", seed, 0, _NO_LIMIT)
-        report = self._session.drafters.choose(method)[1] if method else self.method
+        foreign = [token for token in tokens if not 0 <= token < self.target.vocab_size]
+        if foreign:
+            raise OptionError(
+                f"the prompt holds the token {foreign[0]} and the model has {self.target.vocab_size}",
+                "use the tokens of this model's own vocabulary",
+            )
+        report = self.method if method is None else self._session.drafters.choose(method)[1]
         request = Request(
             tokens=tuple(tokens),
             params=_sampling_params(sampling),
             seed=secrets.randbits(32) if seed is None else seed,
             max_tokens=max_tokens or self.context_tokens,
-            stop=tuple(stop) if not isinstance(stop, str) else (stop,),
+            stop=_checked_stop(stop),
             method=report.requested,
             draft_length=_checked_draft_length(draft_length)
             if draft_length is not None
             else self._draft_length,
-            acceptance=_checked_acceptance(acceptance) if acceptance else self._acceptance,
+            acceptance=self._acceptance if acceptance is None else _checked_acceptance(acceptance),
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
         if self.draft:
@@ -199,6 +222,14 @@ def _sampling_params(sampling: dict[str, Any]) -> SamplingParams:
                 f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SamplingParams.names())}",
             )
     return SamplingParams(**sampling)
+
+
+def _checked_stop(stop: Any) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        stop = (stop,)
+    if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+        raise OptionError(f"stop is {stop!r}", "give texts of at least one character")
+    return tuple(stop)
 
 
 def _checked_draft_length(value: int) -> int:

@@ -50,13 +50,13 @@ class Session:
         self._state = threading.Lock()
         self._current: object | None = None
         self._stopping = False
-        self._closed = False
+        self._closing = self._closed = False
         self.plain_step_seconds = self._time_plain_step()
 
     @property
     def closed(self) -> bool:
-        """True after `close`."""
-        return self._closed
+        """True once `close` was called."""
+        return self._closing
 
     def _time_plain_step(self) -> float:
         """The first step pays for cold memory, the second tells."""
@@ -95,7 +95,7 @@ class Session:
 
     def _start(self, request: object) -> None:
         with self._state:
-            if self._closed:
+            if self._closing:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._current is not None:
                 raise BusyError("another reply is still being produced", "finish or close that one first")
@@ -114,7 +114,7 @@ class Session:
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:
-            if self._closed:
+            if self._closing:
                 raise ClosedError("the runtime was closed during the reply", "load the model again")
             return next(steps, None)
 
@@ -157,7 +157,7 @@ class Session:
             tokens[-1],
             vocab_size=self.target.facts.vocab_size,
             max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
             draft_length=request.draft_length if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
@@ -201,6 +201,8 @@ class Session:
 
     def close(self) -> None:
         """Stop what runs and free target and drafters. Closing again does nothing."""
+        with self._state:
+            self._closing = True
         self.cancel()
         with self._working, self._state:
             if not self._closed:

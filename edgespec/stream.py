@@ -44,6 +44,12 @@ class ReplyStream:
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
+        self._text = ReplyText(
+            session.target.vocabulary.piece, session.target.vocabulary.is_end, request.stop
+        )
+        self._tokens: list[int] = []
+        self._reason: FinishReason = "cancelled"
+        self._started = False
         self._cancelled = False
         self._pieces = self._run()
 
@@ -51,6 +57,7 @@ class ReplyStream:
         return self
 
     def __next__(self) -> Piece:
+        self._started = True
         return next(self._pieces)
 
     @property
@@ -68,12 +75,12 @@ class ReplyStream:
     def close(self) -> None:
         """Give up the reply. What was emitted stays in the caches."""
         self._pieces.close()
+        if not self._started:
+            self._started = True
+            self._end(failed=False)
 
     def _run(self) -> Generator[Piece]:
-        vocabulary = self._session.target.vocabulary
-        text = ReplyText(vocabulary.piece, vocabulary.is_end, self._request.stop)
-        tokens: list[int] = []
-        reason: FinishReason = "cancelled"
+        text = self._text
         failed = False
         steps = self._session.run(
             self._request,
@@ -84,8 +91,8 @@ class ReplyStream:
         )
         try:
             for step in steps:
-                tokens.extend(step.tokens)
-                reason = step.finish_reason or reason
+                self._tokens.extend(step.tokens)
+                self._reason = step.finish_reason or self._reason
                 yield from _pieces(step, text.drain())
             if rest := text.finish():
                 yield Piece(rest, 0, False)
@@ -95,24 +102,24 @@ class ReplyStream:
         finally:
             text.finish()
             steps.close()
-            self.stats.peak_memory_bytes = peak_bytes()
-            target, draft = self._names
-            self._reply = (
-                None
-                if failed
-                else Reply(
-                    text.text,
-                    tuple(tokens),
-                    reason,
-                    self._request.seed,
-                    target,
-                    draft,
-                    self.method,
-                    self.stats,
-                )
+            self._end(failed)
+
+    def _end(self, failed: bool) -> None:
+        self.stats.peak_memory_bytes = peak_bytes()
+        target, draft = self._names
+        if not failed:
+            self._reply = Reply(
+                self._text.text,
+                tuple(self._tokens),
+                self._reason,
+                self._request.seed,
+                target,
+                draft,
+                self.method,
+                self.stats,
             )
-            if self._on_end:
-                self._on_end(self._reply)
+        if self._on_end:
+            self._on_end(self._reply)
 
 
 def _pieces(step: Step, texts: list[str]) -> Iterator[Piece]:

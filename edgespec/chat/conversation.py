@@ -102,24 +102,23 @@ class Chat:
         raise OptionError("there is no message to answer again", "say something first")
 
     def _answer(self, messages: list[Message], options: dict[str, Any]) -> ReplyStream:
-        before, before_dropped = self.messages, self.dropped_messages
-        prompt = self._fitting(messages)
-        self.context_used_tokens = len(prompt[1])
+        before = self.messages, self.dropped_messages, self.context_used_tokens
+        prompt, dropped = self._fitting(messages)
 
         def on_end(reply: Reply | None) -> None:
             if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
-                self.messages, self.dropped_messages = before, before_dropped
+                self.messages, self.dropped_messages, self.context_used_tokens = before
                 return
             self.messages = [*messages, Message("assistant", reply.text)]
             self.context_used_tokens = len(prompt[1]) + len(reply.tokens)
             self._prompts.remember(prompt, reply.tokens)
 
         stream = self._host.stream_tokens(prompt[1], on_end=on_end, **options)
-        self.messages = messages
+        self.messages, self.dropped_messages, self.context_used_tokens = messages, dropped, len(prompt[1])
         return stream
 
-    def _fitting(self, messages: list[Message]) -> Prompt:
-        """The prompt of the messages that fit, by the rule of `context_full`."""
+    def _fitting(self, messages: list[Message]) -> tuple[Prompt, int]:
+        """The prompt of the messages that fit, by the rule of `context_full`, and how many are left out."""
         context = self._host.context_tokens
         limit = context - min(_REPLY_TOKENS, context // 4)
         dropped = min(self.dropped_messages, len(messages) - 1)
@@ -140,8 +139,7 @@ class Chat:
                 f"the message is {len(prompt[1])} tokens long and the context holds {context}",
                 f"shorten it or use --context {(len(prompt[1]) + _REPLY_TOKENS) // 256 * 256 + 256}",
             )
-        self.dropped_messages = dropped
-        return prompt
+        return prompt, dropped
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
         system = [Message("system", self.system)] if self.system else []

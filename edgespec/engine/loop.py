@@ -87,6 +87,8 @@ def decode(
         depth = min(draft_length, max_tokens - emitted_total - 1, target.room - 1)
         try:
             tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else root_only
+            if tree.tokens[0] != last_token:  # the drafter is out of step: its guesses are about another text
+                tree = root_only
             tree = tree.pruned(vocab_size, depth, min(max_width, target.room), max_branches)
             drafted = now()
             logits = target.verify(tree)

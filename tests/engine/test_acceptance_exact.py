@@ -165,7 +165,7 @@ class TestOneRound:
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
     @pytest.mark.parametrize("seed", range(2))
     def test_cut_down_to_what_a_pass_takes(self, limits: tuple[int, int], guess: Path, seed: int) -> None:
-        """Near the end of the context part of the draft is cut off: which part must not be a matter of luck."""
+        """Near the end of the context a part of the draft is cut off, and not by luck."""
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:

@@ -1,0 +1,109 @@
+"""Runtimes over tables: real sessions and drafters, models that cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.base import Drafter
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.methods import Drafters
+from edgespec.reply import MethodReport
+from edgespec.runtime import Runtime
+
+VOCAB = 8
+# `abc...`: the vocabulary of a table; its last letter ends a reply.
+END = VOCAB - 1
+PROMPT = "abcab"
+
+
+def table(
+    seed: int, *, vocab: int = VOCAB, spread: float = 1.5, end: float = -2.0, **options: Any
+) -> TabularModel:
+    """A random table of order 2; `end` is added to the logit of the end of a reply."""
+    logits = (np.random.default_rng(seed).normal(size=(vocab**2, vocab)) * spread).astype(np.float32)
+    logits[:, -1] += end
+    return TabularModel(logits, **options)
+
+
+def near(model: TabularModel, seed: int, noise: float = 0.7) -> TabularModel:
+    """A table much like another: a draft worth having."""
+    random = np.random.default_rng(seed)
+    logits = model._table + random.normal(size=model._table.shape).astype(np.float32) * noise
+    return TabularModel(logits, context_tokens=model.facts.context_tokens)
+
+
+def runtime(
+    target: LanguageModel,
+    draft: LanguageModel | None = None,
+    *,
+    branches: tuple[int, ...] = (),
+    **options: Any,
+) -> Runtime:
+    """A runtime over a target and perhaps a draft."""
+    why = "no draft was wanted"
+    return Runtime(target, draft, Drafters(target, draft, branches=branches, why_no_draft=why), **options)
+
+
+class Chosen(Drafters):
+    """Every method but `none` is this drafter."""
+
+    def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
+        super().__init__(target, None)
+        self._drafter = drafter
+
+    def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
+        if method == "none":
+            return None, MethodReport(method, "none", "asked for")
+        return self._drafter, MethodReport(method, self._drafter.name, "the only one")
+
+    def interrupt(self, wanted: bool) -> None:
+        self._drafter.interrupt(wanted)
+
+
+def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:
+    """A runtime whose only drafter is this one."""
+    return Runtime(target, None, Chosen(target, drafter))
+
+
+class Saying:
+    """A drafter that proposes what a function says: (tokens so far, draft length) -> a tree or tokens."""
+
+    name = "saying"
+
+    def __init__(self, say: Callable[[list[int], int], TokenTree | Sequence[int]]) -> None:
+        self._say = say
+        self.tokens: list[int] = []
+        self.closed = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        said = self._say(self.tokens, draft_length)
+        return said if isinstance(said, TokenTree) else TokenTree.chain(self.tokens[-1], said)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        self.tokens += tokens
+
+    def interrupt(self, wanted: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def knowing(text: Sequence[int]) -> Saying:
+    """A drafter that knows the whole text beforehand, and goes on after its end."""
+
+    def say(tokens: list[int], draft_length: int) -> Sequence[int]:
+        rest = [*text[len(tokens) :], *([0] * draft_length)]
+        return rest[:draft_length]
+
+    return Saying(say)
