@@ -29,7 +29,7 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     gpu_layers: int | None = None,
-    kv_type: str = "f16",
+    kv_type: str = "auto",
     flash_attention: str = "auto",
     mmap: bool = True,
     mlock: bool = False,
@@ -128,7 +128,9 @@ def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
     left = None
     if options.memory_bytes is not None:
         left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
-    return replace(options, context_tokens=target.context_tokens, memory_bytes=left)
+    # A draft may round as it likes, so `auto` need not be more than f16 for it.
+    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
+    return replace(options, context_tokens=target.context_tokens, memory_bytes=left, kv_type=kv_type)
 
 
 def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:

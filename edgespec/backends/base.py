@@ -29,7 +29,7 @@ class LoadOptions:
 
     context_tokens: the size of the KV cache; None takes the model's default.
     gpu_layers: layers put on an accelerator; None puts all there that the backend can.
-    kv_type: `f16`, `f32`, `q8_0`, `q5_1`, `q4_0` and the like.
+    kv_type: of keys and values, such as `f16` or `q8_0`, or of each: `q8_0/f16`; `auto`: the backend's.
     flash_attention: `auto`, `on` or `off`.
     max_branches: how many leaves a token tree may have.
     memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
@@ -38,7 +38,7 @@ class LoadOptions:
     context_tokens: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
-    kv_type: str = "f16"
+    kv_type: str = "auto"
     flash_attention: str = "auto"
     mmap: bool = True
     mlock: bool = False

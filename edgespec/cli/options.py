@@ -43,7 +43,7 @@ SAMPLING_NAMES = (
 )  # fmt: skip
 METHODS = ("auto", "none", "model", "ngram", "model+ngram")
 ACCEPTANCES = ("invariant", "rejection")
-_KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")
+_KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")
 MAX_SEED = (1 << 63) - 1
 
 
@@ -160,11 +160,11 @@ model_options = _apply([
     _model("--context", type=whole(1), metavar="N",
            help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
     _model("--threads", type=whole(1), metavar="N",
-           help="Threads to compute with. [default: one for each core]"),
+           help="Threads to compute with. [default: one for each core; one for a tiny model]"),
     _model("--gpu-layers", type=whole(0), metavar="N",
            help="Layers to put on the GPU. [default: all]"),
-    _model("--kv-type", type=click.Choice(_KV_TYPES), metavar="TYPE", default="f16",
-           help=f"How the caches are stored: {', '.join(_KV_TYPES)}."),
+    _model("--kv-type", metavar="TYPE", default="auto",
+           help=f"How the caches are stored: {', '.join(_KV_TYPES)}, or two for keys/values."),
     _model("--flash-attention", type=click.Choice(["auto", "on", "off"]), default="auto",
            help="Whether to use the fused attention kernels."),
     _model("--mmap/--no-mmap", default=True, help="Map the weights from the file, or read them into memory."),

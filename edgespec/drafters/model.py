@@ -146,17 +146,23 @@ class ModelDrafter:
                 sampler.push(token)
             for token, law in acceptance.draw(sampler, logits, row, count):
                 child = grown.add(node, token, law)
-                if self._min_confidence <= 0 or self._confidence(logits, row, token) >= self._min_confidence:
+                if self._goes_on(logits, row, token):
                     frontier.append(child)
             sampler.pop(len(path))
         return frontier
 
-    @staticmethod
-    def _confidence(logits: Logits, row: int, token: int) -> float:
-        """The draft's own probability of a token at temperature 1, over its 64 best."""
+    def _goes_on(self, logits: Logits, row: int, token: int) -> bool:
+        """False after an end of the reply, and after a token the draft is not sure of; both stay drafted.
+
+        Sure is judged by the draft's own probability at temperature 1, over its 64 best tokens.
+        """
+        if self._model.vocabulary.is_end(token):
+            return False
+        if self._min_confidence <= 0.0:
+            return True
         tokens, values = logits.top(row, 64)
         weights = np.exp(values - values.max())
-        return float(weights[tokens == token].sum() / weights.sum())
+        return bool(weights[tokens == token].sum() >= self._min_confidence * weights.sum())
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""

@@ -31,7 +31,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
         (["--draft-branches", "3,x"], "'x' is not a whole number from 1 up"),
         (["--draft-confidence", "2"], "draft_confidence is 2.0"),
-        (["--kv-type", "q9"], "'q9' is not one of"),
+        (["--kv-type", "q9"], "kv_type is 'q9'"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
         (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["-n", "0"], "'0' is not a whole number from 1 up"),

@@ -10,22 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
-__all__ = ["KV_TYPES", "LlamaContext"]
+__all__ = ["LlamaContext"]
 
-KV_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q5_1": 7,
-    "q5_0": 6,
-    "iq4_nl": 20,
-    "q4_1": 3,
-    "q4_0": 2,
-}
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _NO_SLOT, _ABORTED = 1, 2
@@ -35,7 +25,9 @@ MAX_WIDTH = 256
 class LlamaContext:
     """One context with a unified KV memory for up to `max_branches` sequences."""
 
-    def __init__(self, model: Any, options: LoadOptions, context_tokens: int, threads: int) -> None:
+    def __init__(
+        self, model: Any, options: LoadOptions, context_tokens: int, kv_types: KvTypes, threads: int
+    ) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
         params = lib.llama_context_default_params()
@@ -46,12 +38,7 @@ class LlamaContext:
         self._spare = options.max_branches
         params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
         params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = _choice("kv_type", options.kv_type, KV_TYPES)
-        if options.kv_type == "f16" and (options.gpu_layers == 0 or not lib.llama_supports_gpu_offload()):
-            # For f16 values the CPU's attention has three kernels: one token over a long context, a few, and
-            # many. They add up differently, in half precision, so that a plain step and a draft's pass
-            # would disagree. For bf16 values, as large, it has one kernel, which adds up in single precision.
-            params.type_v = KV_TYPES["bf16"]
+        params.type_k, params.type_v = kv_types.numbers
         params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
         # A window that was thrown away cannot be rolled back into: keep it whole.
         params.swa_full = True

@@ -11,17 +11,15 @@ from typing import Any
 import psutil
 
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
+from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, recent_errors
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["default_threads", "describe", "kv_bytes_per_token", "load_weights", "plan_context"]
+__all__ = ["default_threads", "describe", "load_weights", "plan_context"]
 
 DEFAULT_CONTEXT_TOKENS = 8192
-# Bytes of 32 elements of a cache type.
-_KV_BLOCK_BYTES = {
-    "f32": 128, "f16": 64, "bf16": 64,
-    "q8_0": 34, "q5_1": 24, "q5_0": 22, "iq4_nl": 18, "q4_1": 20, "q4_0": 18,
-}  # fmt: skip
+_SMALL_MODEL_BYTES = 64 * 2**20
 
 
 def check_file(path: str) -> int:
@@ -115,13 +113,17 @@ def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
     )
 
 
-def plan_context(weights: Any, options: LoadOptions) -> int:
-    """How many tokens of context to make. Raises MemoryBudgetError when the cache cannot fit this machine."""
+def plan_context(weights: Any, options: LoadOptions) -> tuple[int, KvTypes]:
+    """How many tokens of context to make, of which types.
+
+    Raises MemoryBudgetError when the cache does not fit what is there for it, OptionError for a type.
+    """
     trained: int = library().llama_model_n_ctx_train(weights)
     wanted = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
-    per_token = kv_bytes_per_token(weights, options.kv_type)
+    types = choose_kv_types(weights, options, wanted)
+    per_token = kv_bytes_per_token(weights, types)
     if wanted * per_token > left:
         fits = left // per_token // 256 * 256
         raise MemoryBudgetError(
@@ -129,7 +131,7 @@ def plan_context(weights: Any, options: LoadOptions) -> int:
             f" and {_size(left)} are left for it",
             f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
         )
-    return wanted
+    return wanted, types
 
 
 def _size(size_bytes: int) -> str:
@@ -138,31 +140,11 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / unit:,.1f} {name}"
 
 
-def kv_bytes_per_token(weights: Any, kv_type: str) -> int:
-    """Bytes of keys and values for one token in all layers."""
-    arch = metadata(weights, "general.architecture") or ""
-    heads = library().llama_model_n_head(weights) or 1
-    head_size = library().llama_model_n_embd(weights) // heads
-    key = int(metadata(weights, f"{arch}.attention.key_length") or head_size)
-    value = int(metadata(weights, f"{arch}.attention.value_length") or head_size)
-    listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
-    layers: int = library().llama_model_n_layer(weights)
-    kv_heads = sum(map(int, listed)) if len(listed) > 1 else library().llama_model_n_head_kv(weights) * layers
-    return int((key + value) * kv_heads * _KV_BLOCK_BYTES.get(kv_type, 64) // 32)
-
-
-def metadata(weights: Any, key: str) -> str | None:
-    """A metadata value as text, None when the file has no such key."""
-    buffer = ctypes.create_string_buffer(4096)
-    count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
-    return buffer.value.decode("utf-8", "replace") if count >= 0 else None
-
-
 def describe(
     weights: Any,
     path: str,
     name: str,
-    options: LoadOptions,
+    kv_types: KvTypes,
     context_tokens: int,
     vocabulary: Vocabulary,
     capabilities: Capabilities,
@@ -183,7 +165,7 @@ def describe(
         parameters=lib.llama_model_n_params(weights),
         file_bytes=check_file(path),
         weight_bytes=lib.llama_model_size(weights),
-        kv_bytes=kv_bytes_per_token(weights, options.kv_type) * context_tokens,
+        kv_bytes=kv_bytes_per_token(weights, kv_types) * context_tokens,
         quantisation=lib.llama_ftype_name(lib.llama_model_ftype(weights)).decode(),
         trained_context_tokens=trained,
         context_tokens=context_tokens,
@@ -194,8 +176,14 @@ def describe(
     )
 
 
-def default_threads() -> int:
-    """Physical cores this process may use: more threads than cores only wait for each other."""
+def default_threads(weight_bytes: int = 1 << 40) -> int:
+    """Physical cores this process may use: more threads than cores only wait for each other.
+
+    One for a model so small that threads would wait for each other longer than they work; when another
+    program holds a core, that waiting costs a thousand times the work.
+    """
+    if weight_bytes < _SMALL_MODEL_BYTES:
+        return 1
     physical = psutil.cpu_count(logical=False) or 1
     try:
         return max(1, min(physical, len(psutil.Process().cpu_affinity())))

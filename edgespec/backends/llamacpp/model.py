@@ -9,6 +9,7 @@ from typing import Any
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights, plan_context
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.engine.logits import HostLogits
@@ -31,6 +32,8 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     Raises ModelFileError (not a GGUF, damaged, unknown architecture), MemoryBudgetError, OptionError,
     BackendMissingError, and CancelledError when `progress` returns False.
     """
+    if options.kv_type != "auto":
+        parse_kv_types(options.kv_type)  # before minutes of loading, not after
     weights = load_weights(path, name, options, progress)
     try:
         return LlamaCppModel(weights, path, name, options)
@@ -57,11 +60,12 @@ class LlamaCppModel:
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
             )
-        context_tokens = plan_context(weights, options)
-        self._context = LlamaContext(weights, options, context_tokens, options.threads or default_threads())
+        context_tokens, kv_types = plan_context(weights, options)
+        threads = options.threads or default_threads(library().llama_model_size(weights))
+        self._context = LlamaContext(weights, options, context_tokens, kv_types, threads)
         try:
             self.facts: ModelFacts = describe(
-                weights, path, name, options, self._context.tokens, self.vocabulary, self._probe(options)
+                weights, path, name, kv_types, self._context.tokens, self.vocabulary, self._probe(options)
             )
         except BaseException:
             self._context.close()

@@ -1,0 +1,83 @@
+"""What the KV cache is made of: the types of keys and values, and the bytes they take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import OptionError
+
+__all__ = ["KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
+
+# ggml's number of a type, and the bytes of 32 elements.
+_TYPES = {
+    "f32": (0, 128),
+    "f16": (1, 64),
+    "bf16": (30, 64),
+    "q8_0": (8, 34),
+    "q5_1": (7, 24),
+    "q5_0": (6, 22),
+    "q4_1": (3, 20),
+    "iq4_nl": (20, 18),
+    "q4_0": (2, 18),
+}
+# Up to this size of a cache, `auto` prefers passes that agree to the bit over a quick prefill.
+_SMALL_CACHE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class KvTypes:
+    """The types of keys and of values, by name."""
+
+    keys: str
+    values: str
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """ggml's numbers of both."""
+        return _TYPES[self.keys][0], _TYPES[self.values][0]
+
+
+def choose_kv_types(weights: Any, options: LoadOptions, context_tokens: int) -> KvTypes:
+    """The types that `options.kv_type` asks for. Raises OptionError.
+
+    For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a
+    few, and for many. They add up in different orders and in half precision, so that a plain step and a
+    draft's pass disagree a little. For bf16 values, as large, it has one kernel for all, which adds up in
+    single precision but prefills more slowly. `auto` takes it where that cannot be felt.
+    """
+    if options.kv_type == "auto":
+        plain = KvTypes("f16", "f16")
+        on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
+        small = kv_bytes_per_token(weights, plain) * context_tokens <= _SMALL_CACHE_BYTES
+        return KvTypes("f16", "bf16") if on_cpu and small and options.flash_attention != "off" else plain
+    return parse_kv_types(options.kv_type)
+
+
+def parse_kv_types(text: str) -> KvTypes:
+    """`f16` for both, `q8_0/f16` for keys and values. Raises OptionError."""
+    keys, _, values = text.partition("/")
+    for name in (keys, values or keys):
+        if name not in _TYPES:
+            raise OptionError(
+                f"kv_type is {text!r}",
+                f"choose auto, one of {', '.join(_TYPES)}, or two for keys and values such as q8_0/f16",
+            )
+    return KvTypes(keys, values or keys)
+
+
+def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
+    """Bytes of keys and values for one token in all layers."""
+    lib = library()
+    arch = metadata(weights, "general.architecture") or ""
+    head_size = lib.llama_model_n_embd(weights) // (lib.llama_model_n_head(weights) or 1)
+    key_size = int(metadata(weights, f"{arch}.attention.key_length") or head_size)
+    value_size = int(metadata(weights, f"{arch}.attention.value_length") or head_size)
+    listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
+    layers: int = lib.llama_model_n_layer(weights)
+    heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
+    return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

@@ -1,0 +1,17 @@
+"""What a GGUF file says about its model."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from edgespec.backends.llamacpp.native import library
+
+__all__ = ["metadata"]
+
+
+def metadata(weights: Any, key: str) -> str | None:
+    """A metadata value as text, None when the file has no such key."""
+    buffer = ctypes.create_string_buffer(4096)
+    count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace") if count >= 0 else None
