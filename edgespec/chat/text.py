@@ -5,8 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Sequence
 
-from edgespec.errors import OptionError
-
 __all__ = ["ReplyText"]
 
 
@@ -20,8 +18,6 @@ class ReplyText:
     def __init__(
         self, piece: Callable[[int], bytes], is_end: Callable[[int], bool], stop: Sequence[str]
     ) -> None:
-        if not all(stop):
-            raise OptionError("a stop string is empty", "give at least one character")
         self._piece = piece
         self._is_end = is_end
         self._stop = tuple(stop)

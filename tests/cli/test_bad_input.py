@@ -36,7 +36,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["-n", "0"], "'0' is not a whole number from 1 up"),
         (["--context", "0"], "'0' is not a whole number from 1 up"),
-        (["--stop", ""], "stop string is empty"),
+        (["--stop", ""], "texts of at least one character"),
         (["--light"], "no such option --light"),
     ],
 )
