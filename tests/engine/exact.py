@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, ModelFacts
+from edgespec.backends.tabular import LetterVocabulary
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
 
@@ -139,8 +140,10 @@ class ExactSampler:
 class ExactModel:
     """A LanguageModel whose next-token laws are fractions. The first token is a root."""
 
-    def __init__(self, table: Table, vocab_size: int) -> None:
+    def __init__(self, table: Table, vocab_size: int, ends: bool = False) -> None:
         self.table = table
+        # One letter more than there is: nothing ends a reply.
+        self.vocabulary = LetterVocabulary(vocab_size + (0 if ends else 1))
         self.facts = ModelFacts(
             name="exact",
             path="",

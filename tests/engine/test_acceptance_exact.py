@@ -133,6 +133,19 @@ class TestOneRound:
         assert_law(one_round(rule, target, propose), target, ROOT, 3)
         assert len(lengths) > 1, "nothing stopped early: this shows nothing"
 
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("branches", [(), (2, 2)])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_stopping_at_an_end_of_the_reply(self, rule: Rule, branches: tuple[int, ...], seed: int) -> None:
+        """Nothing is drafted after the last letter, which says that the reply is over."""
+        target, draft = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
+
+        def ending() -> Any:
+            model: Any = ExactModel(draft, 3, ends=True)
+            return ModelDrafter(model, 3, branches=branches)
+
+        assert_law(one_round(rule, target, proposal(ending, 2)), target, ROOT, 3)
+
     @pytest.mark.parametrize("branches", [(2,), (3,), (2, 2), (1, 2), (3, 2), (1, 1, 2)])
     @pytest.mark.parametrize("seed", range(3))
     def test_siblings_without_replacement(self, branches: tuple[int, ...], seed: int) -> None:
