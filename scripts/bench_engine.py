@@ -75,7 +75,8 @@ def main() -> None:
     args = parser.parse_args()
 
     with edgespec.load(args.target, draft="none", context=1024, method="none") as runtime:
-        bare = BareLoop(runtime.target.path, 1024, default_threads())
+        threads = default_threads(runtime.target.weight_bytes)
+        bare = BareLoop(runtime.target.path, 1024, threads)
         prompt = runtime.vocabulary.tokenize(
             f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n", special=True, start=True
         )
