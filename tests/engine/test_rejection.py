@@ -1,0 +1,255 @@
+"""Rejection mode with real dice on tables: what is emitted follows the target's law.
+
+A G-test for every sampler, drafter and rule, corrected for their number; and wrong rules, which it
+must catch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.distribution import Distribution
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from tests.tables import Saying, table
+
+VOCAB = 5
+PROMPT = [0, 1, 2, 0, 1]
+REPLIES, MANY_REPLIES = 1000, 30_000
+LENGTH = 3
+SIGNIFICANT = 1e-3
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "open": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    "filters": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "min_p": 0.1},
+    "typical": {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 0.8},
+    "penalties": {
+        "temperature": 0.9,
+        "presence_penalty": 0.7,
+        "repetition_penalty": 1.3,
+        "penalty_window": 3,
+        "logit_bias": {1: 0.5},
+    },
+}
+RULES: dict[str, Callable[[int], Acceptance]] = {
+    "invariant": lambda seed: Invariant(),
+    "rejection": lambda seed: Rejection(Dice(seed)),
+    "token-wise": lambda seed: Rejection(Dice(seed), block=False),
+}
+
+
+def target() -> TabularModel:
+    return table(1, vocab=VOCAB, end=0.0)
+
+
+def draft() -> TabularModel:
+    return table(2, vocab=VOCAB, end=0.0)
+
+
+def model_drafter(**options: Any) -> ModelDrafter:
+    return ModelDrafter(draft(), VOCAB, **options)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "chain": model_drafter,
+    "stopping": lambda: model_drafter(min_confidence=0.3),
+    "tree": lambda: model_drafter(branches=(3, 2)),
+    "certain": lambda: Saying(lambda tokens, length: [1, 2, 3][:length]),
+    "both": lambda: CombinedDrafter(
+        [model_drafter(), Saying(lambda tokens, length: [1, 2, 3][:length])], can_branch=True
+    ),
+}
+
+
+def replies(
+    rule: Callable[[int], Acceptance], drafter: Drafter, sampling: dict[str, Any], count: int = REPLIES
+) -> Iterator[tuple[int, ...]]:
+    """Many replies of LENGTH tokens, each with its own seed."""
+    model = target()
+    params = SamplingParams(**{"temperature": 1.0} | sampling)
+    for seed in range(count):
+        model.truncate(0)
+        model.prefill(PROMPT[:-1])
+        drafter.begin(PROMPT)
+        steps = decode(
+            model,
+            drafter,
+            rule(seed),
+            Sampler(params, seed, PROMPT),
+            PROMPT[-1],
+            vocab_size=VOCAB,
+            draft_length=3,
+            max_tokens=LENGTH,
+            is_stop=lambda token: False,
+            is_cancelled=lambda: False,
+            stats=Stats(),
+        )
+        yield tuple(token for step in steps for token in step.tokens)
+
+
+def exact_law(sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
+    """The law of the first LENGTH tokens by plain passes."""
+    model = target()
+    params = SamplingParams(**{"temperature": 1.0} | sampling)
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for path, chance in law.items():
+            model.truncate(0)
+            model.prefill([*PROMPT, *path][:-1])
+            logits = model.verify(TokenTree.chain([*PROMPT, *path][-1]))
+            after = Sampler(params, 0, [*PROMPT, *path]).distribution(logits, 0)
+            for token, prob in zip(after.tokens.tolist(), after.probs.tolist(), strict=True):
+                longer[(*path, token)] = chance * prob
+        law = longer
+    return law
+
+
+def g_test(drawn: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """The p-value of the counts; impossible replies have none. Rare replies share a bin."""
+    if any(law.get(reply, 0.0) == 0.0 for reply in drawn):
+        return 0.0
+    total = drawn.total()
+    common = [reply for reply, chance in law.items() if chance * total >= 5]
+    observed = [drawn[reply] for reply in common]
+    expected = [law[reply] * total for reply in common]
+    observed.append(total - sum(observed))
+    expected.append(total - sum(expected))
+    if expected[-1] < 1e-6:
+        observed, expected = observed[:-1], expected[:-1]
+    scale = sum(observed) / sum(expected)
+    return float(
+        stats.power_divergence(
+            observed, [value * scale for value in expected], lambda_="log-likelihood"
+        ).pvalue
+    )
+
+
+CASES = list(product(SAMPLERS, DRAFTERS, RULES))
+
+
+@pytest.mark.parametrize(("sampler", "drafter", "rule"), CASES, ids=[", ".join(case) for case in CASES])
+def test_replies_follow_the_law(sampler: str, drafter: str, rule: str) -> None:
+    drawn = Counter(replies(RULES[rule], DRAFTERS[drafter](), SAMPLERS[sampler]))
+    # Bonferroni over all cases; the seeds are fixed, so that this passes always or never.
+    assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(CASES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sampler", "drafter", "rule"), CASES, ids=[", ".join(case) for case in CASES])
+def test_very_many_replies_follow_the_law(sampler: str, drafter: str, rule: str) -> None:
+    drawn = Counter(replies(RULES[rule], DRAFTERS[drafter](), SAMPLERS[sampler], MANY_REPLIES))
+    assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(CASES)
+
+
+class _Leaky(Rejection):
+    """Takes the token of a rejection from the target, not from the residual."""
+
+    def accept(self, tree: TokenTree, logits: Any, sampler: Sampler) -> Any:
+        verdict = super().accept(tree, logits, sampler)
+        if len(verdict.path) == tree.drafted:
+            return verdict
+        for node in verdict.path:
+            sampler.push(tree.tokens[node])
+        law = sampler.distribution(logits, verdict.path[-1] if verdict.path else 0)
+        sampler.pop(len(verdict.path))
+        return type(verdict)(verdict.path, self._chance.pick(law))
+
+
+class _Blind(Rejection):
+    """Forgets that penalties see the tokens drafted before."""
+
+    def accept(self, tree: TokenTree, logits: Any, sampler: Sampler) -> Any:
+        pushed = sampler.push
+        sampler.push = lambda token: pushed(PROMPT[0])  # type: ignore[method-assign]
+        verdict = super().accept(tree, logits, sampler)
+        sampler.push = pushed  # type: ignore[method-assign]
+        return verdict
+
+
+class _OneStream(Dice):
+    """Uses the number that drew a draft to accept it, too."""
+
+    def coin(self, probability: float) -> bool:
+        self._thrown = dict.fromkeys(self._thrown, 0)
+        return super().coin(probability)
+
+    def pick(self, law: Distribution) -> int:
+        self._thrown = dict.fromkeys(self._thrown, 0)
+        return super().pick(law)
+
+
+WRONG: dict[str, tuple[Callable[[int], Acceptance], str, str]] = {
+    "no residual": (lambda seed: _Leaky(Dice(seed), block=False), "chain", "open"),
+    "penalties blind to the path": (lambda seed: _Blind(Dice(seed)), "chain", "penalties"),
+    "the same luck twice": (lambda seed: Rejection(_OneStream(seed), block=False), "tree", "open"),
+}
+
+
+@pytest.mark.parametrize(("rule", "drafter", "sampler"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_rule_is_caught(rule: Callable[[int], Acceptance], drafter: str, sampler: str) -> None:
+    """A test that cannot fail is no test; it has as few replies to see it as the test above."""
+    drawn = Counter(replies(rule, DRAFTERS[drafter](), SAMPLERS[sampler]))
+    assert g_test(drawn, exact_law(SAMPLERS[sampler])) < SIGNIFICANT / len(CASES)
+
+
+class TestDice:
+    """Every decision has a number of its own."""
+
+    LAW = Distribution(np.arange(4), np.array([0.1, 0.2, 0.3, 0.4]))
+
+    def test_coins(self) -> None:
+        dice = Dice(1)
+        heads = sum(dice.coin(0.3) for _ in range(20_000))
+        assert stats.binomtest(heads, 20_000, 0.3).pvalue > 1e-4
+        assert all(dice.coin(1) for _ in range(1000))
+        assert not any(dice.coin(0) for _ in range(1000))
+
+    def test_picks(self) -> None:
+        dice = Dice(2)
+        counts = Counter(dice.pick(self.LAW) for _ in range(20_000))
+        assert stats.chisquare([counts[i] for i in range(4)], self.LAW.probs * 20_000).pvalue > 1e-4
+
+    def test_orders(self) -> None:
+        dice = Dice(3)
+        counts = Counter(tuple(dice.order(self.LAW, 2)) for _ in range(20_000))
+        probs = self.LAW.probs
+        law = {(i, j): probs[i] * probs[j] / (1 - probs[i]) for i, j in product(range(4), repeat=2) if i != j}
+        assert stats.chisquare([counts[p] for p in law], [p * 20_000 for p in law.values()]).pvalue > 1e-4
+
+    def test_what_was_drawn_says_nothing_about_what_is_accepted_or_recovered(self) -> None:
+        grid: NDArray[np.int64] = np.zeros((4, 2, 4), np.int64)
+        for seed in range(20_000):
+            dice = Dice(seed)
+            grid[dice.order(self.LAW, 1)[0], int(dice.coin(0.5)), dice.pick(self.LAW)] += 1
+        for a, b in ((0, 1), (0, 2), (1, 2)):
+            other = 3 - a - b
+            assert stats.chi2_contingency(grid.sum(axis=other)).pvalue > 1e-4
+
+    def test_impossible_tokens_are_never_proposed_nor_picked(self) -> None:
+        tiny = SamplingParams(temperature=0.002, top_k=0, top_p=1.0, min_p=0.0)
+        logits = HostLogits(np.array([[1.0, 5.0, 4.9, -3.0]], np.float32))
+        for seed in range(200):
+            draws = Rejection(Dice(seed)).draw(Sampler(tiny, seed, [0]), logits, 0, 4)
+            for token, law in draws:
+                assert law is not None
+                assert law.prob(token) > 0
+        assert self.LAW.pick(np.nextafter(1.0, 0.0)) == 3
+        ends = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
+        assert ends.pick(np.nextafter(1.0, 0.0)) == 1
