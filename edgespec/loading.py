@@ -13,6 +13,7 @@ from edgespec.checks import whole_number
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters, check_vocabularies, parse_method
+from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
 __all__ = ["load"]
@@ -56,7 +57,7 @@ def load(
         whole_number("threads", threads, 1, 1024)
     if not 0.0 <= draft_confidence < 1.0:
         raise OptionError(f"draft_confidence is {draft_confidence!r}", "give a number from 0 to below 1")
-    parse_method(method)
+    defaults = Defaults().but(method, draft_length, acceptance)
     branches = _checked_branches(draft_branches)
     options = LoadOptions(
         context_tokens=context,
@@ -71,6 +72,8 @@ def load(
     )
     found = resolve(target, progress=progress)
     found_draft, why_no_draft = _find_draft(found, draft, progress)
+    if not found_draft and method != "auto" and "model" in parse_method(method):
+        raise OptionError(f"method {method!r} needs a draft model: {why_no_draft}", "give --draft REF")
     with ExitStack() as undo:
         model = _load_model(found, options, progress)
         undo.callback(model.close)
@@ -90,9 +93,7 @@ def load(
             model,
             draft_model,
             drafters,
-            method=method,
-            draft_length=draft_length,
-            acceptance=acceptance,
+            defaults=defaults,
             notice=" · ".join(filter(None, (found.entry.notice if found.entry else "", model.facts.notice))),
         )
         undo.pop_all()

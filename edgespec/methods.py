@@ -107,7 +107,8 @@ def check_vocabularies(target: Vocabulary, draft: Vocabulary, target_name: str, 
         if mine != its:
             raise VocabularyMismatchError(
                 f"{draft_name} cannot draft for {target_name}: token {token} is"
-                f" {mine.decode('utf-8', 'replace')!r} there and {its.decode('utf-8', 'replace')!r} here",
+                f" {mine.decode('utf-8', 'replace')!r} in {target_name}"
+                f" and {its.decode('utf-8', 'replace')!r} in {draft_name}",
                 "choose a draft of the same family, or --draft none",
             )
     if abs(target.size - draft.size) > _MOST_PADDING:

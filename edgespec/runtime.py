@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -15,22 +13,19 @@ from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
-from edgespec.checks import whole_number
-from edgespec.engine.sampling import SamplingParams
 from edgespec.engine.stats import Stats
-from edgespec.errors import ClosedError, ContextFullError, OptionError, TemplateError
+from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import resident_bytes
 from edgespec.methods import Drafters
 from edgespec.reply import MethodReport, Reply
-from edgespec.session import Request, Session
+from edgespec.request import Defaults, make_request
+from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
 __all__ = ["Runtime"]
 
-DEFAULT_DRAFT_LENGTH = 4
-MAX_DRAFT_LENGTH = 64
-ACCEPTANCES = ("invariant", "rejection")
-_NO_LIMIT = (1 << 63) - 1
+
+_DEFAULTS = Defaults()
 
 
 class Runtime:
@@ -46,9 +41,7 @@ class Runtime:
         draft: LanguageModel | None,
         drafters: Drafters,
         *,
-        method: str = "auto",
-        draft_length: int | None = None,
-        acceptance: str = "invariant",
+        defaults: Defaults = _DEFAULTS,
         notice: str = "",
     ) -> None:
         vocabulary = target.vocabulary
@@ -64,11 +57,8 @@ class Runtime:
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.
                 self._template = error
-        self.method: MethodReport = drafters.choose(method)[1]
-        self._draft_length = (
-            DEFAULT_DRAFT_LENGTH if draft_length is None else _checked_draft_length(draft_length)
-        )
-        self._acceptance = _checked_acceptance(acceptance)
+        self.method: MethodReport = drafters.choose(defaults.method)[1]
+        self._defaults = defaults
         self._session = Session(target, drafters)
 
     @property
@@ -145,35 +135,10 @@ class Runtime:
         """
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
-        if not tokens:
-            raise OptionError("the prompt is empty", "give at least one word")
-        if len(tokens) > self.context_tokens:
-            raise ContextFullError(
-                f"the prompt is {len(tokens)} tokens long and the context holds {self.context_tokens}",
-                f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
-            )
-        if max_tokens is not None:
-            whole_number("max_tokens", max_tokens, 1, _NO_LIMIT)
-        if seed is not None:
-            whole_number("seed", seed, 0, _NO_LIMIT)
-        foreign = [token for token in tokens if not 0 <= token < self.target.vocab_size]
-        if foreign:
-            raise OptionError(
-                f"the prompt holds the token {foreign[0]} and the model has {self.target.vocab_size}",
-                "use the tokens of this model's own vocabulary",
-            )
+        how = self._defaults.but(method, draft_length, acceptance)
         report = self.method if method is None else self._session.drafters.choose(method)[1]
-        request = Request(
-            tokens=tuple(tokens),
-            params=_sampling_params(sampling),
-            seed=secrets.randbits(32) if seed is None else seed,
-            max_tokens=max_tokens or self.context_tokens,
-            stop=_checked_stop(stop),
-            method=report.requested,
-            draft_length=_checked_draft_length(draft_length)
-            if draft_length is not None
-            else self._draft_length,
-            acceptance=self._acceptance if acceptance is None else _checked_acceptance(acceptance),
+        request = make_request(
+            tokens, self.target, how, max_tokens=max_tokens, seed=seed, stop=stop, sampling=sampling
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
         if self.draft:
@@ -211,32 +176,3 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _sampling_params(sampling: dict[str, Any]) -> SamplingParams:
-    for name in sampling:
-        if name not in SamplingParams.names():
-            near = difflib.get_close_matches(name, SamplingParams.names(), 1)
-            raise OptionError(
-                f"option {name!r} is unknown",
-                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SamplingParams.names())}",
-            )
-    return SamplingParams(**sampling)
-
-
-def _checked_stop(stop: Any) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        stop = (stop,)
-    if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
-        raise OptionError(f"stop is {stop!r}", "give texts of at least one character")
-    return tuple(stop)
-
-
-def _checked_draft_length(value: int) -> int:
-    return whole_number("draft_length", value, 1, MAX_DRAFT_LENGTH, ", or method none")
-
-
-def _checked_acceptance(value: str) -> str:
-    if value not in ACCEPTANCES:
-        raise OptionError(f"acceptance is {value!r}", f"choose {' or '.join(ACCEPTANCES)}")
-    return value

@@ -5,34 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.prefix import common_prefix
-from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.methods import Drafters
+from edgespec.request import Request
 
-__all__ = ["Request", "Session"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Everything that decides a reply, and how it is to be produced."""
-
-    tokens: tuple[int, ...]
-    params: SamplingParams
-    seed: int
-    max_tokens: int
-    stop: tuple[str, ...]
-    method: str
-    draft_length: int
-    acceptance: str
+__all__ = ["Session"]
 
 
 class Session:
@@ -135,7 +121,7 @@ class Session:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Prefill, then rounds. `tokens` grows with what is emitted."""
-        drafter, _ = self.drafters.choose(request.method)
+        drafter, _ = self.drafters.choose(request.how.method)
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
@@ -158,7 +144,7 @@ class Session:
             vocab_size=self.target.facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.draft_length if drafter else 0,
+            draft_length=request.how.draft_length if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
@@ -213,4 +199,4 @@ class Session:
 
 def acceptance_rule(request: Request) -> Acceptance:
     """The rule a request asks for."""
-    return Rejection(Dice(request.seed)) if request.acceptance == "rejection" else Invariant()
+    return Rejection(Dice(request.seed)) if request.how.acceptance == "rejection" else Invariant()

@@ -11,7 +11,8 @@ from edgespec.engine.stats import Stats
 from edgespec.errors import EdgespecError
 from edgespec.memory import peak_bytes
 from edgespec.reply import MethodReport, Piece, Reply
-from edgespec.session import Request, Session
+from edgespec.request import Request
+from edgespec.session import Session
 
 __all__ = ["ReplyStream"]
 

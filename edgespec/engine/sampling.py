@@ -68,8 +68,12 @@ class SamplingParams:
             value = getattr(self, name)
             kind = int if isinstance(low, int) else (int, float)
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                noun = "a whole number" if kind is int else "a number"
-                raise OptionError(f"{name} is {value!r}", f"give {noun} from {low:g} to {high:g} ({hint})")
+                span = (
+                    f"a whole number from {low} to {high}"
+                    if kind is int
+                    else f"a number from {low:g} to {high:g}"
+                )
+                raise OptionError(f"{name} is {value!r}", f"give {span} ({hint})")
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
             raise OptionError(f"logit_bias is {biases!r}", "give a mapping of token ids to numbers")
