@@ -29,16 +29,16 @@ class PromptBuilder:
 
     def build(self, messages: Sequence[Message]) -> Prompt:
         """The prompt for the assistant's next reply. Raises TemplateError."""
-        literals: list[str] = []
-        text = self._template.render([self._shielded(message, literals) for message in messages])
+        shield = _Shield(self._vocabulary, messages)
+        text = self._template.render([shield.over(message) for message in messages])
         known_text, known_tokens = self._known
         if known_text and text.startswith(known_text):
-            rest = self._tokenize(text[len(known_text) :], literals, start=False)
+            rest = self._tokenize(text[len(known_text) :], shield, start=False)
             # Only a control token is sure to begin at the seam whatever stands before it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return text, known_tokens + rest
         start = not (self._vocabulary.start_text and text.startswith(self._vocabulary.start_text))
-        return text, self._tokenize(text, literals, start=start)
+        return text, self._tokenize(text, shield, start=start)
 
     def remember(self, prompt: Prompt, reply: Sequence[int]) -> None:
         """These tokens followed that prompt."""
@@ -46,21 +46,57 @@ class PromptBuilder:
         said = b"".join(self._vocabulary.piece(token) for token in kept)
         self._known = (prompt[0] + said.decode("utf-8", "replace"), prompt[1] + kept)
 
-    def _shielded(self, message: Message, literals: list[str]) -> Message:
-        """Put a mark for every control token somebody wrote into a message: there it is only text."""
+    def _tokenize(self, text: str, shield: _Shield, start: bool) -> list[int]:
+        vocabulary = self._vocabulary
+        tokens = vocabulary.tokenize(text, special=True, start=start)
+        if not shield.literals:
+            return tokens
+        # Between the template's own control tokens all is plain text, what was shielded included.
+        whole, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
+        at = 0
+        for token in whole:
+            literal = _literal(vocabulary, token)
+            found = text.find(literal, at)
+            if found < 0:  # one the tokenizer put first by itself
+                tokens.append(token)
+                continue
+            if found > at:
+                tokens += vocabulary.tokenize(shield.off(text[at:found]), special=False, start=False)
+            tokens.append(token)
+            at = found + len(literal)
+        if at < len(text):
+            tokens += vocabulary.tokenize(shield.off(text[at:]), special=False, start=False)
+        return tokens
+
+
+class _Shield:
+    """Marks in place of the control tokens somebody wrote into a message: there they are only text."""
+
+    def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
+        self._vocabulary = vocabulary
+        self.literals: dict[int, str] = {}
+        said = set().union(*(message.content for message in messages))
+        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said)
+        self._left, self._right = next(free), next(free)
+
+    def over(self, message: Message) -> Message:
+        """The message with its control tokens marked."""
         content = message.content
         for token in self._vocabulary.tokenize(content, special=True, start=False):
-            literal = self._vocabulary.raw_piece(token).decode("utf-8", "replace")
-            if literal and literal in content and not self._vocabulary.piece(token):
-                content = content.replace(literal, f"\ue000{len(literals)}\ue001")
-                literals.append(literal)
+            literal = _literal(self._vocabulary, token)
+            if literal and literal in content and _is_control(self._vocabulary, token):
+                content = content.replace(literal, f"{self._left}{token}{self._right}")
+                self.literals[token] = literal
         return message if content is message.content else Message(message.role, content)
 
-    def _tokenize(self, text: str, literals: Sequence[str], start: bool) -> list[int]:
-        tokens: list[int] = []
-        for i, part in enumerate(re.split("\ue000(\\d+)\ue001", text) if literals else [text]):
-            if i % 2 and int(part) < len(literals):
-                tokens += self._vocabulary.tokenize(literals[int(part)], special=False, start=False)
-            elif part:
-                tokens += self._vocabulary.tokenize(part, special=True, start=start and not tokens)
-        return tokens
+    def off(self, text: str) -> str:
+        """Text as it was written."""
+        return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
+
+
+def _is_control(vocabulary: Vocabulary, token: int) -> bool:
+    return vocabulary.piece(token) == b"" and vocabulary.raw_piece(token) != b""
+
+
+def _literal(vocabulary: Vocabulary, token: int) -> str:
+    return vocabulary.raw_piece(token).decode("utf-8", "replace")

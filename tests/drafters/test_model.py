@@ -1,0 +1,153 @@
+"""The draft model: its cache follows the text, its guesses stay inside what both models know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.drafters.combined import merged
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.distribution import Distribution
+from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
+from tests.tables import END, VOCAB, near, runtime, table
+
+GREEDY = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
+
+
+def propose(drafter: ModelDrafter, tokens: list[int], draft_length: int) -> TokenTree:
+    sampler = Sampler(GREEDY, 0, tokens)
+    tree = drafter.propose(sampler, Invariant(), draft_length)
+    assert sampler.position == len(tokens)
+    return tree
+
+
+class TestItsCache:
+    @settings(max_examples=150, deadline=None)
+    @given(
+        st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
+        st.sampled_from([(), (2,), (2, 2)]),
+    )
+    def test_it_holds_the_text_whatever_was_accepted(
+        self, prompt: list[int], rounds: list[tuple[int, int, bool]], branches: tuple[int, ...]
+    ) -> None:
+        """Rounds of a draft length, how much of it is accepted, and whether a draft was asked for at all."""
+        model, tokens = table(3), list(prompt)
+        drafter = ModelDrafter(model, VOCAB, branches=branches)
+        drafter.begin(tokens)
+        for draft_length, accepted, asked in rounds:
+            emitted: list[int] = []
+            if asked and draft_length:
+                tree = propose(drafter, tokens, draft_length)
+                fresh = ModelDrafter(table(3), VOCAB, branches=branches)
+                fresh.begin(tokens)
+                assert tree == propose(fresh, tokens, draft_length)
+                node = 0
+                while tree.children(node) and len(emitted) < accepted:
+                    node = tree.children(node)[-1]
+                    emitted.append(tree.tokens[node])
+            emitted.append((sum(tokens) + accepted) % (VOCAB - 1))
+            drafter.commit(tuple(emitted))
+            tokens += emitted
+            held = model._tokens
+            assert held == tokens[: len(held)]
+            assert len(held) < len(tokens)
+
+    def test_after_full_acceptance_one_token_lags(self) -> None:
+        model, tokens = table(3), [0, 1, 2]
+        drafter = ModelDrafter(model, VOCAB)
+        drafter.begin(tokens)
+        tree = propose(drafter, tokens, 4)
+        drafter.commit((*tree.tokens[1:], 0))
+        assert model.length == len(tokens) + 4 - 1
+
+    def test_a_prompt_longer_than_its_context_is_not_drafted_for(self) -> None:
+        drafter = ModelDrafter(table(3, context_tokens=10), VOCAB)
+        tokens = [0, 1] * 20
+        drafter.begin(tokens)
+        assert propose(drafter, tokens, 4).drafted == 0
+        drafter.commit((1,))
+        drafter.begin([0, 1, 2])
+        assert propose(drafter, [0, 1, 2], 4).drafted == 4
+
+
+class TestItsGuesses:
+    def test_a_vocabulary_larger_than_the_targets(self) -> None:
+        """Padded or added tokens of the draft are never drafted; those of the target never fail."""
+        big, small = table(1, vocab=12), table(2)
+        with runtime(small, big) as pair:
+            expected = pair.generate("abcab", method="none", seed=2, max_tokens=40)
+            got = pair.generate("abcab", method="model", seed=2, max_tokens=40, draft_length=5)
+        assert got.tokens == expected.tokens
+        with runtime(table(1, vocab=12), table(2)) as pair:
+            expected = pair.generate("ablkj", method="none", seed=2, max_tokens=40)
+            got = pair.generate("ablkj", method="model", seed=2, max_tokens=40, draft_length=5)
+        assert got.tokens == expected.tokens
+        assert max(got.tokens) >= VOCAB
+
+    @pytest.mark.parametrize(("branches", "leaves"), [((), 1), ((2,), 2), ((3, 2), 6), ((2, 2, 2), 8)])
+    def test_the_shape_of_a_tree(self, branches: tuple[int, ...], leaves: int) -> None:
+        drafter = ModelDrafter(table(3), VOCAB, branches=branches)
+        drafter.begin([0, 1, 2])
+        tree = propose(drafter, [0, 1, 2], 5)
+        assert tree.leaves == leaves
+        assert max(tree.depths) == 5
+        for node in range(tree.width):
+            children = [tree.tokens[child] for child in tree.children(node)]
+            assert len(set(children)) == len(children)
+
+    def test_an_unsure_token_is_kept_and_nothing_after_it(self) -> None:
+        flat = table(3, spread=0.01)
+        drafter = ModelDrafter(flat, VOCAB, min_confidence=0.5)
+        drafter.begin([0, 1, 2])
+        assert propose(drafter, [0, 1, 2], 5).drafted == 1
+
+    def test_a_model_that_cannot_go_back_is_refused(self) -> None:
+        with pytest.raises(CapabilityError, match="cannot be a draft"):
+            ModelDrafter(table(3, rollback=False), VOCAB)
+
+    def test_a_model_that_cannot_branch_drafts_chains(self) -> None:
+        drafter = ModelDrafter(table(3, tree=False), VOCAB, branches=(3,))
+        drafter.begin([0, 1, 2])
+        assert propose(drafter, [0, 1, 2], 4).is_chain
+
+
+class TestMerging:
+    LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
+
+    def test_certain_guesses_share_what_they_agree_on(self) -> None:
+        tree = merged([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])])
+        assert tree.tokens == (9, 1, 2, 3, 4, 5)
+        assert tree.parents == (-1, 0, 1, 2, 2, 4)
+        assert not tree.block
+
+    def test_drawn_guesses_come_first_and_keep_their_laws(self) -> None:
+        drawn = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
+        tree = merged([TokenTree.chain(9, [2, 0]), drawn])
+        assert tree.tokens == (9, 1, 2, 2, 0)
+        assert tree.laws == (None, self.LAW, self.LAW, None, None)
+
+    def test_one_guess_is_left_as_it_is(self) -> None:
+        chain: Any = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
+        assert merged([TokenTree.chain(9), chain]) is chain
+        assert merged([TokenTree.chain(9), TokenTree.chain(9)]).drafted == 0
+
+    def test_two_that_agree_are_no_block(self) -> None:
+        drawn = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
+        tree = merged([drawn, TokenTree.chain(9, [1, 2])])
+        assert tree.is_chain
+        assert not tree.block
+
+
+def test_a_near_draft_is_worth_having() -> None:
+    with runtime(table(1), near(table(1), 2, noise=0.2)) as pair:
+        reply = pair.generate("abcab", method="model", seed=1, max_tokens=60, temperature=0.8)
+    assert (reply.stats.acceptance_rate or 0.0) > 0.5
+    assert (reply.stats.tokens_per_target_pass or 0.0) > 2.0

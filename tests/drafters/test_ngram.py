@@ -1,0 +1,71 @@
+"""Prompt lookup: the longest match wins, then the latest; nothing is guessed without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.sampling import Sampler, SamplingParams
+
+
+def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
+    drafter = NgramDrafter(longest, shortest)
+    drafter.begin(tokens)
+    tree = drafter.propose(Sampler(SamplingParams(), 0, tokens), Invariant(), draft_length)
+    assert tree.tokens[0] == tokens[-1]
+    assert tree.is_chain
+    return list(tree.tokens[1:])
+
+
+def by_searching(tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2) -> list[int]:
+    """The same by looking at every place."""
+    for length in range(longest, shortest - 1, -1):
+        for at in range(len(tokens) - 1, length - 1, -1):
+            if len(tokens) > length and list(tokens[at - length : at]) == list(tokens[-length:]):
+                known = list(tokens)
+                for i in range(draft_length):
+                    known.append(known[at + i])
+                return known[len(tokens) :]
+    return []
+
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@given(texts, st.integers(1, 9))
+def test_it_finds_what_a_search_finds(tokens: list[int], draft_length: int) -> None:
+    assert guess(tokens, draft_length) == by_searching(tokens, draft_length)
+
+
+@given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
+def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[list[int]]) -> None:
+    drafter = NgramDrafter()
+    drafter.begin(start)
+    tokens = list(start)
+    for emitted in rounds:
+        drafter.commit(tuple(emitted))
+        tokens += emitted
+    tree = drafter.propose(Sampler(SamplingParams(), 0, tokens), Invariant(), 5)
+    assert list(tree.tokens[1:]) == guess(tokens, 5)
+
+
+@given(texts, texts)
+def test_another_text_is_learnt_from_its_beginning(first: list[int], second: list[int]) -> None:
+    drafter = NgramDrafter()
+    drafter.begin(first)
+    drafter.begin(second)
+    tree = drafter.propose(Sampler(SamplingParams(), 0, second), Invariant(), 5)
+    assert list(tree.tokens[1:]) == guess(second, 5)
+
+
+def test_examples() -> None:
+    assert guess([1, 2, 3, 4, 1, 2]) == [3, 4, 1, 2]
+    assert guess([1, 2, 3, 1, 2, 4, 1, 2]) == [4, 1, 2, 4]
+    assert guess([9, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2]) == [3, 8, 1, 2]
+    assert guess([1, 2, 3]) == []
+    assert guess([5]) == []
+    assert guess([7, 7, 7, 7]) == [7, 7, 7, 7]

@@ -1,0 +1,61 @@
+"""Sizes as people write them, and what the machine says it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from edgespec.errors import OptionError
+from edgespec.memory import available_bytes, parse_size, peak_bytes, resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        (1234, 1234),
+        ("1234", 1234),
+        ("8GiB", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("8g", 8 * 10**9),
+        ("8 gib", 8 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("800M", 800 * 10**6),
+        ("800MiB", 800 * 2**20),
+        ("64K", 64_000),
+        ("2TiB", 2 * 2**40),
+        (" 10 B ", 10),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "lots", "-1", "-1GB", "8XB", "GiB", "8iB", "1,5GB", "1e9", "8 G B", "nan"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(OptionError, match="memory is"):
+        parse_size(text)
+
+
+def test_what_this_process_holds() -> None:
+    assert 0 < resident_bytes() <= peak_bytes() * 1.1
+    assert available_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "expected"),
+    [("1000000", "400000", 600_000), ("max", "400000", None), ("junk", "x", None)],
+)
+def test_a_container_may_allow_less_than_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch, limit: str, used: str, expected: int | None
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda self: limit if self.name == "memory.max" else used)
+    machine = int(psutil.virtual_memory().available)
+    if expected is not None:
+        assert available_bytes() == expected
+    else:
+        assert available_bytes() > machine // 2

@@ -1,0 +1,84 @@
+"""The public names: all there, none by accident, and nothing heavy until it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec import errors
+
+PACKAGE = Path(edgespec.__file__).parent
+HEAVY = ("llama_cpp", "mlx", "textual")
+
+
+def test_every_public_name_is_there_and_shown() -> None:
+    for name in edgespec.__all__:
+        assert getattr(edgespec, name) is not None
+    assert dir(edgespec) == sorted(edgespec.__all__)
+    assert len(set(edgespec.__all__)) == len(edgespec.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        edgespec.laod  # noqa: B018
+
+
+def _modules() -> list[str]:
+    paths = (path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py") if "mlx" not in path.parts)
+    names = (".".join(path.with_suffix("").parts) for path in paths if path.name != "__main__.py")
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_what_a_module_says_it_offers_is_there(name: str) -> None:
+    module = importlib.import_module(name)
+    offered = getattr(module, "__all__", [])
+    assert len(set(offered)) == len(offered)
+    for public in offered:
+        assert hasattr(module, public)
+
+
+def test_public_names_come_from_where_they_live() -> None:
+    """A type checker reads the imports, Python the table: both must say the same."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("edgespec")
+        for alias in node.names
+    }
+    lazy = {name: getattr(edgespec, name).__module__ for name in edgespec.__all__ if name != "__version__"}
+    assert typed == lazy
+
+
+def test_every_error_is_one_line_with_a_next_step() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.EdgespecError)
+        error = kind("it\nfailed  badly", "try\nagain")
+        assert str(error) == "it failed badly; try again"
+        assert (error.what, error.next_step) == ("it failed badly", "try again")
+        assert str(kind("it failed")) == "it failed"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import edgespec",
+        "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
+        "import edgespec.sameness",
+        "import edgespec.engine.loop, edgespec.drafters.model, edgespec.backends.tabular",
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:
+    check = f"{code}; import sys; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", check], check=True, capture_output=True, text=True, cwd=PACKAGE.parent
+    )
+    assert done.stdout.strip() == "[]"
