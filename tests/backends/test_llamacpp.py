@@ -211,12 +211,21 @@ class TestRecurrent:
                 for method in ("none", "ngram", "auto", "none")
             ]
             assert len({reply.tokens for reply in replies}) == 1
-            chat = runtime.chat()
-            chat.ask("list the files", max_tokens=10, seed=1)
-            second = chat.ask("of the", max_tokens=10, seed=1)
-        with edgespec.load(str(path), draft=None, context=256) as runtime:
-            chat = runtime.chat(messages=chat.messages[:2])
-            assert chat.ask("of the", max_tokens=10, seed=1).text == second.text
+            first = self.ended(runtime.stream_tokens([5, 6, 7], max_tokens=10, seed=1))
+            turn = [5, 6, 7, *first.tokens, 8, 9]
+            second = self.ended(runtime.stream_tokens(turn, max_tokens=10, seed=1))
+            assert second.stats.cached_prompt_tokens == 3 + len(first.tokens) - 1
+            edited = self.ended(runtime.stream_tokens([5, 6, 99], max_tokens=10, seed=1))
+            assert edited.stats.cached_prompt_tokens == 0
+        for prompt, reply in ((turn, second), ([5, 6, 99], edited)):
+            with edgespec.load(str(path), draft=None, context=256) as newborn:
+                assert self.ended(newborn.stream_tokens(prompt, max_tokens=10, seed=1)).tokens == reply.tokens
+
+    @staticmethod
+    def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
+        for _ in stream:
+            pass
+        return stream.reply
 
     def test_it_cannot_be_a_draft(self, tmp_path: Path) -> None:
         target, draft = write_llama(tmp_path / "target.gguf"), write_mamba(tmp_path / "mamba.gguf")
