@@ -220,6 +220,11 @@ def _file(path: Path) -> Resolved:
         with path.open("rb"):
             pass
     except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise ModelNotFoundError(
+                f"{path} is a link to {os.readlink(path)}, which is not there",
+                "mend the link or give another path",
+            ) from error
         nearest = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
         raise ModelNotFoundError(
             f"there is no file {path}",

@@ -248,3 +248,10 @@ def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
     assert by_name is not None
     assert by_name == by_repository
     assert by_name.name == "llama-3.2-3b"
+
+
+def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+    link = tmp_path / "model.gguf"
+    link.symlink_to(tmp_path / "gone.gguf")
+    with pytest.raises(ModelNotFoundError, match=r"is a link to .*gone\.gguf, which is not there"):
+        resolve(str(link))
