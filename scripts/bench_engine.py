@@ -82,10 +82,14 @@ def main() -> None:
         )
         ratios, own_shares = [], []
         for run in range(args.runs + 1):
-            tokens, bare_seconds = bare.run(prompt, args.tokens)
+            # The sides take turns at going first, so that drift favours neither.
+            if run % 2:
+                tokens, bare_seconds = bare.run(prompt, args.tokens)
             stream = runtime.stream_tokens(prompt, max_tokens=args.tokens, temperature=0.0)
             for _ in stream:
                 pass
+            if not run % 2:
+                tokens, bare_seconds = bare.run(prompt, args.tokens)
             stats = stream.reply.stats
             if list(stream.reply.tokens) != tokens[: len(stream.reply.tokens)]:
                 raise SystemExit("error: the engine and the bare loop said different tokens")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,14 @@ ENDLESS = (
     "generate", "--threads", "1", "--context", "30000", "-n", "29000", "--logit-bias", "1=-inf",
     "--draft", "none", "hi",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def read_some(process: subprocess.Popen[bytes]) -> bytes:
@@ -44,7 +53,7 @@ def test_a_reply_is_cut_short(start: Start, number: signal.Signals) -> None:
     process.send_signal(number)
     asked = time.monotonic()
     stdout, stderr = ended(process)
-    assert time.monotonic() - asked < 2
+    assert time.monotonic() - asked < 10  # not the minute the reply would take
     assert process.returncode == 130
     assert stdout.endswith("\n")
     assert stderr == ""
