@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import perf_counter as now
@@ -38,6 +40,7 @@ class Session:
         self._stopping = False
         self._closing = self._closed = False
         self.plain_step_seconds = self._time_plain_step()
+        _open_sessions.add(self)
 
     @property
     def closed(self) -> bool:
@@ -200,3 +203,13 @@ class Session:
 def acceptance_rule(request: Request) -> Acceptance:
     """The rule a request asks for."""
     return Rejection(Dice(request.seed)) if request.how.acceptance == "rejection" else Invariant()
+
+
+_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A native library must not be torn down under a thread that still computes in it."""
+    for session in list(_open_sessions):
+        session.close()

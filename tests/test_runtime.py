@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -383,6 +385,26 @@ class TestClosing:
         runtime.close()
         thread.join(10)
         assert ended in (["closed"], ["done"])
+
+    @pytest.mark.parametrize("delay", [0.0, 0.03, 0.06])
+    def test_a_program_may_end_while_a_thread_still_decodes(self, delay: float) -> None:
+        code = f"""
+import threading, time, edgespec
+runtime = edgespec.load("demo")
+started = threading.Event()
+def work():
+    while True:
+        stream = runtime.stream("What does `ls` do? " * 40, max_tokens=500, temperature=1.2)
+        started.set()
+        for _ in stream:
+            pass
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+time.sleep({delay})
+threading.excepthook = lambda _: None
+"""
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_nothing_is_left_open_when_loading_fails(self, demo_target: Path, tmp_path: Path) -> None:
         for options in (
