@@ -78,6 +78,13 @@ class TestFiles:
         path = write_llama(tmp_path / "tiny.gguf")
         self.refused(MemoryBudgetError, path, "the cache for", context_tokens=10**9, memory_bytes=1 << 30)
 
+    def test_a_context_smaller_than_a_pass(self, tmp_path: Path) -> None:
+        model = load(write_llama(tmp_path / "model.gguf"), context_tokens=1)
+        assert model.facts.context_tokens == 256
+        model.prefill([1, 2, 3])
+        assert len(model.verify(TokenTree.chain(4, (5,) * 64)).at(64, np.array([6]))) == 1
+        model.close()
+
     def test_weights_larger_than_memory(self, tmp_path: Path) -> None:
         self.refused(MemoryBudgetError, write_llama(tmp_path / "tiny.gguf"), "the weights", memory_bytes=1000)
 

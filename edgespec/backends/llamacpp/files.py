@@ -19,6 +19,7 @@ from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 __all__ = ["default_threads", "describe", "load_weights", "plan_context"]
 
 DEFAULT_CONTEXT_TOKENS = 8192
+_BLOCK_TOKENS = 256
 _SMALL_MODEL_BYTES = 64 * 2**20
 
 
@@ -119,13 +120,15 @@ def plan_context(weights: Any, options: LoadOptions) -> tuple[int, KvTypes]:
     Raises MemoryBudgetError when the cache does not fit what is there for it, OptionError for a type.
     """
     trained: int = library().llama_model_n_ctx_train(weights)
-    wanted = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
+    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
+    blocks = -(-(options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)) // _BLOCK_TOKENS)
+    wanted = blocks * _BLOCK_TOKENS
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     types = choose_kv_types(weights, options, wanted)
     per_token = kv_bytes_per_token(weights, types)
     if wanted * per_token > left:
-        fits = left // per_token // 256 * 256
+        fits = left // per_token // _BLOCK_TOKENS * _BLOCK_TOKENS
         raise MemoryBudgetError(
             f"the cache for {wanted:,} tokens of context takes {_size(wanted * per_token)}"
             f" and {_size(left)} are left for it",
