@@ -121,8 +121,8 @@ def plan_context(weights: Any, options: LoadOptions) -> tuple[int, KvTypes]:
     """
     trained: int = library().llama_model_n_ctx_train(weights)
     # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
-    blocks = -(-(options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)) // _BLOCK_TOKENS)
-    wanted = blocks * _BLOCK_TOKENS
+    asked = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
+    wanted = -(-asked // _BLOCK_TOKENS) * _BLOCK_TOKENS
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     types = choose_kv_types(weights, options, wanted)
@@ -130,7 +130,7 @@ def plan_context(weights: Any, options: LoadOptions) -> tuple[int, KvTypes]:
     if wanted * per_token > left:
         fits = left // per_token // _BLOCK_TOKENS * _BLOCK_TOKENS
         raise MemoryBudgetError(
-            f"the cache for {wanted:,} tokens of context takes {_size(wanted * per_token)}"
+            f"the cache for {asked:,} tokens of context takes {_size(wanted * per_token)}"
             f" and {_size(left)} are left for it",
             f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
         )
