@@ -33,6 +33,13 @@ class Program(HelpfulGroup):
         command: click.Command = import_module(f"edgespec.cli.{name}").command
         return command
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        """Read the command line; --help and --version print and end here."""
+        try:
+            return super().make_context(*args, **extra)
+        except BrokenPipeError:
+            raise click.exceptions.Exit(_reader_left()) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. A reader that leaves early (`| head -1`) has got what it wanted."""
         try:

@@ -17,8 +17,8 @@ sys.argv = ["edgespec", *sys.argv[1:]]
 from edgespec.cli import main
 try:
     main()
-except SystemExit:
-    pass
+except SystemExit as ending:
+    assert not ending.code, ending.code
 """
 HEAVY = {"llama_cpp", "mlx", "textual", "numpy", "rich", "jinja2", "huggingface_hub"}
 
@@ -58,3 +58,27 @@ def test_help_starts_within_a_fifth_of_a_second() -> None:
         seconds.append(time.perf_counter() - started)
     # The best of five: the others measure what else this machine does.
     assert min(seconds) < 0.2
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_reader_that_has_left_before_it_speaks(start: Start, option: str) -> None:
+    process = start(option, code=_RUN.replace("import sys\n", "import sys, time; time.sleep(0.2)\n", 1))
+    assert process.stdout
+    process.stdout.close()
+    assert process.wait(30) == 0
+    assert process.stderr
+    assert process.stderr.read() == b""
+
+
+def test_ctrl_c_while_it_starts(start: Start) -> None:
+    code = (
+        "import sys, signal\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'edgespec.cli.help': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from edgespec.cli import main; main()\n"
+    )
+    process = start("models", code=code)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (130, b"interrupted\n")
