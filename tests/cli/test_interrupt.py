@@ -63,9 +63,11 @@ def test_json_tells_that_it_was_cut_short(start: Start) -> None:
     code = (
         "import os, signal, sys, threading; sys.argv = ['edgespec', *sys.argv[1:]]\n"
         "from edgespec.stream import ReplyStream\n"
-        "step = ReplyStream.__next__\n"
+        "step, sent = ReplyStream.__next__, []\n"
         "def kill(stream):\n"
-        "    if stream.stats.generated_tokens > 20: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    if stream.stats.generated_tokens > 20 and not sent:\n"
+        "        sent.append(True)  # a second Ctrl-C would end the process at once\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
         "    return step(stream)\n"
         "ReplyStream.__next__ = kill\n"
         "from edgespec.cli import main; main()\n"
