@@ -33,6 +33,8 @@ class LoadOptions:
     flash_attention: `auto`, `on` or `off`.
     max_branches: how many leaves a token tree may have.
     memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
+    draft: it is to draft: `auto` choices need not care how exactly its passes round.
+    adapter: a folder with a LoRA or DoRA adapter to put on the weights.
     """
 
     context_tokens: int | None = None
@@ -45,6 +47,8 @@ class LoadOptions:
     batch_tokens: int = 512
     max_branches: int = 8
     memory_bytes: int | None = None
+    draft: bool = False
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,13 @@ class LanguageModel(Protocol):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make the cache what it was. BackendError when the snapshot is of another model or context."""
+
+    def run_ahead(self, wanted: bool) -> None:
+        """A hint: whether the token after the next pass will be its best one, and run alone.
+
+        A backend that computes in the background may then start that step before it is asked to. What
+        comes out is the same.
+        """
 
     def interrupt(self, wanted: bool) -> None:
         """Stop the running pass and refuse new ones with CancelledError until called with False.

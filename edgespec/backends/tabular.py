@@ -148,6 +148,9 @@ class TabularModel:
         except ValueError as error:
             raise BackendError("the saved state does not fit this model", "compute it again") from error
 
+    def run_ahead(self, wanted: bool) -> None:
+        pass  # nothing runs in the background
+
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
 

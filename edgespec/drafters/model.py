@@ -115,6 +115,7 @@ class ModelDrafter:
         frontier = [root]
         for depth in range(draft_length):
             first, grown.run = grown.run, len(grown.tokens)
+            self._model.run_ahead(not self._branches and depth + 1 < draft_length)
             logits = self._model.verify(grown.tree(), first).limited(self._vocab_size)
             rows = [(node, node - first) for node in frontier]
             frontier = self._grow(grown, root, rows, logits, sampler, acceptance, depth)

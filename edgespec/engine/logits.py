@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HostLogits", "Logits"]
+from edgespec.engine.chain import Candidates, SamplingParams, filtered
+from edgespec.engine.noise import Stream, gumbel
+
+__all__ = ["HostLogits", "Logits", "survivors"]
 
 
 class Logits(Protocol):
@@ -15,20 +19,30 @@ class Logits(Protocol):
 
     The sampler asks for the least it can do with, so that a backend may filter where the logits are
     and hand over candidates instead of whole rows.
+
+    `waited_seconds`: how long calls have waited for the pass itself, where it runs on after `verify`.
     """
 
     vocab_size: int
+    waited_seconds: float
 
     def __len__(self) -> int:
         """How many rows there are."""
 
-    def greedy(self, row: int) -> int:
-        """The id of the largest logit of a row, the lowest id on ties."""
+    def best(
+        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+    ) -> tuple[list[int], float]:
+        """The `count` tokens of largest log p + noise, best first, and the largest logit of the row.
 
-    def top(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        p is softmax(logits) after temperature and filters, the noise that of `noise.gumbel`; at
+        temperature 0 they are the largest logits, lowest id first on ties. Penalties and bias are not
+        looked at. Fewer come back when the filters leave fewer.
+        """
+
+    def top(self, row: int, count: int) -> Candidates:
         """At least the `count` largest logits of a row, ties included: (ids ascending, logits)."""
 
-    def above(self, row: int, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def above(self, row: int, margin: float) -> Candidates:
         """Every logit of a row within `margin` of its largest: (ids ascending, logits)."""
 
     def limited(self, vocab_size: int) -> Logits:
@@ -38,24 +52,51 @@ class Logits(Protocol):
         """The logits of `tokens` (int64 [n]) in a row: float64 [n]."""
 
 
+def survivors(logits: Logits, row: int, params: SamplingParams) -> Candidates:
+    """Logits of every token that temperature and filters may keep, and perhaps of some more."""
+    if params.top_k == 0 and params.min_p > 0 and params.top_p >= 1 and params.typical_p >= 1:
+        margin = -math.log(params.min_p) * params.temperature
+        return logits.above(row, margin * (1 + 1e-6) + 1e-6)
+    return logits.top(row, params.top_k)
+
+
 class HostLogits:
     """Logits in ordinary memory: float32 [rows, vocab], a view that is never copied whole."""
 
-    __slots__ = ("rows", "vocab_size")
+    __slots__ = ("rows", "vocab_size", "waited_seconds")
 
     _BLOCK = 64
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
         self.rows = rows
         self.vocab_size = rows.shape[1]
+        self.waited_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def greedy(self, row: int) -> int:
-        return int(self.rows[row].argmax())
+    def best(
+        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+    ) -> tuple[list[int], float]:
+        if params.temperature == 0.0:
+            if count == 1:
+                token = int(self.rows[row].argmax())
+                return [token], float(self.rows[row][token])
+            tokens, scores = self.top(row, count)
+            peak = scores.max(initial=-np.inf)
+        else:
+            tokens, values = survivors(self, row, params)
+            peak = values.max(initial=-np.inf)
+            if not np.isfinite(peak):
+                return [], float(peak)
+            tokens, scores = filtered(tokens, values, params)
+            scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
+            if count == 1:
+                return [int(tokens[scores.argmax()])], float(peak)
+        ranking = np.argsort(-scores, kind="stable")[:count]
+        return [int(token) for token in tokens[ranking]], float(peak)
 
-    def top(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]
         blocks = len(logits) // self._BLOCK
         if count <= 0 or blocks <= count:
@@ -68,7 +109,7 @@ class HostLogits:
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, blocks - count)[blocks - count])
 
-    def above(self, row: int, margin: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
         # Rounded down, or a logit at the very edge would be lost.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
@@ -81,8 +122,6 @@ class HostLogits:
         return values
 
     @staticmethod
-    def _from(
-        logits: NDArray[np.float32], floor: np.float32
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _from(logits: NDArray[np.float32], floor: np.float32) -> Candidates:
         ids = np.flatnonzero(logits >= floor)
         return ids, logits[ids].astype(np.float64)

@@ -111,8 +111,8 @@ def decode(
         accepted = min(len(verdict.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
         stats.draft_seconds += drafted - started
-        stats.verify_seconds += verified - drafted
-        stats.sampling_seconds += sampled - verified
+        stats.verify_seconds += verified - drafted + logits.waited_seconds
+        stats.sampling_seconds += sampled - verified - logits.waited_seconds
         stats.rollback_seconds += committed - checked
         stats.overhead_seconds += now() - committed + checked - sampled
         reason: FinishReason | None = "stop" if stop_at is not None else None

@@ -9,8 +9,9 @@ from typing import Any
 from edgespec.backends.base import LanguageModel
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.checks import whole_number
+from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
-from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.reply import Reply

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from edgespec.drafters.combined import merged
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
+from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
-from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from tests.tables import END, VOCAB, near, runtime, table

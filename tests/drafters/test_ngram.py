@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.sampling import Sampler, SamplingParams
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling import Sampler
 
 
 def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:

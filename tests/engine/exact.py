@@ -97,6 +97,7 @@ class ExactLogits:
         self.paths = list(paths)
         self.table = table
         self.vocab_size = len(table(()))
+        self.waited_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -188,6 +189,9 @@ class ExactModel:
     def commit(self, path: tuple[int, ...]) -> None:
         self._tokens += self._round[path[-1] if path else 0]
         self._round = []
+
+    def run_ahead(self, wanted: bool) -> None:
+        pass
 
     def interrupt(self, wanted: bool) -> None:
         pass

@@ -220,6 +220,9 @@ class LlamaCppModel:
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._length = snapshot.length
 
+    def run_ahead(self, wanted: bool) -> None:
+        pass  # nothing runs in the background
+
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted
 
