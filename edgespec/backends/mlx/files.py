@@ -1,0 +1,442 @@
+"""MLX checkpoints: what is in their folder, whether they fit, and loading them with errors one can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.mlx.about import core, lm
+from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+_PIECE_BYTES = 64 * 2**20
+_MOST_HEADER_BYTES = 100 * 2**20
+_HALVES = ("F16", "BF16")
+_DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A loaded model, all its weights in memory, and what is known about it.
+
+    model, tokenizer: an mlx nn.Module and mlx_lm's TokenizerWrapper.
+    dtype: the mx.Dtype that the model computes in.
+    description: for people; says so where the weights were widened.
+    kv_elements_per_token: numbers that its caches keep of each token; 0 where the configuration does not say.
+    trained_context_tokens: 0 where the configuration does not say.
+    """
+
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    architecture: str
+    description: str
+    parameters: int
+    file_bytes: int
+    weight_bytes: int
+    quantisation: str
+    trained_context_tokens: int
+    kv_elements_per_token: int
+    dtype: Any
+
+    def kv_bytes_per_token(self, element_bytes: int | None = None) -> int:
+        """What the caches grow by with each token; 0 where the configuration does not say."""
+        return self.kv_elements_per_token * (element_bytes or self.dtype.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The weights on disk. tensor_bytes: by the dtype's name in safetensors."""
+
+    file_bytes: int
+    tensor_bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.tensor_bytes.values())
+
+    @property
+    def half_bytes(self) -> int:
+        return sum(self.tensor_bytes.get(name, 0) for name in _HALVES)
+
+
+def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
+    """Load the model in a folder.
+
+    Raises ModelFileError (not a checkpoint, incomplete, unknown architecture, trained adapter of another
+    model), MemoryBudgetError, BackendMissingError, and CancelledError when `progress` returns False.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    files = _check_weights(folder, _weight_files(folder))
+    if not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        raise ModelFileError(f"{path} has no tokenizer.json", "download the tokenizer's files as well")
+    adapter = None if options.adapter is None else Path(options.adapter)
+    adapter_files = _check_adapter(adapter) if adapter else _Files(0, {})
+    need = files.total + adapter_files.total
+    if options.memory_bytes is not None and need > options.memory_bytes:
+        raise MemoryBudgetError(
+            f"the weights of {name} take {_size(need)} and {_size(options.memory_bytes)} are there for them",
+            "choose a smaller model or quantisation, or give more with --memory",
+        )
+    _check_architecture(folder, config)
+    _report(progress, name, 0.0)
+    with _translated(path, need):
+        tokenizer = _load_tokenizer(folder, config)
+        model, config = _load_model(folder)
+    if adapter:
+        with _translated(str(adapter), need):
+            model = lm().load_adapters(model, str(adapter))
+            model.eval()
+    left = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+    widen = core().default_device() == core().cpu and need + files.half_bytes + adapter_files.half_bytes <= left
+    _keep_in_place()
+    with _translated(path, need):
+        widened = _evaluate(model, widen, lambda fraction: _report(progress, name, fraction))
+    return _describe(model, tokenizer, config, files, widened)
+
+
+def _report(progress: Progress | None, name: str, fraction: float) -> None:
+    if progress is not None and not progress(f"loading {name}", fraction):
+        raise CancelledError(f"loading {name} was cancelled")
+
+
+# What is in the folder.
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if folder.suffix == ".gguf":
+        raise ModelFileError(
+            f"{folder} is a GGUF file, and mlx reads some of those wrongly without a word",
+            "GGUF models run on llama.cpp: leave the backend out, or give the folder of an MLX checkpoint",
+        )
+    if folder.is_file():
+        raise ModelFileError(f"{folder} is a file", "give the folder that holds config.json")
+    config = _read_json(folder, "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelFileError(
+            f"{folder / 'config.json'} names no model_type", "choose a folder that holds a language model"
+        )
+    if config.get("model_file") is not None:
+        raise ModelFileError(
+            f"{folder} wants to run its own program, {str(config['model_file'])!r}, and edgespec runs none",
+            "choose a model that mlx-lm knows by itself",
+        )
+    return config
+
+
+def _read_json(folder: Path, file: str) -> dict[str, Any]:
+    try:
+        value = json.loads((folder / file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        if not folder.exists():
+            raise ModelFileError(f"{folder} does not exist", "check the path") from error
+        raise ModelFileError(f"{folder} has no {file}", "download the model again") from error
+    except OSError as error:
+        raise ModelFileError(
+            f"{folder / file} cannot be read: {error.strerror or error}", "check the path and its rights"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{folder / file} is not JSON: {error}", "download it again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{folder / file} holds no JSON object", "download it again")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files mlx-lm reads. Raises ModelFileError when there are none, or fewer than the index names."""
+    found = sorted(folder.glob("model*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(folder, index.name).get("weight_map")
+        named = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
+        missing = [shard for shard in named if not (folder / shard).exists()]
+        if missing:
+            raise ModelFileError(
+                f"{len(missing)} of {len(named)} weight files of {folder} are missing, first {missing[0]}",
+                "download them again",
+            )
+    if found:
+        return found
+    if any(folder.glob("*.safetensors")):
+        raise ModelFileError(
+            f"{folder} has safetensors, but none named model*.safetensors",
+            "rename the weights or convert the model with `mlx_lm.convert`",
+        )
+    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.npz") for file in folder.glob(kind))
+    if others:
+        raise ModelFileError(
+            f"{folder} has its weights in {others[0]}, and MLX reads safetensors",
+            "convert the model with `mlx_lm.convert`, or choose one with safetensors",
+        )
+    raise ModelFileError(f"{folder} has no weights (model*.safetensors)", "download the model again")
+
+
+def _check_weights(folder: Path, files: list[Path]) -> _Files:
+    tensor_bytes: Counter[str] = Counter()
+    size = 0
+    for file in files:
+        try:
+            size += file.stat().st_size
+            tensor_bytes.update(_tensor_bytes(file))
+        except OSError as error:
+            raise ModelFileError(
+                f"{file} cannot be read: {error.strerror or error}", "check the file and its rights"
+            ) from error
+    if not tensor_bytes:
+        raise ModelFileError(f"the weight files of {folder} hold no tensors", "download the model again")
+    return _Files(size, dict(tensor_bytes))
+
+
+def _tensor_bytes(file: Path) -> Counter[str]:
+    """Bytes by dtype, from the header: its length in 8 bytes, then JSON with every tensor's place."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        begin = stream.read(8)
+        if begin.startswith(b"version "):
+            raise ModelFileError(f"{file} is a Git LFS pointer, not the weights", "run `git lfs pull`")
+        length = int.from_bytes(begin, "little")
+        if len(begin) < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
+            raise ModelFileError(f"{file} is cut short or no safetensors ({size:,} bytes)", "download it again")
+        header = stream.read(length)
+    found: Counter[str] = Counter()
+    needed = 8 + length
+    try:
+        for name, tensor in json.loads(header).items():
+            if name != "__metadata__":
+                first, last = tensor["data_offsets"]
+                found[str(tensor["dtype"])] += last - first
+                needed = max(needed, 8 + length + last)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"the header of {file} is damaged", "download it again") from error
+    if needed > size:
+        raise ModelFileError(f"{file} is cut short: {size:,} of {needed:,} bytes", "download it again")
+    return found
+
+
+def _check_adapter(folder: Path) -> _Files:
+    if (folder / "adapter_model.safetensors").exists() and not (folder / "adapters.safetensors").exists():
+        raise ModelFileError(f"{folder} is an adapter of PEFT, not of mlx-lm", "train or convert it with mlx-lm")
+    _read_json(folder, "adapter_config.json")
+    weights = folder / "adapters.safetensors"
+    if not weights.exists():
+        raise ModelFileError(f"{folder} has no {weights.name}", "give the folder that mlx-lm trained into")
+    return _check_weights(folder, [weights])
+
+
+def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
+    """Raises ModelFileError for an architecture that mlx-lm has no file for."""
+    known = re.fullmatch(r"[\w-]+", config["model_type"]) is not None
+    if known:
+        try:
+            lm()._get_classes(config)
+        except (ValueError, AttributeError):
+            known = False
+    if not known:
+        from mlx_lm import __version__ as version
+
+        raise ModelFileError(
+            f"{folder} has the architecture {config['model_type']!r}, which mlx-lm {version} does not know",
+            "update mlx-lm or choose another model",
+        )
+
+
+# Loading.
+
+
+def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
+    """mlx_lm's TokenizerWrapper; the end tokens of all the model's files count."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    ends: set[int] = set()
+    sources = [config, config.get("text_config")]
+    if (folder / "generation_config.json").exists():
+        sources.append(_read_json(folder, "generation_config.json"))
+    for source in sources:
+        end = source.get("eos_token_id") if isinstance(source, dict) else None
+        ends.update(token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int))
+    offline = {"local_files_only": True, "trust_remote_code": False}
+    return lm().load_tokenizer(folder, offline, eos_token_ids=sorted(ends))
+
+
+def _load_model(folder: Path) -> tuple[Any, dict[str, Any]]:
+    # Some architectures print; stdout belongs to results.
+    with contextlib.redirect_stdout(sys.stderr):
+        model, config = lm().load_model(folder, lazy=True)
+    return model, config
+
+
+def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
+    """Bring all weights into memory, piece by piece; True when halves were widened to float32.
+
+    mlx evaluates an array only in the thread that made it, and a model may run in another one.
+    """
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    mx = core()
+    waiting: list[tuple[str, Any]] = tree_flatten(model.parameters())[::-1]
+    total = max(1, sum(weight.nbytes for _, weight in waiting))
+    done, widened = 0, False
+    while waiting:
+        piece, size = [], 0
+        while waiting and (not piece or size + waiting[-1][1].nbytes <= _PIECE_BYTES):
+            name, weight = waiting.pop()
+            size += weight.nbytes
+            if widen and weight.dtype in (mx.float16, mx.bfloat16):
+                weight, widened = weight.astype(mx.float32), True
+            piece.append((name, weight))
+        mx.eval([weight for _, weight in piece])
+        model.update(tree_unflatten(piece))
+        done += size
+        report(done / total)
+    # Tables that are no parameters, such as rotary frequencies, are lazy as well.
+    mx.eval([value for module in model.modules() for _, value in _arrays(module)])
+    return widened
+
+
+def _arrays(module: Any) -> Iterator[tuple[str, Any]]:
+    from mlx.utils import tree_flatten
+
+    for name, value in tree_flatten(dict(module)):
+        if isinstance(value, core().array):
+            yield name, value
+
+
+@cache
+def _keep_in_place() -> None:
+    """Metal may page weights out between passes unless told once how much to keep."""
+    if core().metal.is_available():
+        lm().maybe_set_recommended_wired_limit()
+
+
+@contextlib.contextmanager
+def _translated(path: str, need: int) -> Iterator[None]:
+    """Whatever mlx, mlx-lm and transformers raise, as one line."""
+    try:
+        yield
+    except EdgespecError:
+        raise
+    except MemoryError as error:
+        raise _no_memory(path, need) from error
+    except Exception as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        if re.search(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", text, re.IGNORECASE):
+            raise _no_memory(path, need) from error
+        detail = text if len(text) <= 300 else f"{text[:300]}..."
+        raise ModelFileError(f"{path} could not be loaded: {detail}", "check or replace its files") from error
+
+
+def _no_memory(path: str, need: int) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"there is no memory for the {need:,} bytes of {path}",
+        "close other programs or choose a smaller quantisation",
+    )
+
+
+# What is known about it.
+
+
+def _describe(
+    model: Any, tokenizer: Any, config: dict[str, Any], files: _Files, widened: bool
+) -> Checkpoint:
+    from mlx.utils import tree_flatten
+
+    mx = core()
+    weights = [weight for _, weight in tree_flatten(model.parameters())]
+    floating: Counter[Any] = Counter()
+    for weight in weights:
+        if mx.issubdtype(weight.dtype, mx.floating):
+            floating[weight.dtype] += weight.nbytes
+    parameters = lm().get_total_parameters(model)
+    quantisation = _quantisation(model, config, files)
+    description = f"{config['model_type']} {_count(parameters)} {quantisation}"
+    return Checkpoint(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=config["model_type"],
+        description=f"{description}, computed in float32" if widened else description,
+        parameters=parameters,
+        file_bytes=files.file_bytes,
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        quantisation=quantisation,
+        trained_context_tokens=_trained_context(config),
+        kv_elements_per_token=_kv_elements(model, config),
+        dtype=floating.most_common(1)[0][0] if floating else mx.float32,
+    )
+
+
+def _quantisation(model: Any, config: dict[str, Any], files: _Files) -> str:
+    """What most weights are stored as."""
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        # A module is a dict of its arrays; only quantised ones keep scales beside their weight.
+        if "scales" in module and "weight" in module:
+            mode = getattr(module, "mode", "affine")
+            plain = mode != "affine"
+            kinds[mode if plain else f"{module.bits}-bit affine, group {module.group_size}"] += module.weight.nbytes
+    if kinds:
+        (most, _), *others = kinds.most_common()
+        return f"{most} (mixed)" if others else most
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    dense = max(files.tensor_bytes, key=lambda dtype: files.tensor_bytes[dtype])
+    return str(method or _DENSE_NAMES.get(dense, dense.lower()))
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Models that also see keep the numbers of their language part apart."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _trained_context(config: dict[str, Any]) -> int:
+    text = _text_config(config)
+    keys = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+    return next((text[key] for key in keys if isinstance(text.get(key), int)), 0)
+
+
+def _kv_elements(model: Any, config: dict[str, Any]) -> int:
+    """Keys and values of one token in all layers that keep them."""
+    from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+    caches = [
+        inner
+        for cache_ in make_prompt_cache(model)
+        for inner in (cache_.caches if isinstance(cache_, CacheList) else (cache_,))
+    ]
+    layers = sum(not isinstance(cache_, ArraysCache) for cache_ in caches)
+    text = _text_config(config)
+    latent, rotary = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+    if isinstance(latent, int) and isinstance(rotary, int):
+        return layers * (latent + rotary)
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads", heads)
+    size, width = text.get("head_dim"), text.get("hidden_size")
+    if size is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        size = width // heads
+    return 2 * layers * kv_heads * size if isinstance(kv_heads, int) and isinstance(size, int) else 0
+
+
+def _count(parameters: int) -> str:
+    unit, letter = (10**9, "B") if parameters >= 10**9 else (10**6, "M")
+    return f"{parameters / unit:.2f}{letter}"
+
+
+def _size(size_bytes: int) -> str:
+    """Bytes for people."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    return f"{size_bytes / unit:,.1f} {name}"
