@@ -68,6 +68,11 @@ def test_the_card_speaks_of_every_shipped_file_and_of_no_other() -> None:
     named = set(re.findall(r"`([\w-]+\.(?:gguf|jsonl))`", card))
     shipped = {path.name for path in models_folder().iterdir() if path.suffix in (".gguf", ".jsonl")}
     assert named == shipped
+    folders = {path.parent.name for path in models_folder().glob("*/config.json")}
+    assert set(re.findall(r"^\| `([\w-]+)/` \|.*\bMLX\b", card, re.MULTILINE)) == folders
+    for folder in folders:
+        size_bytes = sum(path.stat().st_size for path in (models_folder() / folder).iterdir())
+        assert re.search(rf"^\| `{folder}/` .*\| {size_bytes:,} \|$", card, re.MULTILINE)
 
 
 def test_the_held_out_prompts_are_conversations() -> None:
