@@ -12,7 +12,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Stream", "gumbel", "uniform"]
+__all__ = ["Stream", "gumbel", "key", "uniform"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -37,14 +37,15 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _key(seed: int, stream: Stream, position: int) -> int:
+def key(seed: int, stream: Stream, position: int) -> int:
+    """The 64 bits that all noise of a stream at a position is derived from."""
     return _mix(_mix(_mix(seed & _MASK) ^ int(stream)) ^ position)
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
     """One number in (0, 1): draw `index` of a stream at an absolute position."""
     # 52 bits and a half are exact in a double: with one bit more the largest would round up to 1.
-    return ((_mix(_key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
+    return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -53,7 +54,7 @@ def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) 
     argmax(log p + gumbel) is a sample of p (the Gumbel-max trick).
     """
     words = tokens.astype(np.uint64)
-    words ^= np.uint64(_key(seed, stream, position))
+    words ^= np.uint64(key(seed, stream, position))
     words += _U_GOLDEN
     words ^= words >> _U30
     words *= _U_M1

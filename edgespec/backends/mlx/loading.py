@@ -1,0 +1,129 @@
+"""From a folder to a model behind the Protocol, with what it can do found out by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+
+from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
+from edgespec.errors import MemoryBudgetError, OptionError
+
+__all__ = ["load"]
+
+DEFAULT_CONTEXT_TOKENS = 8192
+MAX_WIDTH = 256
+_BLOCK_TOKENS = 256
+_KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
+
+
+def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
+    """Load the MLX or Hugging Face model in a folder.
+
+    Raises ModelFileError (no such model, damaged, a GGUF, unknown architecture), MemoryBudgetError,
+    OptionError, BackendMissingError, and CancelledError when `progress` returns False.
+    """
+    _check_options(options)
+    checkpoint = open_checkpoint(path, name, options, progress)
+    # Only now: these modules import mlx, and where it is missing `open_checkpoint` has said so.
+    from edgespec.backends.mlx.model import MlxModel
+    from edgespec.backends.mlx.probe import probe
+    from edgespec.backends.mlx.vocabulary import MlxVocabulary
+    from edgespec.backends.replay import ReplayModel
+
+    trained = checkpoint.trained_context_tokens or DEFAULT_CONTEXT_TOKENS
+    context_tokens = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
+    facts = _facts(checkpoint, path, name, trained, context_tokens)
+    vocabulary = MlxVocabulary(checkpoint.tokenizer, _logits_width(checkpoint))
+    facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
+    model = MlxModel(
+        checkpoint,
+        facts,
+        vocabulary,
+        kv_bits=_KV_BITS[options.kv_type],
+        batch_tokens=options.batch_tokens,
+    )
+    try:
+        found = probe(model)
+        _check_memory(checkpoint, context_tokens, found.kv_bytes_for, options)
+        model.facts = replace(
+            facts,
+            kv_bytes=found.kv_bytes_for(context_tokens),
+            capabilities=found.capabilities,
+            rollback=found.rollback,
+        )
+        return ReplayModel(model) if found.replays else model
+    except BaseException:
+        model.close()
+        raise
+
+
+def _check_options(options: LoadOptions) -> None:
+    """Refuse what would have no effect."""
+    if options.kv_type not in _KV_BITS:
+        raise OptionError(
+            f"kv_type is {options.kv_type!r}",
+            f"with MLX choose one of {', '.join(_KV_BITS)}; auto keeps the type the model computes in",
+        )
+    for name, given, hint in (
+        ("threads", options.threads is not None, "MLX chooses its threads itself"),
+        ("gpu_layers", options.gpu_layers is not None, "MLX runs the whole model on one device"),
+        ("flash_attention", options.flash_attention != "auto", "MLX has one kernel"),
+        ("mlock", options.mlock, "MLX keeps the weights in memory anyway"),
+        ("mmap", not options.mmap, "MLX reads the weights once"),
+    ):
+        if given:
+            raise OptionError(f"{name} has no meaning for an MLX model: {hint}", f"leave {name} out")
+
+
+def _logits_width(checkpoint: Checkpoint) -> int:
+    """How many logits the model gives: shapes are known before anything is computed."""
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    width: int = checkpoint.model(mx.array([[0]]), cache=make_prompt_cache(checkpoint.model)).shape[-1]
+    return width
+
+
+def _facts(checkpoint: Checkpoint, path: str, name: str, trained: int, context_tokens: int) -> ModelFacts:
+    notice = ""
+    if context_tokens > trained:
+        notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
+    return ModelFacts(
+        name=name,
+        path=path,
+        architecture=checkpoint.architecture,
+        description=checkpoint.description,
+        parameters=checkpoint.parameters,
+        file_bytes=checkpoint.file_bytes,
+        weight_bytes=checkpoint.weight_bytes,
+        kv_bytes=0,
+        quantisation=checkpoint.quantisation,
+        trained_context_tokens=trained,
+        context_tokens=context_tokens,
+        vocab_size=0,
+        chat_template=False,
+        capabilities=Capabilities(True, True, "", MAX_WIDTH),  # until it is probed,
+        notice=notice,
+    )
+
+
+def _check_memory(
+    checkpoint: Checkpoint, context_tokens: int, kv_bytes_for: Callable[[int], int], options: LoadOptions
+) -> None:
+    """Raises MemoryBudgetError when a full context would not fit what is there for it."""
+    limit = options.memory_bytes
+    left = psutil.virtual_memory().available if limit is None else limit - checkpoint.weight_bytes
+    wanted = kv_bytes_for(context_tokens)
+    if wanted <= left:
+        return
+    fits = context_tokens
+    while fits and kv_bytes_for(fits) > left:
+        fits = fits // 2 // _BLOCK_TOKENS * _BLOCK_TOKENS
+    raise MemoryBudgetError(
+        f"the cache for {context_tokens:,} tokens of context takes {wanted / 2**20:,.1f} MiB"
+        f" and {max(0, left) / 2**20:,.1f} MiB are left for it",
+        f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
+    )

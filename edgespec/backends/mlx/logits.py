@@ -1,0 +1,206 @@
+"""Logits that stay on the device: filtered, drawn from and compared there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter as now
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.mlx.device import evaluated
+from edgespec.engine.chain import Candidates, SamplingParams, filtered
+from edgespec.engine.logits import HostLogits, survivors
+from edgespec.engine.noise import Stream, gumbel, key
+
+__all__ = ["DeviceLogits"]
+
+# How many more candidates are fetched than asked for, so that ties at the edge are seen.
+_SPARE = 16
+_FEW = 64
+
+
+class DeviceLogits:
+    """Logits of a pass, [rows, vocab] on the device; one answer for all rows is fetched at a time.
+
+    depths: how deep each row's token stands in its tree; noise depends on the position.
+    started: called with the device's token (uint32 [1]) as soon as the best of the last row is being
+    computed, so that the next step can be begun before anybody waits.
+    """
+
+    def __init__(
+        self,
+        rows: mx.array,
+        depths: Sequence[int],
+        started: Callable[[mx.array], None] | None = None,
+    ) -> None:
+        self._rows = rows.astype(mx.float32)
+        self._depths = depths
+        self._started = started
+        self._fetched: dict[Any, Any] = {}
+        self.vocab_size: int = rows.shape[1]
+        self.waited_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._depths)
+
+    def best(
+        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+    ) -> tuple[list[int], float]:
+        if params.typical_p < 1:  # rare enough to be done where it is easy
+            return self._best_on_host(row, count, params, seed, position)
+        root = position - self._depths[row]
+        what = (count, seed, root, params.temperature, params.top_k, params.top_p, params.min_p)
+        if what not in self._fetched:
+            started = self._started if count == 1 and row == len(self) - 1 else None
+            self._fetched[what] = self._fetch_best(count, params, seed, root, started)
+        tokens, kept, peaks = self._fetched[what]
+        return tokens[row][: kept[row]], peaks[row]
+
+    def _fetch_best(
+        self,
+        count: int,
+        params: SamplingParams,
+        seed: int,
+        root: int,
+        started: Callable[[mx.array], None] | None,
+    ) -> tuple[Any, Any, Any]:
+        rows = self._rows
+        peaks = rows.max(axis=-1)
+        kept: list[int] | mx.array = [count] * len(self)
+        if params.temperature == 0.0:
+            tokens = mx.argmax(rows, axis=-1, keepdims=True) if count == 1 else _largest(rows, count)[0]
+        else:
+            keys = mx.array([key(seed, Stream.TOKEN, root + depth) for depth in self._depths], mx.uint64)
+            tokens, kept = _drawn(rows, peaks, keys, count, params)
+        asked_at = now()
+        if started is not None:
+            started(tokens[-1])
+        asked = [tokens, peaks] if isinstance(kept, list) else [tokens, peaks, kept]
+        evaluated(*asked)
+        self.waited_seconds += now() - asked_at
+        return tokens.tolist(), kept if isinstance(kept, list) else kept.tolist(), peaks.tolist()
+
+    def _best_on_host(
+        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+    ) -> tuple[list[int], float]:
+        tokens, values = survivors(self, row, params)
+        peak = float(values.max(initial=-np.inf))
+        if not np.isfinite(peak):
+            return [], peak
+        tokens, scores = filtered(tokens, values, params)
+        scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
+        return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
+
+    def top(self, row: int, count: int) -> Candidates:
+        wanted = count + _SPARE
+        if count <= 0 or wanted >= self.vocab_size:
+            return self._row(row).top(0, count)
+        tokens, values = self._largest(wanted)
+        tokens, values = tokens[row], values[row]
+        if values[count - 1] == values[-1]:  # a tie that may go on
+            return self._row(row).top(0, count)
+        return _ascending(tokens, values, values >= values[count - 1])
+
+    def above(self, row: int, margin: float) -> Candidates:
+        if _FEW >= self.vocab_size:
+            return self._row(row).above(0, margin)
+        tokens, values = self._largest(_FEW)
+        tokens, values = tokens[row], values[row]
+        # Rounded down, or a logit at the very edge would be lost.
+        floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
+        if not values[-1] < floor:
+            return self._row(row).above(0, margin)
+        return _ascending(tokens, values, values >= floor)
+
+    def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        values: NDArray[np.float64] = self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
+        return values
+
+    def limited(self, vocab_size: int) -> DeviceLogits:
+        if vocab_size >= self.vocab_size:
+            return self
+        return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._started)
+
+    def _largest(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The `count` largest of every row, best first, lowest id first on ties."""
+        if count not in self._fetched:
+            tokens, values = _largest(self._rows, count)
+            values = self._host(values)
+            self._fetched[count] = np.array(tokens).astype(np.int64), values
+        found: tuple[NDArray[np.int64], NDArray[np.float32]] = self._fetched[count]
+        return found
+
+    def _row(self, row: int) -> HostLogits:
+        """One whole row, brought here: for settings that filter nothing out."""
+        return HostLogits(self._host(self._rows[row])[None])
+
+    def _host(self, array: mx.array) -> NDArray[np.float32]:
+        started = now()
+        evaluated(array)
+        self.waited_seconds += now() - started
+        return np.array(array)
+
+
+def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDArray[np.bool_]) -> Candidates:
+    order = np.argsort(tokens[keep])
+    return tokens[keep][order], values[keep][order].astype(np.float64)
+
+
+def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """(tokens, logits) [rows, count], best first, lowest id first among those that were picked."""
+    if count >= rows.shape[-1]:
+        tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
+    else:
+        tokens = mx.sort(mx.argpartition(-rows, kth=count - 1, axis=-1)[:, :count], axis=-1)
+    values = mx.take_along_axis(rows, tokens, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    return mx.take_along_axis(tokens, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
+
+
+def _drawn(
+    rows: mx.array, peaks: mx.array, keys: mx.array, count: int, params: SamplingParams
+) -> tuple[mx.array, mx.array]:
+    """The `count` tokens of largest log p + noise of each row, and how many of them the filters kept.
+
+    The same chain as `engine.chain.filtered`, in single precision.
+    """
+    if params.top_k > 0 or params.top_p < 1:
+        size = rows.shape[-1]
+        wanted = min(params.top_k or size, size)
+        tokens, values = _largest(rows, min(wanted + _SPARE, size))
+        tokens, values = tokens[:, :wanted], values[:, :wanted]
+    else:
+        tokens, values = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape), rows
+    log_probs = (values - peaks[:, None]) / params.temperature
+    keep = mx.ones(log_probs.shape, mx.bool_)
+    if params.top_p < 1:
+        probs = mx.softmax(log_probs, axis=-1, precise=True)
+        keep = mx.cumsum(probs, axis=-1) - probs < params.top_p
+    if params.min_p > 0:
+        keep = keep & (log_probs >= float(np.log(params.min_p)))
+    scores = mx.where(keep, log_probs + _gumbel(keys, tokens), -mx.inf)
+    if count == 1:
+        place = mx.argmax(scores, axis=-1, keepdims=True)
+    else:
+        place = mx.argsort(-scores, axis=-1)[:, :count]
+    return mx.take_along_axis(tokens, place, axis=-1), mx.minimum(keep.sum(axis=-1), count)
+
+
+_GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
+    """The noise of `engine.noise.gumbel`, rounded to float32: keys uint64 [rows], tokens [rows, n]."""
+    words = tokens.astype(mx.uint64) ^ keys[:, None]
+    words = words + mx.array(_GOLDEN, mx.uint64)
+    words = (words ^ (words >> 30)) * mx.array(_M1, mx.uint64)
+    words = (words ^ (words >> 27)) * mx.array(_M2, mx.uint64)
+    words = (words ^ (words >> 31)) >> 12
+    last = mx.array((1 << 52) - 1, mx.uint64)
+    # Close to 1 a float has no digits left: what is missing to 1 has them.
+    unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
+    missing = ((last - words).astype(mx.float32) + 0.5) * 2.0**-52
+    return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-missing)))

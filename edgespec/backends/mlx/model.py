@@ -1,0 +1,275 @@
+"""An MLX model behind the LanguageModel Protocol."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from edgespec.backends.base import ModelFacts, Progress, Snapshot
+from edgespec.backends.mlx.device import evaluated, translated
+from edgespec.backends.mlx.files import Checkpoint
+from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.backends.mlx.memory import Mark, Memory
+from edgespec.backends.mlx.saved import from_bytes, to_bytes
+from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
+from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
+
+__all__ = ["MlxModel"]
+
+# A pass cannot be stopped half-way, so on a processor prefill goes on in small ones.
+_CPU_BATCH_TOKENS = 64
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """A step that was begun before it was asked for, after a token that may still be on the device."""
+
+    token: mx.array
+    logits: DeviceLogits
+    before: Mark
+
+
+class MlxModel:
+    """One MLX model with one memory.
+
+    Everything comes down to `_forward`: tokens after the cache, in the shape that `PassShape` tells the
+    layers. No call leaves anything unevaluated: MLX evaluates an array in the thread that made it only,
+    and calls may come from different threads, one after another.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        facts: ModelFacts,
+        vocabulary: MlxVocabulary,
+        *,
+        kv_bits: int | None,
+        batch_tokens: int,
+    ) -> None:
+        self.facts = facts
+        self.vocabulary: MlxVocabulary = vocabulary
+        self._net = checkpoint.model
+        self.rounding: float = mx.finfo(checkpoint.dtype).eps
+        self._shape = PassShape()
+        let_ropes_follow(self._net, self._shape)
+        self.memory = Memory(self._net, self._shape, kv_bits)
+        self._fingerprint = f"{facts.architecture} {facts.parameters} {facts.quantisation} {kv_bits}"
+        self._length = 0
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        self._before_round: Mark | None = None
+        self._ahead: _Ahead | None = None
+        self._runs_ahead = False
+        on_cpu = mx.default_device() == mx.cpu
+        self._batch_tokens = min(batch_tokens, _CPU_BATCH_TOKENS) if on_cpu else batch_tokens
+        self._interrupted = False
+        self._closed = False
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def room(self) -> int:
+        return self.facts.context_tokens - self._length
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """Run tokens (int32 [n]) after the cache: their logits, [n, vocab], not yet computed."""
+        with translated("the model could not be run"):
+            rows: mx.array = self._net(tokens[None], cache=self.memory.layers)[0]
+        self.memory.length += tokens.size
+        return rows
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self._end_round()
+        step = self._batch_tokens
+        for start in range(0, len(tokens), step):
+            self._check(0)
+            if self._interrupted:
+                raise CancelledError("cancelled")
+            chunk = tokens[start : start + step]
+            before = self.memory.mark()
+            self._shape.chain(self._length)
+            try:
+                self._forward(mx.array(chunk))
+                # The logits are never asked for, and so never computed.
+                evaluated(*self.memory.arrays)
+            except BackendError:
+                self.memory.restore(before)
+                raise
+            self._length += len(chunk)
+            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
+                raise CancelledError("cancelled")
+
+    def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
+        ahead = self._take_ahead(tree, first)
+        try:
+            self._check(tree.width)
+            if tree.width > 1:
+                self._check_shape(tree)
+            if self._interrupted:
+                raise CancelledError("cancelled")
+            if first == 0:
+                self._begin_round(ahead)
+            self._add_nodes(tree, first)
+            return ahead.logits if ahead else self._run(tree, first)
+        except (BackendError, CapabilityError, ContextFullError, CancelledError):
+            self._ahead = ahead
+            self._end_round()
+            raise
+
+    def _check_shape(self, tree: TokenTree) -> None:
+        capabilities = self.facts.capabilities
+        if not capabilities.rollback and not self.memory.recurrent:
+            raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
+        if tree.width > capabilities.max_width:
+            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {capabilities.max_width}")
+        if not capabilities.tree and not tree.is_chain:
+            raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
+
+    def _begin_round(self, ahead: _Ahead | None) -> None:
+        if not ahead:
+            self._end_round()
+        self._before_round = ahead.before if ahead else self.memory.mark()
+
+    def _add_nodes(self, tree: TokenTree, first: int) -> None:
+        for parent in tree.parents[first:]:
+            self._parents.append(parent)
+            self._depths.append(self._depths[parent] + 1 if parent >= 0 else 0)
+
+    @property
+    def _is_chain(self) -> bool:
+        """Whether the round so far has no branches."""
+        return all(parent == node - 1 for node, parent in enumerate(self._parents))
+
+    def _run(self, tree: TokenTree, first: int) -> DeviceLogits:
+        chain = self._is_chain
+        if chain:
+            self._shape.chain(self._length)
+        else:
+            self._shape.tree(self._length, self._parents, self._depths, first)
+        rows = self._forward(mx.array(tree.tokens[first:]))
+        mx.async_eval(rows, *self.memory.background_arrays)
+        return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
+
+    def _start_next(self, token: mx.array) -> None:
+        """Begin the step after `token`, which is being computed, if that is what comes next."""
+        if not self._runs_ahead or self._ahead is not None or len(self._parents) >= self.room:
+            return
+        before = self.memory.mark()
+        self._shape.chain(self._length)
+        rows = self._forward(token)
+        mx.async_eval(token, rows, *self.memory.background_arrays)
+        self._ahead = _Ahead(token, DeviceLogits(rows, [0], self._start_next), before)
+
+    def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:
+        """The step that was run ahead, if this is it; else it is taken back."""
+        ahead, self._ahead = self._ahead, None
+        if not ahead:
+            return None
+        lone = first == len(self._parents) == tree.width - 1 and tree.parents[first] == first - 1
+        if lone and not self._closed and int(ahead.token.item()) == tree.tokens[first]:
+            return ahead
+        self.memory.restore(ahead.before)
+        return None
+
+    def _drop_ahead(self) -> None:
+        if self._ahead:
+            self.memory.restore(self._ahead.before)
+            self._ahead = None
+
+    def run_ahead(self, wanted: bool) -> None:
+        self._runs_ahead = wanted
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        self._check(0)
+        kept = [0, *path]
+        if len(self._parents) > 1 or path:
+            self._drop_ahead()
+        end = self._length + len(kept)
+        if kept != list(range(len(kept))):
+            self.memory.keep(self._length, kept)
+            mx.async_eval(*self.memory.arrays)
+        elif len(kept) < len(self._parents):
+            if self.memory.recurrent:
+                raise CapabilityError("a recurrent state cannot be cut back", self.facts.capabilities.reason)
+            self.memory.rewind(end)
+        self._length = end
+        self._parents, self._depths = [], []
+
+    def _end_round(self) -> None:
+        """Drop what was not committed."""
+        self._drop_ahead()
+        if self._parents and self._before_round:
+            self.memory.restore(self._before_round)
+        self._parents, self._depths = [], []
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        self._end_round()
+        if 0 < length < self._length and self.memory.can_rewind(length):
+            self.memory.rewind(length)
+            self._length = length
+        elif length < self._length or length == 0:
+            self.memory.clear()
+            self._length = 0
+
+    def checkpoint(self) -> Mark:
+        """The memory now, to `rewind` to; costs no copy."""
+        self._check(0)
+        self._end_round()
+        return self.memory.mark()
+
+    def rewind(self, checkpoint: Mark) -> None:
+        """Make the memory what it was. CapabilityError when a window has moved on too far since."""
+        self._check(0)
+        self._end_round()
+        if not self.memory.reaches(checkpoint):
+            raise CapabilityError(
+                f"{self.facts.name} cannot go back {self._length - checkpoint.length} tokens",
+                "compute them again",
+            )
+        self.memory.restore(checkpoint)
+        self._length = checkpoint.length
+
+    def snapshot(self) -> Snapshot:
+        self._check(0)
+        self._end_round()
+        return Snapshot(self._length, to_bytes(self.memory, self._fingerprint))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._end_round()
+        self.memory.clear()
+        self._length = 0
+        from_bytes(self.memory, snapshot.data, self._fingerprint)
+        self._length = self.memory.length = snapshot.length
+
+    def interrupt(self, wanted: bool) -> None:
+        self._interrupted = wanted
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self.vocabulary.close()
+        mx.synchronize()
+        self._ahead = self._before_round = None
+        del self._net, self.memory
+        gc.collect()
+        mx.clear_cache()
+
+    def _check(self, more: int) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.facts.name} is closed")
+        if more > self.room:
+            raise ContextFullError(
+                f"{self._length} + {more} tokens do not fit the context of {self.facts.context_tokens}",
+                "use a larger --context",
+            )

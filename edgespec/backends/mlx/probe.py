@@ -1,0 +1,151 @@
+"""What a loaded model can really do, found out with a few tiny passes.
+
+mlx-lm has over a hundred architectures, each its own file: some do not look where they are told to, some
+cannot be run wider than one token. So nothing is believed: a method is allowed when its rows are those of
+single steps, up to the rounding of the model's own number format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities
+from edgespec.backends.mlx.caches import AttentionCache
+from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.backends.mlx.model import MlxModel
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import EdgespecError, ModelFileError
+
+__all__ = ["Findings", "probe"]
+
+_TOKENS = 8
+# Passes of different widths add up in different orders: so many units of the last place, at most.
+_MOST_ROUNDING = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the probe found.
+
+    rollback: in words, how tokens are taken back. replays: rollback is by going back to a checkpoint and
+    running again what was right. kv_bytes_for: bytes of the caches when a context of so many tokens is full.
+    """
+
+    capabilities: Capabilities
+    rollback: str
+    replays: bool
+    kv_bytes_for: Callable[[int], int]
+
+
+def probe(model: MlxModel) -> Findings:
+    """Try everything on a fresh model; its memory is empty before and after.
+
+    Raises ModelFileError when the model cannot even be run one token at a time.
+    """
+    tokens = [(37 * i + 11) % model.vocabulary.size for i in range(_TOKENS)]
+    try:
+        steps = np.stack([_step(model, token) for token in tokens])
+    except EdgespecError as error:
+        raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
+    if not np.isfinite(steps).all():
+        raise ModelFileError(f"the logits of {model.facts.name} are not numbers", "download the model again")
+    kv_bytes_for = model.memory.sizes()
+    width = model.facts.capabilities.max_width
+    expected = _Expected(tokens, steps)
+    foreign, replays = ", ".join(sorted(model.memory.foreign)), bool(model.memory.recurrent)
+    trouble = f"its {foreign} cannot be taken back exactly" if foreign else ""
+    for check in (_check_wide, _check_replay if replays else _check_rollback):
+        trouble = trouble or _trouble(model, expected, check)
+    if trouble:
+        model.truncate(0)
+        return Findings(Capabilities(False, False, trouble), "not possible", False, kv_bytes_for)
+    if replays:
+        reason = "its recurrent state takes chains only"
+        capabilities = Capabilities(True, False, reason, width)
+        return Findings(capabilities, "checkpoints of the recurrent state, and replay", True, kv_bytes_for)
+    trouble = _trouble(model, expected, _check_tree)
+    rollback = "by offset"
+    if model.memory.windowed:
+        rollback += f"; windows keep {AttentionCache.slack} tokens more"
+    return Findings(Capabilities(True, not trouble, trouble, width), rollback, False, kv_bytes_for)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Tokens, and the logits after each when they are run one by one."""
+
+    tokens: list[int]
+    steps: NDArray[np.float64]
+
+
+def _trouble(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
+    """What is wrong, or nothing. The memory is empty before and after."""
+    model.truncate(0)
+    try:
+        return check(model, expected)
+    except EdgespecError as error:
+        return error.what
+    finally:
+        model.truncate(0)
+
+
+def _check_wide(model: MlxModel, expected: _Expected) -> str:
+    logits = model.verify(TokenTree.chain(expected.tokens[0], expected.tokens[1:5]))
+    return _differs(model, "passes of several tokens", logits, [0, 1, 2, 3, 4], expected, [0, 1, 2, 3, 4])
+
+
+def _check_rollback(model: MlxModel, expected: _Expected) -> str:
+    tokens = expected.tokens
+    model.verify(TokenTree.chain(tokens[0], [tokens[1], *tokens[5:8]]))
+    model.commit((1,))
+    logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
+    return _differs(model, "taking tokens back", logits, [0, 1, 2], expected, [2, 3, 4])
+
+
+def _check_replay(model: MlxModel, expected: _Expected) -> str:
+    tokens = expected.tokens
+    model.prefill(tokens[:2])
+    checkpoint = model.checkpoint()
+    model.verify(TokenTree.chain(tokens[5], tokens[6:8]))
+    model.commit((1, 2))
+    model.rewind(checkpoint)
+    logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
+    return _differs(model, "going back to a checkpoint", logits, [0, 1, 2], expected, [2, 3, 4])
+
+
+def _check_tree(model: MlxModel, expected: _Expected) -> str:
+    tokens = expected.tokens
+    model.prefill(tokens[:2])
+    # The right path is 0, 2, 4; nodes 1 and 3 are wrong turns beside it.
+    upper = TokenTree((tokens[2], tokens[6], tokens[3]), (-1, 0, 0), (None,) * 3)
+    logits = model.verify(upper)
+    trouble = _differs(model, "a token tree", logits, [0, 2], expected, [2, 3])
+    lower = TokenTree((*upper.tokens, tokens[7], tokens[4]), (*upper.parents, 1, 2), (None,) * 5)
+    logits = model.verify(lower, 3)
+    trouble = trouble or _differs(model, "a token tree", logits, [1], expected, [4])
+    model.commit((2, 4))
+    logits = model.verify(TokenTree.chain(tokens[5]))
+    return trouble or _differs(model, "keeping a path of a tree", logits, [0], expected, [5])
+
+
+def _differs(
+    model: MlxModel, what: str, logits: DeviceLogits, rows: list[int], expected: _Expected, steps: list[int]
+) -> str:
+    """A sentence with the largest difference, if it is more than rounding."""
+    everything = np.arange(model.vocabulary.size)
+    got = np.stack([logits.at(row, everything) for row in rows])
+    worst = float(np.abs(got - expected.steps[steps]).max())
+    limit = _MOST_ROUNDING * model.rounding * float(np.abs(expected.steps).max())
+    return "" if worst <= limit else f"{what} gives other logits than single steps (by {worst:.2g})"
+
+
+def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
+    logits = model.verify(TokenTree.chain(token))
+    row = logits.at(0, np.arange(model.vocabulary.size))
+    model.commit(())
+    return row

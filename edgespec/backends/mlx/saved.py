@@ -1,0 +1,86 @@
+"""A memory as bytes and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from edgespec.backends.mlx.memory import Memory
+from edgespec.errors import BackendError
+
+__all__ = ["from_bytes", "to_bytes"]
+
+# numpy knows no bfloat16: such arrays travel as the integers of the same bits.
+_AS_STORED = {mx.bfloat16: mx.uint16}
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint16, mx.uint8, mx.int32, mx.int64)
+}
+
+
+def to_bytes(memory: Memory, fingerprint: str) -> bytes:
+    """A line of JSON that tells what is there, then the arrays one after another."""
+    if memory.foreign:
+        raise BackendError(
+            f"a memory of {', '.join(sorted(memory.foreign))} cannot be saved", "compute it again"
+        )
+    parts: list[dict[str, Any]] = []
+    blobs: list[bytes] = []
+    for cache in memory.attention:
+        numbers, arrays = cache.dump()
+        parts.append({"numbers": numbers, "arrays": [_described(array, blobs) for array in arrays]})
+    for cache in memory.recurrent:
+        parts.append({"arrays": [_described(array, blobs) for array in cache.cache]})
+    header = json.dumps({"model": fingerprint, "length": memory.length, "parts": parts})
+    return b"\n".join([header.encode(), b"".join(blobs)])
+
+
+def _described(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
+    if array is None:
+        return None
+    stored = array.view(_AS_STORED.get(array.dtype, array.dtype))
+    blobs.append(np.array(stored).tobytes())
+    return {"dtype": str(array.dtype), "shape": list(array.shape)}
+
+
+def from_bytes(memory: Memory, data: bytes, fingerprint: str) -> None:
+    """Put what `to_bytes` gave into an empty memory. Raises BackendError; the memory is then empty."""
+    try:
+        line, _, rest = data.partition(b"\n")
+        header = json.loads(line)
+        if header["model"] != fingerprint:
+            raise ValueError("it is another model's")
+        offset = 0
+        for cache, part in zip([*memory.attention, *memory.recurrent], header["parts"], strict=True):
+            arrays = []
+            for told in part["arrays"]:
+                array, size = _array(told, rest, offset)
+                arrays.append(array)
+                offset += size
+            if "numbers" in part:
+                cache.load(part["numbers"], arrays)
+            else:
+                cache.cache = arrays
+        if offset != len(rest):
+            raise ValueError(f"{len(rest)} bytes where {offset} are needed")
+        mx.eval(*memory.arrays)
+        memory.length = header["length"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        memory.clear()
+        raise BackendError(
+            f"the saved state does not fit this model and context: {error}", "compute it again"
+        ) from error
+
+
+def _array(told: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
+    if told is None:
+        return None, 0
+    dtype = _DTYPES[told["dtype"]]
+    stored = _AS_STORED.get(dtype, dtype)
+    kind = np.dtype(str(stored).removeprefix("mlx.core."))
+    count = int(np.prod(told["shape"]))
+    values = np.frombuffer(data, kind, count, offset).reshape(told["shape"])
+    return mx.array(values).view(dtype), count * kind.itemsize
