@@ -49,7 +49,7 @@ def core() -> Any:
 @cache
 def lm() -> Any:
     """mlx_lm.utils. Raises BackendMissingError with the way to install it."""
-    core()
+    mlx = core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Without torch, transformers says so on stderr; its tokenizers warn of forks when they use threads.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -59,6 +59,9 @@ def lm() -> Any:
             import mlx_lm.utils
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
+    if mlx.metal.is_available():
+        # Metal may page weights out between passes unless told how much to keep in place.
+        mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
 

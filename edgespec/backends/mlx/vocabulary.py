@@ -50,9 +50,7 @@ _CODE_ENDS = (
     ("<|file_sep|>",),
 )
 _HARMONY_MARKS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
-_LOOKS_SPECIAL = re.compile(
-    r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL
-)
+_LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -67,37 +65,24 @@ class MlxVocabulary:
         self.size = vocab_size
         # The tokenizer holds the switch for control tokens as state, and texts come from several threads.
         self._using = threading.Lock()
-        self._tokenizer: Any = tokenizer
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
             raise ModelFileError("the tokenizer has no tokens", "download its files again")
-        self._added = {
-            token: (added.content, added.special or _LOOKS_SPECIAL.fullmatch(added.content) is not None)
-            for token, added in tokenizer.added_tokens_decoder.items()
-        }
+        self._known = max(vocab.values()) + 1
+        self._added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._control = _control_tokens(self._added, vocab)
+        self._tokenizer: Any = _with_control_tokens(tokenizer, self._added, self._control)
         self._byte_level = _is_byte_level(tokenizer)
         self._ends = _ends(tokenizer, vocab)
-        self._control = self._control_tokens(vocab)
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
         self.chat_template: str | None = template if isinstance(template, str) else None
         self.start_text: str = tokenizer.bos_token or ""
         self.end_text: str = tokenizer.eos_token or ""
-        self._start = self._start_tokens()
+        begin: list[int] = tokenizer.encode("a", add_special_tokens=True)[:1]
+        self._start = begin if self.start_text and begin == [tokenizer.bos_token_id] else []
         self._pieces: dict[int, bytes] = {}
-
-    def _control_tokens(self, vocab: dict[str, int]) -> frozenset[int]:
-        control = {token for token, (_, special) in self._added.items() if special}
-        names = _ENDS.union(*_CODE_ENDS)
-        control |= {token for text, token in vocab.items() if text in names}
-        control -= {vocab[text] for text in _HARMONY_MARKS if text in vocab}
-        return frozenset(control - _not_ends(vocab))
-
-    def _start_tokens(self) -> list[int]:
-        start = self._tokenizer.bos_token_id
-        first = self._tokenizer.encode("a", add_special_tokens=True)[:1]
-        return first if start is not None and first == [start] else []
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         """Text to tokens; see the Protocol. Raises BackendError for a token the model has no row for."""
@@ -127,7 +112,7 @@ class MlxVocabulary:
         piece = self._pieces.get(token)
         if piece is None:
             raw = self.raw_piece(token)
-            piece = self._pieces[token] = b"" if token in self._control else raw
+            piece = self._pieces[token] = raw if token not in self._control else b""
         return piece
 
     def raw_piece(self, token: int) -> bytes:
@@ -135,14 +120,13 @@ class MlxVocabulary:
         tokenizer = self._open()
         if not 0 <= token < self.size:
             raise BackendError(f"there is no token {token} among {self.size}")
-        if token in self._added:
-            text, special = self._added[token]
-            return (text if special else text.replace("▁", " ")).encode()
-        known: str | None = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+        known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._known else None
         if known is None:
             return b""
         if token in self._control:
             return known.encode()
+        if token in self._added:
+            return known.replace("▁", " ").encode()
         return _bytes_of(known) if self._byte_level else _spaced(known)
 
     def is_end(self, token: int) -> bool:
@@ -161,6 +145,29 @@ class MlxVocabulary:
         """The model is about to be freed."""
         with self._using:
             self._tokenizer = None
+
+
+def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[int]:
+    control = {
+        token for token, about in added.items() if about.special or _LOOKS_SPECIAL.fullmatch(about.content)
+    }
+    control |= {vocab[text] for text in _ENDS.union(*_CODE_ENDS) if text in vocab}
+    control -= {vocab[text] for text in _HARMONY_MARKS if text in vocab}
+    return frozenset(control - _not_ends(vocab))
+
+
+def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
+    """A tokenizer for which exactly these of its added tokens are control tokens."""
+    if not tokenizer.is_fast or all(about.special == (token in control) for token, about in added.items()):
+        return tokenizer
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    for entry in parts["added_tokens"]:
+        entry["special"] = entry["id"] in control
+    wrapper: Any = PreTrainedTokenizerFast
+    return wrapper(tokenizer_object=Tokenizer.from_str(json.dumps(parts)))
 
 
 def _ends(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
@@ -182,9 +189,8 @@ def _is_byte_level(tokenizer: Any) -> bool:
     """Whether its tokens are written in GPT-2's alphabet of bytes."""
     if not tokenizer.is_fast:
         return False
-    parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    # The vocabulary and the merges are most of it, and say nothing here.
-    return '"ByteLevel"' in json.dumps([parts.get("decoder"), parts.get("pre_tokenizer")])
+    backend = tokenizer.backend_tokenizer
+    return "ByteLevel(" in f"{backend.decoder} {backend.pre_tokenizer}"
 
 
 def _spaced(text: str) -> bytes:
@@ -206,7 +212,11 @@ def _bytes_of(text: str) -> bytes:
 @cache
 def _alphabet() -> dict[str, bytes]:
     """Printable bytes stand for themselves, the others for the characters from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printable]
     characters = {chr(byte): bytes([byte]) for byte in printable}
     return characters | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}

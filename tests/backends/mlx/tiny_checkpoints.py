@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model, quantize_model, save_config, save_model
@@ -262,15 +261,18 @@ def write_checkpoint(
     return folder
 
 
-def _lively(model: nn.Module, seed: int) -> list[tuple[str, mx.array]]:
+def _lively(model: Any, seed: int) -> list[tuple[str, mx.array]]:
     """Weights that make every layer count and the logits spread over a few units."""
     key = mx.random.key(seed)
+    tied = sum(weight.shape[0] == ROWS for _, weight in _arrays(model)) == 1
     weights = []
-    for name, weight in tree_flatten(model.parameters()):
+    for name, weight in _arrays(model):
         key, here = mx.random.split(key)
         noise = mx.random.normal(weight.shape, key=here)
         if weight.ndim < 2 or name.endswith("A_log"):
-            weights.append((name, weight + 0.1 * noise))
+            # Where the embedding is also the head, a layer must say more than the token it was given.
+            louder = 20 if tied and "post_" in name else 0
+            weights.append((name, weight + louder + 0.1 * noise))
             continue
         fan_in = weight.size // weight.shape[0] if "conv" in name else weight.shape[-1]
         scaled = noise * 2 / fan_in**0.5
@@ -282,6 +284,11 @@ def _lively(model: nn.Module, seed: int) -> list[tuple[str, mx.array]]:
     return weights
 
 
+def _arrays(model: Any) -> list[tuple[str, Any]]:
+    leaves: Any = tree_flatten(model.parameters())
+    return list(leaves)
+
+
 def write_adapter(folder: Path, checkpoint: Path, *, seed: int = 1, rank: int = 4) -> Path:
     """A LoRA adapter for the last layer of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -291,7 +298,7 @@ def write_adapter(folder: Path, checkpoint: Path, *, seed: int = 1, rank: int = 
     mx.random.seed(seed)
     lora = {
         name: mx.random.normal(weight.shape) / weight.shape[0] ** 0.5
-        for name, weight in tree_flatten(model.parameters())
+        for name, weight in _arrays(model)
         if name.endswith(("lora_a", "lora_b"))
     }
     mx.save_safetensors(str(folder / "adapters.safetensors"), lora)
