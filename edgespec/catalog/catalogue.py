@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import platformdirs
 
@@ -18,6 +18,7 @@ from edgespec.errors import ModelNotFoundError
 __all__ = [
     "Catalogue",
     "ModelEntry",
+    "ModelFormat",
     "load_catalogue",
     "models_folder",
     "recommended_drafts",
@@ -26,12 +27,19 @@ __all__ = [
 ]
 
 
+ModelFormat = Literal["gguf", "mlx"]
+"""What a model is on disk: a GGUF file, or a folder in MLX's form."""
+
+_MLX_SUFFIX = "-mlx"
+
+
 @dataclass(frozen=True)
 class ModelEntry:
     """One model of the catalogue. Empty strings stand for what it does not have.
 
     `aliases` maps its other names to the quantisation each of them means; `drafts` are names of this
-    catalogue, best first. `approximate_file_bytes` is the size on disk at `quantisation`.
+    catalogue, best first. `approximate_file_bytes` is the size on disk at `quantisation`. An entry of
+    format gguf may name the `mlx_repository` of the same model; that is an entry of its own, NAME-mlx.
     """
 
     name: str
@@ -48,6 +56,12 @@ class ModelEntry:
     notice: str = ""
     drafts: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    format: ModelFormat = "gguf"
+
+    @property
+    def repository(self) -> str:
+        """The hub repository it is fetched from; empty for an embedded model."""
+        return self.mlx_repository if self.format == "mlx" else self.gguf_repository
 
     @property
     def embedded_path(self) -> Path | None:
@@ -77,12 +91,12 @@ class Catalogue:
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """The entry whose GGUF files come from `repository`, or None."""
-        matches = (entry for entry in self.entries if entry.gguf_repository.lower() == repository.lower())
+        """The entry that is fetched from `repository`, or None."""
+        matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """The embedded model whose file `path` is, or None."""
+        """The embedded model whose file or folder `path` is, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
@@ -109,7 +123,37 @@ def load_catalogue() -> Catalogue:
     """Read the catalogue that comes with edgespec (once per process)."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: list[dict[str, Any]] = tomllib.load(file)["model"]
-    return Catalogue(_entry(table) for table in tables)
+    return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
+
+
+def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
+    """Each entry, followed by the one for its MLX repository if it has one."""
+    in_both = {entry.name for entry in entries if entry.gguf_repository and entry.mlx_repository}
+    for entry in entries:
+        yield entry
+        if entry.name in in_both:
+            yield _mlx_form(entry, [name + _MLX_SUFFIX for name in entry.drafts if name in in_both])
+
+
+def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
+    bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
+    # `8b-q4` becomes `8b-mlx`. Names of another quantisation have no MLX form.
+    stems = [
+        alias.removesuffix("-q4")
+        for alias, quantisation in entry.aliases.items()
+        if quantisation == entry.quantisation
+    ]
+    return replace(
+        entry,
+        name=entry.name + _MLX_SUFFIX,
+        format="mlx",
+        quantisation=f"{bits}-bit",
+        # Half precision scale and bias for each group of 64 weights are half a bit more for each.
+        approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
+        gguf_repository="",
+        drafts=tuple(drafts),
+        aliases=MappingProxyType({stem + _MLX_SUFFIX: f"{bits}-bit" for stem in stems}),
+    )
 
 
 def _entry(table: dict[str, Any]) -> ModelEntry:
@@ -128,6 +172,7 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
         notice=table.get("notice", ""),
         drafts=tuple(table.get("drafts", ())),
         aliases=MappingProxyType(table.get("aliases", {})),
+        format=table.get("format", "gguf"),
     )
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, repository_folder
+from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
+from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ Progress = Callable[[str, float], bool]
 """Called with what is going on and how far it is, 0 to 1; returning False cancels."""
 
 _CHUNK_BYTES = 1 << 18
+_GIT_ETAG, _SHA256_ETAG = 40, 64
 _RETRIES = 5
 _RETRY_SECONDS = 1.0
 _LOCK_SECONDS = 2.0
@@ -41,16 +43,20 @@ def fetch(
     allow_download: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """The first file of a model of the hub, from the shared cache if it is there, downloaded if not.
+    """A model of the hub, from the shared cache if it is there, downloaded if not.
 
-    `quantisation` as in `choose_files`. An interrupted download is taken up where it stopped.
-    Raises ModelNotFoundError (no such repository or quantisation), DownloadError, CancelledError.
+    A GGUF model is its first file, one in MLX's form its folder. `quantisation` as in `choose_files`.
+    An interrupted download is taken up where it stopped.
+    Raises ModelNotFoundError (no such repository or quantisation), BackendMissingError (an MLX model that
+    could not run here), DownloadError, CancelledError.
     """
     # Costs a tenth of a second, so only references to the hub pay for it.
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     found = cached_model(cache, repository, quantisation)
+    if found is None and quantisation is None:
+        found = cached_folder(cache, repository)
     if found is not None:
         return found
     if not allow_download:
@@ -59,24 +65,62 @@ def fetch(
             "allow its download, or give the path of a file",
         )
     with _translated(repository):
-        files = choose_files(repository, _listing(repository), quantisation)
-        _check_disk(cache, repository, files)
+        listing = _listing(repository)
+        files = _choose(repository, listing.files, quantisation)
+        folder = repository_folder(cache, repository)
+        _check_disk(cache, repository, _absent(folder, listing, files))
         report = _Report(progress, sum(file.size_bytes for file in files))
-        paths = [
-            _fetch_file(repository_folder(cache, repository), repository, file, report) for file in files
-        ]
-    return paths[0]
+        paths = [_fetch_file(folder, repository, file, listing.commit, report) for file in files]
+    return paths[0] if holds_gguf(files) else _whole(paths[0].parent, repository)
+
+
+def _choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
+    """The files to fetch: of the GGUF model, or where the repository holds none, of the MLX one."""
+    if holds_gguf(files):
+        return choose_files(repository, files, quantisation)
+    chosen = choose_folder_files(repository, files)
+    if quantisation is not None:
+        raise ModelNotFoundError(
+            f"{repository} is an MLX model of one quantisation, so there is no {quantisation} to choose",
+            f"ask for {repository}, or for a repository of the same model that ends in -GGUF",
+        )
+    require_mlx(repository)
+    return chosen
+
+
+def _whole(folder: Path, repository: str) -> Path:
+    missing = lacking(folder)
+    if missing:
+        raise DownloadError(
+            f"{repository} lacks {len(missing)} of its own files, such as {missing[0]}",
+            "choose another repository of the same model",
+        )
+    return folder
 
 
 def _suffix(quantisation: str | None) -> str:
     return f":{quantisation}" if quantisation else ""
 
 
-def _listing(repository: str) -> list[HubFile]:
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a repository at one commit, so that all of a model is of one state."""
+
+    commit: str
+    files: list[HubFile]
+
+
+def _listing(repository: str) -> _Listing:
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
-    return [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
+    return _Listing(info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()])
+
+
+def _absent(folder: Path, listing: _Listing, files: list[HubFile]) -> list[HubFile]:
+    """Those of the files that an earlier download did not finish."""
+    snapshot = folder / "snapshots" / listing.commit
+    return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
 
 
 def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
@@ -119,15 +163,25 @@ class _Source:
 
     url: str
     size_bytes: int
-    sha256: str  # empty where the hub states none
+    etag: str
+
+    def new_digest(self) -> Any:
+        """What the bytes go into: the hub names large files by their SHA-256, small ones as git does."""
+        if len(self.etag) == _GIT_ETAG:
+            return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
+        return hashlib.sha256()
+
+    def is_digest(self, digest: Any) -> bool:
+        """Whether the checksum is right; so it is where the hub states none."""
+        return len(self.etag) not in (_GIT_ETAG, _SHA256_ETAG) or digest.hexdigest() == self.etag
 
 
-def _fetch_file(folder: Path, repository: str, file: HubFile, report: _Report) -> Path:
+def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, report: _Report) -> Path:
     """Bring one file into the layout of the cache, blobs by checksum and snapshots of links; its path."""
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    url = hf_hub_url(repository, file.name, endpoint=constants.ENDPOINT)
+    url = hf_hub_url(repository, file.name, revision=revision or None, endpoint=constants.ENDPOINT)
     metadata: HfFileMetadata = get_hf_file_metadata(url, endpoint=constants.ENDPOINT)
     etag, commit = metadata.etag, metadata.commit_hash
     if not etag or not commit:
@@ -136,7 +190,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, report: _Report) -
             "check HF_ENDPOINT and the network's proxy",
         )
     size_bytes = metadata.size or file.size_bytes
-    source = _Source(url, size_bytes, etag if len(etag) == 64 else "")
+    source = _Source(url, size_bytes, etag)
     blob = folder / "blobs" / etag
     pointer = folder / "snapshots" / commit / file.name
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
@@ -169,7 +223,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
     import httpx2
 
     failures = 0
-    digest = hashlib.sha256()
+    digest = source.new_digest()
     with partial.open("a+b") as file:
         done_bytes = _digest_start(file, source, digest, report)
         while done_bytes < source.size_bytes or source.size_bytes == 0:
@@ -178,7 +232,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 for restarted, chunk in _chunks(source.url, done_bytes):
                     if restarted:
                         file.truncate(0)
-                        digest, done_bytes = hashlib.sha256(), 0
+                        digest, done_bytes = source.new_digest(), 0
                     file.write(chunk)
                     digest.update(chunk)
                     done_bytes += len(chunk)
@@ -196,7 +250,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
             break
     if source.size_bytes and done_bytes != source.size_bytes:
         wrong = f"{done_bytes} bytes came where {source.size_bytes} were announced"
-    elif source.sha256 and digest.hexdigest() != source.sha256:
+    elif not source.is_digest(digest):
         wrong = "its checksum is not the one the hub states"
     else:
         return

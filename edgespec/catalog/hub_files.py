@@ -14,8 +14,10 @@ __all__ = [
     "HubFile",
     "cached_model",
     "choose_files",
+    "holds_gguf",
     "is_quantisation",
     "repository_folder",
+    "snapshots",
 ]
 
 DEFAULT_QUANTISATION = "Q4_K_M"
@@ -62,11 +64,8 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     or the only one there is. Raises ModelNotFoundError, naming what there is, when nothing or too much fits.
     """
     models: dict[str, list[HubFile]] = {}
-    for file in sorted(files, key=lambda file: file.name):
-        name = file.name.rsplit("/", 1)[-1].lower()
-        # Projectors and importance matrices share the ending but are no language models.
-        if name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name:
-            models.setdefault(file.stem, []).append(file)
+    for file in sorted(filter(_is_model, files), key=lambda file: file.name):
+        models.setdefault(file.stem, []).append(file)
     if not models:
         raise ModelNotFoundError(
             f"{repository} holds no GGUF model", "look for a repository of the same model that ends in -GGUF"
@@ -94,6 +93,17 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     return parts
 
 
+def holds_gguf(files: Iterable[HubFile]) -> bool:
+    """Whether any of the files is a GGUF model."""
+    return any(map(_is_model, files))
+
+
+def _is_model(file: HubFile) -> bool:
+    name = file.name.rsplit("/", 1)[-1].lower()
+    # Projectors and importance matrices share the ending but are no language models.
+    return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
+
+
 def _fitting(models: dict[str, list[HubFile]], quantisation: str | None) -> list[list[HubFile]]:
     wanted = (quantisation or DEFAULT_QUANTISATION).lower()
     if wanted.endswith(".gguf"):
@@ -115,7 +125,7 @@ def repository_folder(cache: Path, repository: str) -> Path:
 
 def cached_model(cache: Path, repository: str, quantisation: str | None) -> Path | None:
     """The first file of a model that is wholly in the shared cache, found without a network, or None."""
-    for snapshot in _snapshots(repository_folder(cache, repository)):
+    for snapshot in snapshots(repository_folder(cache, repository)):
         # A link whose blob is gone does not exist, so an interrupted download is never taken for a model.
         present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
         files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
@@ -132,7 +142,7 @@ def _chosen(repository: str, files: Sequence[HubFile], quantisation: str | None)
         return []
 
 
-def _snapshots(folder: Path) -> Iterator[Path]:
+def snapshots(folder: Path) -> Iterator[Path]:
     """The snapshots of a cached repository: the one `main` stands for, then the others, newest first."""
     main = folder / "refs" / "main"
     current = folder / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else None

@@ -1,4 +1,4 @@
-"""From what a person types for a model to a file on this machine."""
+"""From what a person types for a model to a file or a folder on this machine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Literal
 
 from edgespec.catalog.catalogue import (
     ModelEntry,
+    ModelFormat,
     load_catalogue,
     recommended_drafts,
     user_aliases,
@@ -19,6 +20,7 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_files import is_quantisation
+from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.ollama import ollama_model
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
@@ -36,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PathReference:
-    """A file on this machine."""
+    """A file or a folder on this machine."""
 
     path: Path
 
@@ -63,7 +65,7 @@ Source = Literal["path", "embedded", "hub", "ollama"]
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model file on this machine: the first part, when the model is split.
+    """A model on this machine. `path` is a GGUF file (the first part, when it is split) or an MLX folder.
 
     `name` is what was asked for, `entry` the catalogue's model if it is one, `note` the line to show.
     """
@@ -73,6 +75,7 @@ class Resolved:
     source: Source
     entry: ModelEntry | None
     note: str
+    format: ModelFormat = "gguf"
 
 
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
@@ -112,22 +115,22 @@ def parse(reference: str) -> Reference:
 
 
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
-    """Find the file a reference stands for; with `allow_download`, fetch it when it is not on this machine.
+    """Find the model a reference stands for; with `allow_download`, fetch it when it is not on this machine.
 
     What is already here wins: the embedded models, the shared Hugging Face cache, an Ollama store.
-    Raises ModelNotFoundError, ModelFileError (the path is no readable file), DownloadError, CancelledError.
+    Raises ModelNotFoundError, ModelFileError (the path is no readable model), DownloadError, CancelledError,
+    BackendMissingError (it would have to be downloaded, and could not run here).
     """
     asked = reference.strip()
     meaning = _follow_user_aliases(asked)
     match meaning:
         case PathReference(path):
-            return _file(path)
+            return _at(path)
         case HubReference(repository, quantisation):
             entry = load_catalogue().of_repository(repository)
             path = fetch(repository, quantisation, allow_download=allow_download, progress=progress)
-            return Resolved(
-                asked, path, "hub", entry, f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
-            )
+            note = f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
+            return Resolved(asked, path, "hub", entry, note, _format(path))
         case NameReference(name, tag):
             return _named(asked, name, tag, allow_download, progress)
 
@@ -181,7 +184,7 @@ def _named(
     if found is not None:
         return _catalogued(asked, *found, allow_download, progress)
     if os.path.exists(full_name):
-        return _file(Path(full_name))
+        return _at(Path(full_name))
     nearest = catalogue.nearest(full_name, user_aliases())
     raise ModelNotFoundError(
         f"no model is called {full_name}",
@@ -193,32 +196,44 @@ def _named(
 def _catalogued(
     asked: str, entry: ModelEntry, quantisation: str, allow_download: bool, progress: Progress | None
 ) -> Resolved:
-    if entry.embedded_path is None:
-        path = fetch(entry.gguf_repository, quantisation, allow_download=allow_download, progress=progress)
-        note = f"{asked} -> {_hub_note(entry.gguf_repository, quantisation)}: {path}"
-        return Resolved(asked, path, "hub", entry, note)
-    if quantisation.upper() != entry.quantisation:
+    only_one = entry.embedded_path is not None or entry.format == "mlx"
+    if only_one and quantisation.upper() != entry.quantisation.upper():
+        in_gguf = entry.name.removesuffix("-mlx")
+        other = f", or for its GGUF form: {in_gguf}:{quantisation}" if entry.repository else ""
         raise ModelNotFoundError(
-            f"{entry.name} comes as {entry.quantisation} only, not {quantisation}", f"ask for {entry.name}"
+            f"{entry.name} comes as {entry.quantisation} only, not {quantisation}",
+            f"ask for {entry.name}{other}",
         )
-    path = _file(entry.embedded_path).path
-    return Resolved(asked, path, "embedded", entry, f"{asked} -> embedded: {path}")
+    if entry.embedded_path is not None:
+        path = _at(entry.embedded_path).path
+        return Resolved(asked, path, "embedded", entry, f"{asked} -> embedded: {path}", entry.format)
+    wanted = quantisation if entry.format == "gguf" else None
+    path = fetch(entry.repository, wanted, allow_download=allow_download, progress=progress)
+    note = f"{asked} -> {_hub_note(entry.repository, wanted)}: {path}"
+    return Resolved(asked, path, "hub", entry, note, _format(path))
 
 
 def _hub_note(repository: str, quantisation: str | None) -> str:
     return f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
 
 
-def _file(path: Path) -> Resolved:
-    """The model file at `path`, checked to be a file that can be read."""
+def _format(path: Path) -> ModelFormat:
+    return "mlx" if path.is_dir() else "gguf"
+
+
+def _at(path: Path) -> Resolved:
+    """The model at `path`, checked to be a file that can be read, or a folder that is whole."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise ModelFileError(f"{path} is a folder, not a model file", _folder_next_step(path))
-        if not stat.S_ISREG(mode):
+            _check_folder(path)
+        elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
-        with path.open("rb"):
-            pass
+        elif path.suffix == ".safetensors":
+            raise ModelFileError(f"{path} is one file of a model", f"give its folder: {path.parent}")
+        else:
+            with path.open("rb"):
+                pass
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
             raise ModelNotFoundError(
@@ -238,14 +253,24 @@ def _file(path: Path) -> Resolved:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
-    return Resolved(path.name, path, "path", load_catalogue().embedded_at(path), str(path))
+    name = path.name or path.resolve().name  # "." has no name of its own
+    return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), _format(path))
 
 
-def _folder_next_step(folder: Path) -> str:
+def _check_folder(folder: Path) -> None:
+    """Raises ModelFileError when the folder is no model in MLX's form, saying what it lacks."""
+    missing = lacking(folder)
+    if not missing:
+        return
+    shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     models = _models_in(folder)
     if models:
-        return f"name a file in it, such as {folder / models[0]}"
-    return "give the path of a .gguf file; a hub repository of that name is written hf:user/repo"
+        next_step = f"name {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
+    elif len(missing) == 3 and not any(folder.glob("*.safetensors")):
+        next_step = "give the path of a .gguf file; a hub repository of that name is written hf:user/repo"
+    else:
+        next_step = "add what is missing, or download the model again"
+    raise ModelFileError(f"{folder} is a folder that holds no whole MLX model: it lacks {shown}", next_step)
 
 
 def _models_in(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,6 +12,13 @@ from urllib.parse import urlsplit
 
 REPOSITORY = "someone/tiny-GGUF"
 COMMIT = "c" * 40
+
+
+def _etag(data: bytes) -> str:
+    """Large files are called by their SHA-256, small ones as git calls them."""
+    if len(data) > 1000:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 @dataclass
@@ -24,6 +32,8 @@ class StandInHub:
     cut_after_bytes: list[int] = field(default_factory=list)
     """The next downloads break off after so many bytes, one entry each."""
     damaged: bool = False
+    gone: set[str] = field(default_factory=set)
+    """Files that are listed and cannot be had."""
     requests: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
     url: str = ""
@@ -69,8 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"/api/models/{REPOSITORY}":
             siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
             self._send(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": siblings}).encode(), {})
-        elif path.startswith(f"/{REPOSITORY}/resolve/main/"):
-            self._file(hub.files[path.split("/resolve/main/")[1]], body=body)
+        elif found := re.match(f"/{REPOSITORY}/resolve/(?:main|{COMMIT})/(.+)", path):
+            if found.group(1) in hub.gone:
+                self._refuse(404, "EntryNotFound")
+            else:
+                self._file(hub.files[found.group(1)], body=body)
         else:
             self._refuse(404, "RepoNotFound")
 
@@ -92,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.hub
         headers = {
             "X-Repo-Commit": COMMIT,
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "ETag": f'"{_etag(data)}"',
             "Content-Length": str(len(data)),
         }
         if not body:

@@ -23,11 +23,13 @@ def test_every_entry_is_complete(entry: ModelEntry) -> None:
     assert entry.context_tokens >= 1024
     assert entry.licence
     assert entry.chat_template
-    assert bool(entry.embedded_file) != bool(entry.gguf_repository)
-    assert is_quantisation(entry.quantisation)
-    assert all(is_quantisation(quantisation) for quantisation in entry.aliases.values())
+    assert bool(entry.embedded_file) != bool(entry.repository)
+    for quantisation in (entry.quantisation, *entry.aliases.values()):
+        in_bits = re.fullmatch(r"[2-8]-bit", quantisation) is not None
+        assert in_bits if entry.format == "mlx" else is_quantisation(quantisation)
     if entry.embedded_path:
-        assert entry.embedded_path.is_file()
+        assert entry.embedded_path.is_dir() == (entry.format == "mlx")
+        assert entry.embedded_path.exists()
         assert entry.notice
     else:
         # Between 1.5 bits a parameter and 16: catches a slipped digit in either figure.
@@ -40,6 +42,7 @@ def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
         found = load_catalogue().find(name)
         assert found is not None
         assert found[0].parameters * 2 <= entry.parameters
+        assert found[0].format == entry.format
 
 
 @pytest.mark.parametrize(
@@ -50,12 +53,30 @@ def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
         ("8b-q8", "llama-3.1-8b", "Q8_0"),
         ("gemma3:4b", "gemma-3-4b", "Q4_K_M"),
         ("demo", "demo", "Q8_0"),
+        ("demo-mlx", "demo-mlx", "8-bit"),
+        ("8b-mlx", "llama-3.1-8b-mlx", "4-bit"),
+        ("70B-MLX", "llama-3.3-70b-mlx", "4-bit"),
+        ("llama3.2:1b-mlx", "llama-3.2-1b-mlx", "4-bit"),
+        ("qwen3-8b-mlx", "qwen3-8b-mlx", "4-bit"),
     ],
 )
 def test_aliases_mean_what_people_expect(alias: str, name: str, quantisation: str) -> None:
     found = load_catalogue().find(alias)
     assert found is not None
     assert (found[0].name, found[1]) == (name, quantisation)
+
+
+def test_every_model_with_an_mlx_repository_has_an_mlx_form() -> None:
+    catalogue = load_catalogue()
+    for entry in ENTRIES:
+        if entry.format == "gguf" and entry.mlx_repository:
+            found = catalogue.find(f"{entry.name}-mlx")
+            assert found is not None
+            assert found[0].format == "mlx"
+            assert found[0].repository == entry.mlx_repository
+            assert catalogue.of_repository(entry.mlx_repository) == found[0]
+            assert catalogue.of_repository(entry.gguf_repository) == entry
+            assert list(found[0].drafts) == [f"{name}-mlx" for name in entry.drafts]
 
 
 def test_a_name_given_twice_is_a_mistake() -> None:
