@@ -33,26 +33,34 @@ class Checkpoint:
     """A loaded model, all its weights in memory, and what is known about it.
 
     model, tokenizer: an mlx nn.Module and mlx_lm's TokenizerWrapper.
-    dtype: the mx.Dtype that the model computes in.
-    description: for people; says so where the weights were widened.
-    kv_elements_per_token, trained_context_tokens: 0 where the configuration does not say.
+    dtype: the mx.Dtype that the model computes in. widened: halves were made float32 for the CPU.
+    vocab_size: how many logits the model gives.
+    kv_elements_per_token: how many numbers the caches keep of a token.
+    trained_context_tokens: 0 where the configuration does not say.
     """
 
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
     config: dict[str, Any] = field(repr=False)
     architecture: str
-    description: str
     parameters: int
     file_bytes: int
     weight_bytes: int
     quantisation: str
+    widened: bool
     trained_context_tokens: int
+    vocab_size: int
     kv_elements_per_token: int
     dtype: Any
 
+    @property
+    def description(self) -> str:
+        """For people."""
+        text = f"{self.architecture} {self.parameters / 1e6:,.1f}M {self.quantisation}"
+        return f"{text}, computed in float32" if self.widened else text
+
     def kv_bytes_per_token(self, element_bytes: int | None = None) -> int:
-        """What the caches grow by with each token; 0 where the configuration does not say."""
+        """What the caches grow by with each token, unless another size of element is given in `dtype`."""
         return self.kv_elements_per_token * (element_bytes or self.dtype.size)
 
 
@@ -93,21 +101,34 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
             "choose a smaller model or quantisation, or give more with --memory",
         )
     _report(progress, name, 0.0)
-    with _translated(path):
+    # Some architectures print, and stdout belongs to results.
+    with _translated(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         tokenizer = _load_tokenizer(folder, config)
-        # Some architectures print; stdout belongs to results.
-        with contextlib.redirect_stdout(sys.stderr):
-            model, config = lm().load_model(folder, lazy=True)
+        model, config = lm().load_model(folder, lazy=True)
     if adapter:
         with _translated(str(adapter)):
             model = lm().load_adapters(model, str(adapter))
             model.eval()
     with _translated(path):
-        kv_elements = _kv_elements(model, config)
+        vocab_size, kv_elements = _try_one_token(model)
         widen = _should_widen(files, kv_elements, _trained_context(config), options)
         widened = _evaluate(model, widen, lambda fraction: _report(progress, name, fraction))
-        return _describe(model, tokenizer, config, files, kv_elements, widened)
+    return Checkpoint(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=config["model_type"],
+        parameters=lm().get_total_parameters(model),
+        file_bytes=files.file_bytes,
+        weight_bytes=sum(weight.nbytes for _, weight in _arrays(model.parameters())),
+        quantisation=_quantisation(model, config, files),
+        widened=widened,
+        trained_context_tokens=_trained_context(config),
+        vocab_size=vocab_size,
+        kv_elements_per_token=kv_elements,
+        dtype=_dtype(model),
+    )
 
 
 def _report(progress: Progress | None, name: str, fraction: float) -> None:
@@ -234,7 +255,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     if known:
         try:
             lm()._get_classes(config)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, SystemExit):  # olmo exits where its library is missing
             known = False
     if not known:
         from mlx_lm import __version__ as version
@@ -334,32 +355,14 @@ def _translated(path: str) -> Iterator[None]:
         raise ModelFileError(f"{path} could not be loaded: {detail}", "check or replace its files") from error
 
 
-def _describe(
-    model: Any, tokenizer: Any, config: dict[str, Any], files: _Files, kv_elements: int, widened: bool
-) -> Checkpoint:
+def _dtype(model: Any) -> Any:
+    """What most floating-point weights are: quantised ones count by their scales."""
     mx = core()
-    weights = [weight for _, weight in _arrays(model.parameters())]
     floating: Counter[Any] = Counter()
-    for weight in weights:
+    for _, weight in _arrays(model.parameters()):
         if mx.issubdtype(weight.dtype, mx.floating):
             floating[weight.dtype] += weight.nbytes
-    parameters = lm().get_total_parameters(model)
-    quantisation = _quantisation(model, config, files)
-    description = f"{config['model_type']} {parameters / 1e6:,.1f}M {quantisation}"
-    return Checkpoint(
-        model=model,
-        tokenizer=tokenizer,
-        config=config,
-        architecture=config["model_type"],
-        description=f"{description}, computed in float32" if widened else description,
-        parameters=parameters,
-        file_bytes=files.file_bytes,
-        weight_bytes=sum(weight.nbytes for weight in weights),
-        quantisation=quantisation,
-        trained_context_tokens=_trained_context(config),
-        kv_elements_per_token=kv_elements,
-        dtype=floating.most_common(1)[0][0] if floating else mx.float32,
-    )
+    return floating.most_common(1)[0][0] if floating else mx.float32
 
 
 def _quantisation(model: Any, config: dict[str, Any], files: _Files) -> str:
@@ -400,28 +403,24 @@ def _trained_context(config: dict[str, Any]) -> int:
     return next((text[key] for key in keys if isinstance(text.get(key), int)), 0)
 
 
-def _kv_elements(model: Any, config: dict[str, Any]) -> int:
-    """Keys and values of one token in all layers that keep them, by the usual names in configurations."""
-    from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+def _try_one_token(model: Any) -> tuple[int, int]:
+    """How many logits it gives, and how many numbers its caches keep of a token.
 
-    layers = 0
-    for cache in make_prompt_cache(model):
-        parts = cache.caches if isinstance(cache, CacheList) else (cache,)
-        keeping = sum(not isinstance(part, ArraysCache) for part in parts)
-        if keeping > 1:
-            return 0  # an index beside the keys, of sizes with names of its own
-        layers += keeping
-    text = _text_config(config)
-    latent, rotary = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
-    if isinstance(latent, int) and isinstance(rotary, int):
-        return layers * (latent + rotary)
-    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
-    kv_heads, size = text.get("num_key_value_heads") or heads, text.get("head_dim")
-    if size is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
-        size = width // heads
-    if not isinstance(kv_heads, int) or not isinstance(size, int) or "global_head_dim" in text:
-        return 0
-    return 2 * layers * kv_heads * size
+    Only the shapes are asked for, so mlx computes nothing.
+    """
+    from mlx_lm.models import cache as kinds
+
+    keeping = (kinds.KVCache, kinds.RotatingKVCache, kinds.ChunkedKVCache)
+    caches = kinds.make_prompt_cache(model)
+    logits = model(core().array([[0]]), cache=caches)
+    elements = 0
+    for cache in caches:
+        for part in cache.caches if isinstance(cache, kinds.CacheList) else (cache,):
+            if isinstance(part, keeping) and part.keys is not None:
+                # [batch, heads, tokens, size]
+                kept: list[Any] = [part.keys, part.values]
+                elements += sum(array.shape[1] * array.shape[3] for array in kept)
+    return logits.shape[-1], elements
 
 
 def _size(size_bytes: int) -> str:
