@@ -31,7 +31,6 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     from edgespec.backends.mlx.model import MlxModel
     from edgespec.backends.mlx.probe import probe
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
-    from edgespec.backends.replay import ReplayModel
 
     trained = checkpoint.trained_context_tokens or DEFAULT_CONTEXT_TOKENS
     context_tokens = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
@@ -52,9 +51,12 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
             facts,
             kv_bytes=found.kv_bytes_for(context_tokens),
             capabilities=found.capabilities,
-            rollback=found.rollback,
         )
-        return ReplayModel(model) if found.replays else model
+        if not found.replays:
+            return model
+        from edgespec.backends.replay import ReplayModel
+
+        return ReplayModel(model, found.capabilities.reason)
     except BaseException:
         model.close()
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter as now
 from typing import Any
 
@@ -49,7 +49,7 @@ class DeviceLogits:
     def best(
         self, row: int, count: int, params: SamplingParams, seed: int, position: int
     ) -> tuple[list[int], float]:
-        if params.typical_p < 1:  # rare enough to be done where it is easy
+        if params.typical_p < 1 and params.temperature > 0:  # rare enough to be done where it is easy
             return self._best_on_host(row, count, params, seed, position)
         root = position - self._depths[row]
         what = (count, seed, root, params.temperature, params.top_k, params.top_p, params.min_p)
@@ -73,12 +73,14 @@ class DeviceLogits:
         if params.temperature == 0.0:
             tokens = mx.argmax(rows, axis=-1, keepdims=True) if count == 1 else _largest(rows, count)[0]
         else:
-            keys = mx.array([key(seed, Stream.TOKEN, root + depth) for depth in self._depths], mx.uint64)
+            keys = _words(key(seed, Stream.TOKEN, root + depth) for depth in self._depths)
             tokens, kept = _drawn(rows, peaks, keys, count, params)
         asked_at = now()
-        if started is not None:
-            started(tokens[-1])
         asked = [tokens, peaks] if isinstance(kept, list) else [tokens, peaks, kept]
+        if started is not None:
+            # All that is waited for is queued first, or it would be computed after the next step.
+            mx.async_eval(*asked)
+            started(tokens[-1])
         evaluated(*asked)
         self.waited_seconds += now() - asked_at
         return tokens.tolist(), kept if isinstance(kept, list) else kept.tolist(), peaks.tolist()
@@ -105,7 +107,7 @@ class DeviceLogits:
         return _ascending(tokens, values, values >= values[count - 1])
 
     def above(self, row: int, margin: float) -> Candidates:
-        if _FEW >= self.vocab_size:
+        if self.vocab_size <= _FEW:
             return self._row(row).above(0, margin)
         tokens, values = self._largest(_FEW)
         tokens, values = tokens[row], values[row]
@@ -189,18 +191,24 @@ def _drawn(
     return mx.take_along_axis(tokens, place, axis=-1), mx.minimum(keep.sum(axis=-1), count)
 
 
-_GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+def _words(values: Iterable[int]) -> mx.array:
+    """uint64 [n]; MLX takes large ones from numpy only."""
+    return mx.array(np.fromiter(values, np.uint64))
+
+
+_GOLDEN, _M1, _M2, _LAST = map(
+    _words, ([0x9E3779B97F4A7C15], [0xBF58476D1CE4E5B9], [0x94D049BB133111EB], [2**52 - 1])
+)
 
 
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     """The noise of `engine.noise.gumbel`, rounded to float32: keys uint64 [rows], tokens [rows, n]."""
     words = tokens.astype(mx.uint64) ^ keys[:, None]
-    words = words + mx.array(_GOLDEN, mx.uint64)
-    words = (words ^ (words >> 30)) * mx.array(_M1, mx.uint64)
-    words = (words ^ (words >> 27)) * mx.array(_M2, mx.uint64)
+    words = words + _GOLDEN
+    words = (words ^ (words >> 30)) * _M1
+    words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    last = mx.array((1 << 52) - 1, mx.uint64)
     # Close to 1 a float has no digits left: what is missing to 1 has them.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
-    missing = ((last - words).astype(mx.float32) + 0.5) * 2.0**-52
+    missing = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-missing)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 

@@ -32,8 +32,7 @@ def to_bytes(memory: Memory, fingerprint: str) -> bytes:
     for cache in memory.attention:
         numbers, arrays = cache.dump()
         parts.append({"numbers": numbers, "arrays": [_described(array, blobs) for array in arrays]})
-    for cache in memory.recurrent:
-        parts.append({"arrays": [_described(array, blobs) for array in cache.cache]})
+    parts += [{"arrays": [_described(array, blobs) for array in cache.cache]} for cache in memory.recurrent]
     header = json.dumps({"model": fingerprint, "length": memory.length, "parts": parts})
     return b"\n".join([header.encode(), b"".join(blobs)])
 
