@@ -60,7 +60,7 @@ class Checkpoint:
         return f"{text}, computed in float32" if self.widened else text
 
     def kv_bytes_per_token(self, element_bytes: int | None = None) -> int:
-        """What the caches grow by with each token, unless another size of element is given in `dtype`."""
+        """What the caches grow by with each token; their numbers are of `dtype` unless a size is given."""
         return self.kv_elements_per_token * (element_bytes or self.dtype.size)
 
 

@@ -357,12 +357,12 @@ import resource, socket, sys
 def refuse(*_, **__):
     raise AssertionError("the network was asked")
 socket.socket.connect = socket.getaddrinfo = refuse
-before = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.files import open_checkpoint
 open_checkpoint(sys.argv[1], "tiny", LoadOptions(), None)
-soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-assert hard == before[1] and (soft >= before[0] or before[0] == -1), (before, soft, hard)
+# mlx-lm would have made them 2048 and 4096, or failed where it may not.
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
 
 
