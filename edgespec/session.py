@@ -170,12 +170,10 @@ class Session:
 
     def _prefill(self, tokens: list[int], progress: Progress | None) -> int:
         """Bring the target's cache to all tokens but the last; how many of them it held already."""
-        same = min(common_prefix(self._cached, tokens), len(tokens) - 1)
-        if same < self.target.length and not self.target.facts.capabilities.rollback:
-            same = 0
-        self.target.truncate(same)
-        self.target.prefill(tokens[same:-1], progress)
-        return same
+        self.target.truncate(min(common_prefix(self._cached, tokens), len(tokens) - 1))
+        kept = self.target.length
+        self.target.prefill(tokens[kept:-1], progress)
+        return kept
 
     def _interrupt(self, wanted: bool) -> None:
         self.target.interrupt(wanted)

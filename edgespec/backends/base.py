@@ -160,7 +160,11 @@ class LanguageModel(Protocol):
         """Keep the root and the nodes of `path`, in order from the root; drop the rest of the round."""
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` cached tokens; also ends the round. CapabilityError without rollback."""
+        """Keep at most the first `length` cached tokens; see `length` for how many were kept.
+
+        Also ends the round: `truncate(length)` with the present length keeps every token. A memory that
+        can only go back to some of its moments keeps fewer, and none where it can go back to none.
+        """
 
     def snapshot(self) -> Snapshot:
         """A copy of the cache."""

@@ -276,9 +276,6 @@ def _law(
         target.verify(TokenTree.chain(token))
         target.commit(())
     law = Sampler(params, 0, [*start, *prefix]).distribution(target.verify(TokenTree.chain(last)), 0)
-    if target.facts.capabilities.rollback:
-        target.truncate(len(start) - 1)
-    else:
-        target.truncate(0)
-        target.prefill(start[:-1])
+    target.truncate(len(start) - 1)
+    target.prefill(start[target.length : -1])
     return law

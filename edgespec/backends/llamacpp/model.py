@@ -197,11 +197,6 @@ class LlamaCppModel:
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        if 0 < length < self._length and not self.facts.capabilities.rollback:
-            raise CapabilityError(
-                f"{self.facts.name} cannot drop {self._length - length} tokens",
-                self.facts.capabilities.reason,
-            )
         self._length = min(length, self._length)
         self._forget_after(self._length)
 
