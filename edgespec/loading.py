@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.catalog import Resolved, draft_for, recommended_drafts, resolve
+from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
 from edgespec.checks import whole_number
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes, parse_size
@@ -39,6 +40,7 @@ def load(
     draft_branches: tuple[int, ...] = (),
     draft_confidence: float = 0.0,
     acceptance: str = "invariant",
+    adapter: str | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
@@ -47,7 +49,8 @@ def load(
     if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
     "8GiB"; by default what is available. context: tokens of prompt and reply together. draft_branches:
     children of a draft node at each depth, () for a chain. draft_confidence: stop drafting below this
-    probability. progress: called with (what, fraction), False cancels.
+    probability. adapter: a folder with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them.
+    progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
     """
@@ -69,8 +72,14 @@ def load(
         mlock=mlock,
         max_branches=max(8, math.prod(branches) + 1),
         memory_bytes=parse_size(memory) if memory is not None else available_bytes(),
+        adapter=_checked_adapter(adapter),
     )
     found = resolve(target, progress=progress)
+    if adapter is not None and found.format != "mlx":
+        raise OptionError(
+            f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
+            "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
+        )
     found_draft, why_no_draft = _find_draft(found, draft, progress)
     if not found_draft and method != "auto" and "model" in parse_method(method):
         raise OptionError(f"method {method!r} needs a draft model: {why_no_draft}", "give --draft REF")
@@ -79,7 +88,8 @@ def load(
         undo.callback(model.close)
         draft_model = None
         if found_draft:
-            draft_model = _load_model(found_draft, _for_draft(options, model.facts), progress)
+            draft_options = _for_draft(options, model.facts, found, found_draft)
+            draft_model = _load_model(found_draft, draft_options, progress)
             undo.callback(draft_model.close)
             check_vocabularies(model.vocabulary, draft_model.vocabulary, found.name, found_draft.name)
         drafters = Drafters(
@@ -101,7 +111,12 @@ def load(
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Every file is a GGUF for now; the backend is imported when it is needed."""
+    """Load with the backend of the model's format, which is imported when it is needed."""
+    if found.format == "mlx":
+        require_mlx(found.name)
+        from edgespec.backends import mlx
+
+        return mlx.load(str(found.path), found.name, options, progress)
     from edgespec.backends import llamacpp
 
     return llamacpp.load(str(found.path), found.name, options, progress)
@@ -124,14 +139,42 @@ def _find_draft(
     return None, f"no draft is known for {target.name}: name one with --draft"
 
 
-def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
+def _for_draft(
+    options: LoadOptions, target: ModelFacts, found: Resolved, found_draft: Resolved
+) -> LoadOptions:
     """The draft sees the target's whole context and gets what memory the target leaves."""
     left = None
     if options.memory_bytes is not None:
         left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
-    # A draft may round as it likes, so `auto` need not be more than f16 for it.
-    kv_type = "f16" if options.kv_type == "auto" else options.kv_type
-    return replace(options, context_tokens=target.context_tokens, memory_bytes=left, kv_type=kv_type)
+    if found_draft.format == "mlx" and found.format != "mlx":
+        # What was said about llama.cpp's way of computing has no meaning for this one.
+        options = LoadOptions(max_branches=options.max_branches)
+    kv_type = options.kv_type
+    if kv_type == "auto" and found_draft.format == "gguf":
+        kv_type = "f16"  # a draft may round as it likes
+    return replace(
+        options,
+        context_tokens=target.context_tokens,
+        memory_bytes=left,
+        kv_type=kv_type,
+        draft=True,
+        adapter=None,
+    )
+
+
+def _checked_adapter(adapter: str | None) -> str | None:
+    """The adapter's folder, where it holds what mlx-lm writes."""
+    if adapter is None:
+        return None
+    folder = Path(adapter).expanduser()
+    parts = ("adapter_config.json", "adapters.safetensors")
+    missing = [name for name in parts if not (folder / name).is_file()]
+    if missing:
+        raise OptionError(
+            f"{folder} is no folder of an adapter: it lacks {' and '.join(missing)}",
+            "give the folder that `mlx_lm.lora --adapter-path` wrote",
+        )
+    return str(folder)
 
 
 def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:

@@ -7,18 +7,18 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 import edgespec
+from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendMissingError
 from edgespec.memory import available_bytes
 
-__all__ = ["Folders", "LlamaCpp", "Machine", "inspect_machine"]
+__all__ = ["Folders", "LlamaCpp", "Machine", "Mlx", "inspect_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,22 @@ class LlamaCpp:
     gpu_offload: bool = False
     default_threads: int = 0
     features: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlx:
+    """The installed mlx and mlx-lm; without them, `problem` says why and the rest is empty.
+
+    `device`: what models run on. `working_set_bytes`: how much of them Metal keeps in place; 0 elsewhere.
+    """
+
+    version: str = ""
+    lm_version: str = ""
+    device: str = ""
+    metal: bool = False
+    cuda: bool = False
+    working_set_bytes: int = 0
     problem: str = ""
 
 
@@ -56,7 +72,7 @@ class Machine:
     memory_available_bytes: int
     accelerator: str
     llama_cpp: LlamaCpp
-    mlx_version: str
+    mlx: Mlx
     folders: Folders
 
     def to_json(self) -> dict[str, object]:
@@ -66,7 +82,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Look at this machine. Loads llama.cpp, but no model."""
+    """Look at this machine. Loads llama.cpp and MLX where they are installed, but no model."""
     return Machine(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
@@ -78,7 +94,7 @@ def inspect_machine() -> Machine:
         memory_available_bytes=available_bytes(),
         accelerator=_accelerator(),
         llama_cpp=_llama_cpp(),
-        mlx_version=_version_of("mlx"),
+        mlx=_mlx(),
         folders=_folders(),
     )
 
@@ -111,11 +127,23 @@ def _llama_cpp() -> LlamaCpp:
     return LlamaCpp(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
 
 
-def _version_of(package: str) -> str:
+def _mlx() -> Mlx:
+    if not mlx_installed():
+        return Mlx(problem="not installed")
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+        from edgespec.backends.mlx.about import about
+
+        facts = about()
+    except BackendMissingError as error:
+        return Mlx(problem=str(error))
+    return Mlx(
+        facts.version,
+        facts.mlx_lm_version,
+        facts.device,
+        facts.metal,
+        facts.cuda,
+        facts.recommended_working_set_bytes,
+    )
 
 
 def _folders() -> Folders:

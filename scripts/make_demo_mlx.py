@@ -2,8 +2,8 @@
 """Write a Q8_0 GGUF of a Llama model as an MLX model with the very same weights.
 
 A Q8_0 block is 32 numbers d * q with a half precision d and q from -128 to 127; a group of MLX's affine 8-bit
-form is 32 times scale * code + bias with codes from 0 to 255. So scale = d, code = q + 128, bias = -128 * d say
-the same numbers, and nothing is rounded. Norms stay in single precision, which makes MLX compute in it.
+form is 32 times scale * code + bias with codes from 0 to 255. So scale = d, code = q + 128, bias = -128 * d
+say the same numbers, and nothing is rounded. Norms stay in single precision, which makes MLX compute in it.
 
     scripts/make_demo_mlx.py models/demo-target-q8_0.gguf path/to/demo-target-hf models/demo-mlx
     scripts/make_demo_mlx.py models/demo-draft-q8_0.gguf path/to/demo-draft-hf models/demo-mlx-draft

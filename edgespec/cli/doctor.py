@@ -101,7 +101,20 @@ def _libraries(machine: Machine) -> list[Check]:
 
 
 def _mlx(machine: Machine) -> Check:
-    return Check("mlx", True, machine.mlx_version or "not installed (it needs Apple Silicon)")
+    library = machine.mlx
+    extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
+    install = f'pip install "edgespec[{extra}]"'
+    if not library.version:
+        # Only where MLX is the fast way is it amiss that it is not there.
+        wanted = machine.accelerator == "metal" or library.problem != "not installed"
+        says = library.problem if wanted else f"{library.problem}; MLX models need it: {install}"
+        return Check("mlx", not wanted, says, install if wanted else "")
+    says = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
+    if library.working_set_bytes:
+        says += f", which keeps {size_text(library.working_set_bytes)} in place"
+    if machine.accelerator == "cuda" and not library.cuda:
+        return Check("mlx", True, f"{says}; this machine has cuda, and MLX was installed without it", install)
+    return Check("mlx", True, says)
 
 
 def _folders(machine: Machine) -> list[Check]:

@@ -23,12 +23,13 @@ from edgespec.errors import BackendMissingError, MemoryBudgetError, ModelFileErr
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import ModelEntry, Resolved
+    from edgespec.catalog import ModelEntry, ModelFormat, Resolved
 
 __all__ = ["command"]
 
 _WIDE, _MEDIUM = 140, 90
 _LOOK_CONTEXT_TOKENS = 256
+_FORMATS = {"gguf": "GGUF, run by llama.cpp", "mlx": "MLX, run by mlx-lm"}
 
 
 @click.group(
@@ -65,9 +66,9 @@ def list_models(as_json: bool) -> None:
         )
         return
     rows = [_row(entry, files) for entry, files in listed]
-    heads = ("NAME", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE")
+    heads = ("NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE")
     width = terminal_width()
-    shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 3
+    shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
     print_table(heads[:shown], [row[:shown] for row in rows])
     if own:
         print_table(("YOUR ALIAS", "STANDS FOR"), sorted(own.items()))
@@ -101,7 +102,10 @@ def show_model(reference: str, as_json: bool) -> None:
         if entry is None:
             raise
         missing = error.what
-    facts, problem = interruptible(lambda stop: _facts(stop, reference)) if found else (None, "")
+    facts, problem = None, ""
+    if found is not None:
+        model_format = found.format
+        facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
     if as_json:
         print_json(
             {
@@ -109,6 +113,7 @@ def show_model(reference: str, as_json: bool) -> None:
                 "on_this_machine": found is not None,
                 "path": str(found.path) if found else None,
                 "source": found.source if found else None,
+                "format": found.format if found else entry.format if entry else None,
                 "note": found.note if found else missing,
                 "catalogue": _entry_json(entry) if entry else None,
                 "model": _facts_json(facts) if facts else None,
@@ -117,10 +122,14 @@ def show_model(reference: str, as_json: bool) -> None:
         )
         return
     lines = [("reference", found.note if found else reference), *_entry_lines(entry)]
+    if found is not None:
+        lines.append(("format", _FORMATS[found.format]))
+    elif entry is not None:
+        lines.append(("format", _FORMATS[entry.format]))
     if found is None:
         lines.append(("on this machine", f"no: `edgespec generate --target {reference} hello` downloads it"))
     if facts is not None:
-        lines += _facts_lines(facts)
+        lines += _facts_lines(facts, found.format if found else "gguf")
     if problem:
         lines.append(("problem", problem))
     width = max(len(name) for name, _ in lines)
@@ -134,8 +143,9 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 
     files = {}
     for quantisation in dict.fromkeys((entry.quantisation, *entry.aliases.values())):
+        wanted = f"{entry.name}:{quantisation}" if entry.format == "gguf" else entry.name
         try:
-            found = resolve(f"{entry.name}:{quantisation}", allow_download=False)
+            found = resolve(wanted, allow_download=False)
         except (ModelNotFoundError, ModelFileError):
             continue
         files[quantisation] = str(found.path)
@@ -160,14 +170,19 @@ def _catalogued(reference: str) -> ModelEntry | None:
     return None
 
 
-def _facts(stop: Stop, reference: str) -> tuple[ModelFacts | None, str]:
+def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[ModelFacts | None, str]:
     """The facts of a model file, or why it cannot be looked into."""
     import edgespec
 
     progress = ProgressLine(stop)
     try:
         with edgespec.load(
-            reference, "none", context=_LOOK_CONTEXT_TOKENS, gpu_layers=0, method="none", progress=progress
+            reference,
+            "none",
+            context=_LOOK_CONTEXT_TOKENS,
+            gpu_layers=0 if model_format == "gguf" else None,
+            method="none",
+            progress=progress,
         ) as runtime:
             return runtime.target, ""
     except (MemoryBudgetError, BackendMissingError) as error:
@@ -179,6 +194,7 @@ def _facts(stop: Stop, reference: str) -> tuple[ModelFacts | None, str]:
 def _row(entry: ModelEntry, files: dict[str, str]) -> tuple[str, ...]:
     return (
         entry.name,
+        entry.format,
         size_text(entry.approximate_file_bytes),
         ", ".join(files) or "-",
         ", ".join(entry.aliases) or "-",
@@ -193,6 +209,7 @@ def _row(entry: ModelEntry, files: dict[str, str]) -> tuple[str, ...]:
 def _entry_json(entry: ModelEntry) -> dict[str, Any]:
     return {
         "name": entry.name,
+        "format": entry.format,
         "aliases": dict(entry.aliases),
         "family": entry.family,
         "parameters": entry.parameters,
@@ -239,21 +256,22 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("context", f"{entry.context_tokens} tokens"),
         ("template", entry.chat_template),
         ("drafts", ", ".join(entry.drafts) or "none recommended"),
-        ("sources", ", ".join(filter(None, (entry.gguf_repository, entry.mlx_repository))) or "embedded"),
+        ("source", entry.repository or "embedded"),
         ("licence", entry.licence),
     ]
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def _facts_lines(facts: ModelFacts) -> list[tuple[str, str]]:
+def _facts_lines(facts: ModelFacts, model_format: ModelFormat) -> list[tuple[str, str]]:
     can = facts.capabilities
+    at = ", at f16" if model_format == "gguf" else ""
     able = "drafts can be verified" + (", trees too" if can.tree else "")
     return [
         ("file", f"{facts.architecture}, {facts.quantisation}, {size_text(facts.file_bytes)}"),
         ("parameters", f"{facts.parameters:,}"),
         ("trained context", f"{facts.trained_context_tokens} tokens"),
         ("vocabulary", f"{facts.vocab_size} tokens"),
-        ("cache", f"{size_text(facts.kv_bytes * 1000 // facts.context_tokens)} for 1000 tokens, at f16"),
+        ("cache", f"{size_text(facts.kv_bytes * 1000 // facts.context_tokens)} for 1000 tokens{at}"),
         ("chat template", "yes" if facts.chat_template else "no: use `edgespec generate --raw`"),
         ("can do", able if can.rollback else f"plain decoding only: {can.reason}"),
     ]

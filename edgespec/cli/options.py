@@ -34,7 +34,7 @@ Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
     "target", "draft", "memory", "context", "threads", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "draft_branches", "draft_confidence",
+    "mlock", "draft_branches", "draft_confidence", "adapter",
 )  # fmt: skip
 METHOD_NAMES = ("method", "draft_length", "acceptance")
 SAMPLING_NAMES = (
@@ -152,7 +152,8 @@ _sampling = _option("Sampling options")
 
 model_options = _apply([
     _model("--target", metavar="REF", default="demo", shell_complete=_complete_model,
-           help="The model whose words you get: a path, user/repo:quant, or a name (see `edgespec models`)."),
+           help="The model whose words you get: a .gguf file or an MLX folder, user/repo:quant, or a name"
+                " (see `edgespec models`)."),
     _model("--draft", metavar="REF|auto|none", default="auto", shell_complete=_complete_model,
            help="The model that guesses ahead. auto: the recommended one, if it is on this machine."),
     _model("--memory", metavar="SIZE",
@@ -173,6 +174,8 @@ model_options = _apply([
            show_default=False, help="Guesses to branch into at each depth, such as 3,2. [default: none]"),
     _model("--draft-confidence", type=float, metavar="P", default=0.0,
            help="Stop guessing where the draft is less sure than this."),
+    _model("--adapter", metavar="DIR", type=click.Path(),
+           help="A folder with a LoRA or DoRA adapter for the target, as mlx-lm writes it. MLX models only."),
 ])  # fmt: skip
 
 acceptance_option = _method(
