@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BASH = "#!/usr/bin/env bash\n"
+KINDS = ["runtime", "mlx", "dev"]
 SCRIPTS = sorted(
     path
     for path in (ROOT / "scripts").iterdir()
@@ -26,26 +27,48 @@ def pinned(kind: str) -> dict[str, str]:
     return {re.split(r"==", line)[0].lower().replace("_", "-"): line for line in lines}
 
 
-@pytest.mark.parametrize("kind", ["runtime", "dev"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_package_is_pinned_by_hash_and_no_host_is_named(kind: str) -> None:
     for name, line in pinned(kind).items():
         assert re.match(r"[a-z0-9-]+==[^ ]+ .*--hash=sha256:[0-9a-f]{64}", line), name
         assert "://" not in line
         assert "index-url" not in line
+        assert "file:" not in line
+        assert not line.startswith("edgespec")
 
 
-@pytest.mark.parametrize("kind", ["runtime", "dev"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_pins_hold_every_dependency(kind: str) -> None:
+    extras = PROJECT["optional-dependencies"]
     wanted = list(PROJECT["dependencies"])
+    if kind in ("mlx", "dev"):
+        wanted += extras["mlx"]
     if kind == "dev":
-        wanted += PROJECT["optional-dependencies"]["dev"]
-    names = {re.split(r"[<>=\[ ]", dependency)[0].lower().replace("_", "-") for dependency in wanted}
+        assert "edgespec[mlx]" in extras["dev"], "tests of MLX run everywhere"
+        wanted += [dependency for dependency in extras["dev"] if dependency != "edgespec[mlx]"]
+    names = {re.split(r"[<>=\[; ]", dependency)[0].lower().replace("_", "-") for dependency in wanted}
     assert names <= pinned(kind).keys()
 
 
+def test_mlx_is_the_rule_on_apple_silicon_and_an_extra_on_linux() -> None:
+    runtime, mlx = pinned("runtime"), pinned("mlx")
+    apple = "platform_machine == 'arm64' and sys_platform == 'darwin'"
+    for name in ("mlx", "mlx-lm", "mlx-metal", "transformers"):
+        assert f"; {apple} " in runtime[name]
+        assert apple in mlx[name]
+    assert "mlx-cpu" not in runtime
+    assert "; sys_platform == 'linux' " in mlx["mlx-cpu"]
+    assert "torch" not in mlx
+
+
 def test_tests_run_on_the_versions_users_get() -> None:
-    runtime, dev = pinned("runtime"), pinned("dev")
-    assert {name: dev[name] for name in runtime} == runtime
+    def files(kind: str) -> dict[str, str]:
+        # Where a package is installed may differ: the extra brings some to more platforms.
+        return {name: re.sub(r" ;.*?(?= +--hash)", "", line) for name, line in pinned(kind).items()}
+
+    runtime, mlx, dev = files("runtime"), files("mlx"), files("dev")
+    assert runtime.items() <= mlx.items()
+    assert mlx.items() <= dev.items()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
