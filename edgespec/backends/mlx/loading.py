@@ -35,7 +35,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     trained = checkpoint.trained_context_tokens or DEFAULT_CONTEXT_TOKENS
     context_tokens = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
     facts = _facts(checkpoint, path, name, trained, context_tokens)
-    vocabulary = MlxVocabulary(checkpoint.tokenizer, _logits_width(checkpoint))
+    vocabulary = MlxVocabulary(checkpoint.tokenizer, checkpoint.vocab_size)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(
         checkpoint,
@@ -78,15 +78,6 @@ def _check_options(options: LoadOptions) -> None:
     ):
         if given:
             raise OptionError(f"{name} has no meaning for an MLX model: {hint}", f"leave {name} out")
-
-
-def _logits_width(checkpoint: Checkpoint) -> int:
-    """How many logits the model gives: shapes are known before anything is computed."""
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
-    width: int = checkpoint.model(mx.array([[0]]), cache=make_prompt_cache(checkpoint.model)).shape[-1]
-    return width
 
 
 def _facts(checkpoint: Checkpoint, path: str, name: str, trained: int, context_tokens: int) -> ModelFacts:

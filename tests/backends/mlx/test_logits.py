@@ -1,0 +1,141 @@
+"""Logits on the device answer as logits on the host do."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.noise import Stream, gumbel
+
+VOCAB = 500
+
+
+def some_rows(seed: int, scale: float, coarse: bool, vocab: int = VOCAB) -> NDArray[np.float32]:
+    """Three rows; coarse ones are full of ties."""
+    rows = np.random.default_rng(seed).normal(size=(3, vocab)) * scale
+    return (np.round(rows * 2) / 2 if coarse else rows).astype(np.float32)
+
+
+several = st.builds(some_rows, st.integers(0, 2**32 - 1), st.sampled_from([0.5, 3.0, 30.0]), st.booleans())
+chains = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-3, 0.4, 0.8, 1.2]),
+    top_k=st.sampled_from([0, 1, 5, 40, 10_000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.4]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.7]),
+)
+
+
+class TestBest:
+    @settings(max_examples=150, deadline=None)
+    @given(several, chains, st.integers(0, 2**64 - 1), st.sampled_from([1, 2, 7]))
+    def test_is_what_the_host_would_choose(
+        self, rows: NDArray[np.float32], params: SamplingParams, seed: int, count: int
+    ) -> None:
+        # What stands right at the edge of a nucleus may fall to either side of it in single precision.
+        host, device = HostLogits(rows), DeviceLogits(mx.array(rows), [0, 1, 1])
+        for row, depth in enumerate((0, 1, 1)):
+            wanted, peak = host.best(row, count, params, seed, 10 + depth)
+            got, its_peak = device.best(row, count, params, seed, 10 + depth)
+            assert its_peak == peak
+            assert (
+                got == wanted or params.top_p < 1 or close(rows[row], params, seed, 10 + depth, got, wanted)
+            )
+
+    def test_noise_is_the_host_s(self) -> None:
+        flat = mx.zeros((1, 100_000))
+        params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        for position in range(30):
+            noise = gumbel(3, Stream.TOKEN, position, np.arange(100_000))
+            got = DeviceLogits(flat, [0]).best(0, 5, params, 3, position)[0]
+            assert got == np.argsort(-noise, kind="stable")[:5].tolist()
+
+    def test_samples_follow_the_distribution(self) -> None:
+        from scipy.stats import chisquare
+
+        law = np.array([0.4, 0.3, 0.2, 0.05, 0.05])
+        params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+        rows = mx.array(np.log(np.tile(law, (4000, 1))).astype(np.float32))
+        logits = DeviceLogits(rows, range(4000))
+        drawn = [logits.best(row, 1, params, 1, row)[0][0] for row in range(4000)]
+        assert chisquare(np.bincount(drawn, minlength=5), law * 4000).pvalue > 1e-4
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_what_is_no_number_is_seen(self, temperature: float) -> None:
+        rows = np.zeros((2, VOCAB), np.float32)
+        rows[1, 7] = np.nan
+        logits = DeviceLogits(mx.array(rows), [0, 1])
+        assert not np.isfinite(logits.best(1, 1, SamplingParams(temperature=temperature), 0, 0)[1])
+
+    def test_the_next_step_begins_before_the_answer_is_waited_for(self) -> None:
+        seen: list[int] = []
+        rows = mx.array(some_rows(0, 3.0, coarse=False))
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(token.item())))
+        params = SamplingParams(temperature=0.0)
+        first = logits.best(0, 1, params, 0, 0)[0]
+        assert not seen
+        assert first == [int(mx.argmax(rows[0]).item())]
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(token.item())))
+        assert logits.best(2, 1, params, 0, 2)[0] == seen
+
+
+def close(
+    row: NDArray[np.float32],
+    params: SamplingParams,
+    seed: int,
+    position: int,
+    got: list[int],
+    wanted: list[int],
+) -> bool:
+    """Whether two rankings differ by rounding only."""
+    if params.temperature == 0.0 or len(got) != len(wanted):
+        return False
+    logits = row.astype(np.float64) / params.temperature
+    scores = [logits[t] + gumbel(seed, Stream.TOKEN, position, np.array(t)) for t in (got, wanted)]
+    return bool(np.allclose(*scores, rtol=1e-5, atol=1e-4))
+
+
+class TestCandidates:
+    @settings(max_examples=100, deadline=None)
+    @given(several, st.sampled_from([0, 1, 3, 40, 480, 490, 600]))
+    def test_top_holds_the_best_and_every_tie(self, rows: NDArray[np.float32], count: int) -> None:
+        device = DeviceLogits(mx.array(rows), [0, 1, 2])
+        for row in range(3):
+            tokens, values = device.top(row, count)
+            assert np.all(np.diff(tokens) > 0)
+            assert np.array_equal(values, rows[row][tokens])
+            floor = np.sort(rows[row])[-min(count or VOCAB, VOCAB)]
+            assert set(np.flatnonzero(rows[row] >= floor)) <= set(tokens.tolist())
+
+    @settings(max_examples=100, deadline=None)
+    @given(several, st.floats(0, 50))
+    def test_above_loses_nothing_at_its_edge(self, rows: NDArray[np.float32], margin: float) -> None:
+        device = DeviceLogits(mx.array(rows), [0, 1, 2])
+        for row in range(3):
+            tokens, values = device.above(row, margin)
+            assert np.array_equal(values, rows[row][tokens])
+            wanted = np.flatnonzero(rows[row].astype(np.float64) >= float(rows[row].max()) - margin)
+            assert set(wanted) <= set(tokens.tolist())
+
+    def test_at_and_limited(self) -> None:
+        rows = some_rows(1, 3.0, coarse=False)
+        device = DeviceLogits(mx.array(rows), [0, 1, 2])
+        assert device.at(1, np.array([4, 2, 499])).tolist() == rows[1][[4, 2, 499]].tolist()
+        few = device.limited(10)
+        assert (len(few), few.vocab_size) == (3, 10)
+        assert few.best(2, 1, SamplingParams(temperature=0.0), 0, 0)[0] == [int(rows[2][:10].argmax())]
+        assert device.limited(VOCAB) is device
+
+    def test_half_precision_is_widened_not_rounded(self) -> None:
+        rows = mx.array(some_rows(2, 3.0, coarse=False)).astype(mx.bfloat16)
+        device = DeviceLogits(rows, [0, 1, 2])
+        tokens, values = device.top(0, 3)
+        assert values.tolist() == np.array(rows[0].astype(mx.float32))[tokens].tolist()
