@@ -1,0 +1,287 @@
+"""The MLX model: what its probe finds out, what runs ahead, and where it may be called from."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends import mlx
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.mlx import loading
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
+from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
+
+CHAINS_ONLY = {"mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba", "granitemoehybrid"}
+PLAIN_ONLY = {"llama4"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def llama(folder: Path) -> Iterator[LanguageModel]:
+    model = mlx.load(
+        str(write_checkpoint(folder / "llama", "llama")), "llama", LoadOptions(context_tokens=512)
+    )
+    yield model
+    model.close()
+
+
+def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
+    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
+
+
+class TestProbe:
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_kind_of_memory_gets_what_is_exact_for_it(self, tmp_path: Path, kind: str) -> None:
+        model = mlx.load(str(write_checkpoint(tmp_path, kind)), kind, LoadOptions(context_tokens=64))
+        can = model.facts.capabilities
+        assert can.rollback == (kind not in PLAIN_ONLY)
+        assert can.tree == (kind not in CHAINS_ONLY | PLAIN_ONLY)
+        assert bool(can.reason) == (kind in CHAINS_ONLY | PLAIN_ONLY)
+        assert model.length == 0
+        model.close()
+
+    def test_a_memory_nobody_knows_decodes_plainly(self, tmp_path: Path) -> None:
+        model = mlx.load(str(write_checkpoint(tmp_path, "llama4")), "llama4", LoadOptions(context_tokens=64))
+        assert "ChunkedKVCache" in model.facts.capabilities.reason
+        first = row(model, TokenTree.chain(5))
+        model.commit(())
+        row(model, TokenTree.chain(6))
+        model.commit(())
+        with pytest.raises(CapabilityError):
+            model.verify(TokenTree.chain(7, [8]))
+        model.truncate(0)
+        np.testing.assert_array_equal(row(model, TokenTree.chain(5)), first)
+        model.close()
+
+    @pytest.mark.parametrize(
+        ("lie", "rollback", "reason"),
+        [
+            ("wide", False, "passes of several tokens"),
+            ("positions", True, "a token tree"),
+            ("raises", True, "the model could not be run"),
+        ],
+    )
+    def test_what_a_model_does_wrongly_is_not_used(
+        self,
+        folder: Path,
+        llama: LanguageModel,
+        monkeypatch: pytest.MonkeyPatch,
+        lie: str,
+        rollback: bool,
+        reason: str,
+    ) -> None:
+        monkeypatch.setattr(loading, "open_checkpoint", lying(lie))
+        model = mlx.load(str(folder / "llama"), "liar", LoadOptions(context_tokens=64))
+        can = model.facts.capabilities
+        assert (can.rollback, can.tree) == (rollback, False)
+        assert reason in can.reason
+        model.close()
+
+
+def lying(lie: str) -> Callable[..., Any]:
+    """open_checkpoint for models that are wrong in one way."""
+    opened = loading.open_checkpoint
+
+    def open_liar(*args: Any) -> Any:
+        checkpoint = opened(*args)
+        net = type(checkpoint.model)
+
+        class Liar(net):  # type: ignore[misc,valid-type]
+            def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+                wide = tokens.shape[1] > 1
+                in_tree = cache[0]._shape.positions is not None
+                if in_tree and lie == "raises":
+                    raise ValueError("no trees here")
+                if in_tree and lie == "positions":
+                    cache[0]._shape.offsets = cache[0]._shape.offsets + 1
+                logits: mx.array = super().__call__(tokens, cache=cache)
+                return logits * 1.01 if wide and lie == "wide" else logits
+
+        checkpoint.model.__class__ = Liar
+        return checkpoint
+
+    return open_liar
+
+
+histories = st.lists(
+    st.tuples(
+        st.sampled_from(["best", "best", "best", "draw", "other", "wide", "prefill", "truncate", "snapshot"]),
+        st.integers(3, 200),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+class TestRunAhead:
+    """Steps begun before they are asked for change nothing, whatever is asked for instead."""
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(histories)
+    def test_any_history_is_the_same_with_and_without(
+        self, llama: LanguageModel, history: list[tuple[str, int]]
+    ) -> None:
+        np.testing.assert_array_equal(self.play(llama, history, False), self.play(llama, history, True))
+
+    @staticmethod
+    def play(model: LanguageModel, history: list[tuple[str, int]], ahead: bool) -> NDArray[np.float64]:
+        model.truncate(0)
+        model.run_ahead(ahead)
+        tokens = [5, 6, 7]
+        model.prefill(tokens)
+        best, seen = 9, []
+        for what, token in history:
+            if what == "prefill":
+                model.prefill([token, token + 1])
+            elif what == "truncate":
+                model.truncate(max(1, model.length - token % 5))
+            elif what == "snapshot":
+                model.restore(model.snapshot())
+            elif what == "wide":
+                model.verify(TokenTree.chain(best, [token, 4]))
+                model.commit((1,))
+            else:
+                logits = model.verify(TokenTree.chain(token if what == "other" else best))
+                params = SamplingParams(temperature=0.8 if what == "draw" else 0.0)
+                best = Sampler(params, 1, range(model.length)).token(logits, 0)
+                seen.append(logits.at(0, np.arange(model.vocabulary.size)))
+                model.commit(())
+        model.run_ahead(False)
+        seen.append(row(model, TokenTree.chain(4)))
+        return np.stack(seen)
+
+    def test_it_stops_at_the_end_of_the_context(self, llama: LanguageModel) -> None:
+        llama.truncate(0)
+        llama.prefill([5] * 510)
+        llama.run_ahead(True)
+        greedy = SamplingParams(temperature=0.0)
+        for room in (2, 1):
+            assert llama.room == room
+            logits = llama.verify(TokenTree.chain(5))
+            logits.best(0, 1, greedy, 0, 0)
+            llama.commit(())
+        assert llama.room == 0
+        llama.run_ahead(False)
+
+
+class TestThreads:
+    def test_a_model_may_be_loaded_used_and_closed_in_different_ones(
+        self, folder: Path, llama: LanguageModel
+    ) -> None:
+        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+        models: list[LanguageModel] = []
+        rows: list[NDArray[np.float64]] = []
+
+        def steps() -> None:
+            model = models[0]
+            model.verify(TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4))
+            model.commit((2, 3))
+            logits = model.verify(TokenTree.chain(9))
+            logits.best(0, 1, SamplingParams(), 1, 1)
+            model.commit(())
+            rows.append(row(model, TokenTree.chain(4)))
+
+        def in_thread(work: Callable[[], object]) -> None:
+            failures: list[BaseException] = []
+
+            def run() -> None:
+                try:
+                    work()
+                except BaseException as error:
+                    failures.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            if failures:
+                raise failures[0]
+
+        path = str(folder / "llama")
+        in_thread(lambda: models.append(mlx.load(path, "llama", LoadOptions(context_tokens=512))))
+        models[0].run_ahead(True)
+        for _ in range(5):
+            in_thread(steps)
+        here, rows = rows, []
+        models[0].truncate(0)
+        for _ in range(5):
+            steps()
+        np.testing.assert_array_equal(here, rows)
+        in_thread(models[0].close)
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"kv_type": "f16"},
+            {"threads": 2},
+            {"gpu_layers": 3},
+            {"flash_attention": "on"},
+            {"mlock": True},
+            {"mmap": False},
+        ],
+    )
+    def test_options_without_a_meaning_here_are_refused(
+        self, folder: Path, llama: LanguageModel, options: dict[str, Any]
+    ) -> None:
+        with pytest.raises(OptionError):
+            mlx.load(str(folder / "llama"), "llama", LoadOptions(**options))
+
+    @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+    def test_a_quantised_cache_is_smaller_and_as_exact(
+        self, folder: Path, llama: LanguageModel, kv_type: str
+    ) -> None:
+        # Heads of 16 are too small to share scales.
+        path = write_checkpoint(folder / "large heads", "llama", config={"head_dim": 32})
+        plain = mlx.load(str(path), "llama", LoadOptions(context_tokens=512))
+        model = mlx.load(str(path), "llama", LoadOptions(context_tokens=512, kv_type=kv_type))
+        assert model.facts.kv_bytes < plain.facts.kv_bytes / 2
+        assert model.facts.capabilities.tree
+        tokens = np.random.default_rng(0).integers(3, 200, 300).tolist()
+        model.prefill(tokens)
+        expected = row(model, TokenTree.chain(4))
+        model.truncate(0)
+        for start in range(0, 300, 50):
+            model.verify(
+                TokenTree((*tokens[start : start + 50], 9, 9), (*range(-1, 49), 3, 50), (None,) * 52)
+            )
+            model.commit(tuple(range(1, 50)))
+        np.testing.assert_array_equal(row(model, TokenTree.chain(4)), expected)
+        assert np.abs(row(model, TokenTree.chain(4)) - row(plain, TokenTree.chain(4))).max() > 0
+        plain.close()
+        model.close()
+
+    def test_a_cache_that_does_not_fit_is_refused_with_what_would(
+        self, folder: Path, llama: LanguageModel
+    ) -> None:
+        weights, cache = llama.facts.weight_bytes, llama.facts.kv_bytes
+        options = LoadOptions(context_tokens=512 * 64, memory_bytes=weights + 8 * cache)
+        with pytest.raises(MemoryBudgetError, match=r"use --context 4096 or less"):
+            mlx.load(str(folder / "llama"), "llama", options)
+
+    def test_what_the_cache_takes_is_foretold(self, folder: Path, llama: LanguageModel) -> None:
+        for kind in ("llama", "gemma3", "qwen3_next"):
+            path = write_checkpoint(folder / f"sized {kind}", kind)
+            model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
+            model.prefill([5] * 1024)
+            inner = getattr(model, "_inner", model)
+            assert inner.memory.nbytes <= model.facts.kv_bytes
+            if kind != "gemma3":  # windows have not used all they may
+                assert inner.memory.nbytes == model.facts.kv_bytes
+            model.close()
