@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
 import edgespec
+from edgespec.catalog import mlx_installed
 from edgespec.cli.doctor import _hardware, _libraries
 from edgespec.errors import BackendError
-from edgespec.machine import LlamaCpp, inspect_machine
+from edgespec.machine import LlamaCpp, Mlx, inspect_machine
 from tests.cli.conftest import Run, json_of
 
 
@@ -23,6 +27,45 @@ def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     demo = next(check for check in report["checks"] if check["name"] == "demo")
     assert demo["ok"]
     assert "wrote 16 tokens" in demo["says"]
+
+
+def test_mlx_is_told_with_its_versions_and_its_device() -> None:
+    machine = inspect_machine()
+    if not mlx_installed():
+        pytest.skip("MLX is not installed")
+    assert machine.mlx.version == metadata.version("mlx")
+    assert machine.mlx.lm_version == metadata.version("mlx-lm")
+    assert machine.mlx.device
+
+
+def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    assert inspect_machine().mlx == Mlx(problem="not installed")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "mlx", "ok", "says", "next_step"),
+    [
+        ("", Mlx(problem="not installed"), True, 'not installed.*pip install "edgespec.mlx."', ""),
+        ("metal", Mlx(problem="not installed"), False, "not installed$", 'pip install "edgespec[mlx]"'),
+        ("", Mlx(problem="does not load"), False, "does not load$", 'pip install "edgespec[mlx]"'),
+        ("", Mlx("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
+        (
+            "metal",
+            Mlx("0.32", "0.32", "GPU (M4)", True, False, 8_000_000_000),
+            True,
+            "GPU .M4., .* 8.0 GB in place",
+            "",
+        ),
+        ("cuda", Mlx("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
+        ("cuda", Mlx("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
+    ],
+)
+def test_what_is_said_of_mlx(accelerator: str, mlx: Mlx, ok: bool, says: str, next_step: str) -> None:
+    machine = replace(inspect_machine(), accelerator=accelerator, mlx=mlx)
+    (check,) = [check for check in _libraries(machine) if check.name == "mlx"]
+    assert (check.ok, check.next_step) == (ok, next_step)
+    assert re.search(says, check.says)
 
 
 def test_each_check_is_a_line(run: Run) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT, Run, json_of, one_line_error
+from edgespec.catalog import mlx_installed
+from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
 DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
 
 
 def test_the_list_begins_with_what_is_embedded(run: Run) -> None:
     listed = json_of(run("models", "list", "--json"))
-    assert [model["name"] for model in listed["models"][:2]] == ["demo", "demo-draft"]
-    here = [model["name"] for model in listed["models"] if model["on_this_machine"]]
-    assert here == ["demo", "demo-draft"]
+    embedded = ["demo", "demo-draft", "demo-mlx", "demo-mlx-draft"]
+    assert [model["name"] for model in listed["models"][:4]] == embedded
+    assert [model["name"] for model in listed["models"] if model["on_this_machine"]] == embedded
+    assert [model["format"] for model in listed["models"][:4]] == ["gguf", "gguf", "mlx", "mlx"]
     llama = next(model for model in listed["models"] if "8b-q4" in model["aliases"])
     assert llama["gguf"]
     assert llama["mlx"]
@@ -85,6 +89,36 @@ def test_show_a_model_that_is_not_here(run: Run, reference: str) -> None:
     assert shown["model"] is None
     assert shown["catalogue"]["name"] == "llama-3.1-8b"
     assert "on this machine" in run("models", "show", reference).stdout
+
+
+def test_an_mlx_model_is_listed_and_shown_as_one(run: Run, tmp_path: Path) -> None:
+    listed = json_of(run("models", "list", "--json"))["models"]
+    llama = next(model for model in listed if model["name"] == "llama-3.1-8b-mlx")
+    assert (llama["format"], llama["gguf"], llama["drafts"]) == ("mlx", "", ["llama-3.2-1b-mlx"])
+    assert next(model for model in listed if model["name"] == "demo-mlx")["files"].keys() == {"8-bit"}
+    shown = json_of(run("models", "show", "8b-mlx", "--json"))
+    assert (shown["format"], shown["on_this_machine"]) == ("mlx", False)
+    assert "MLX, run by mlx-lm" in run("models", "show", "8b-mlx").stdout
+    assert "GGUF, run by llama.cpp" in run("models", "show", "8b-q4").stdout
+    assert "lacks config.json" in one_line_error(run("models", "show", str(tmp_path)), 1)
+
+
+def test_show_an_mlx_model_where_mlx_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    shown = json_of(run("models", "show", "demo-mlx", "--json"))
+    assert (shown["format"], shown["on_this_machine"], shown["model"]) == ("mlx", True, None)
+    assert 'pip install "edgespec[mlx]"' in shown["problem"]
+
+
+@pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")
+def test_show_an_mlx_model_that_is_here(start: Start) -> None:
+    process = start("models", "show", "demo-mlx", "--json")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    model = json.loads(stdout)["model"]
+    assert model["parameters"] == 11_540_736
+    assert model["vocab_size"] == 8192
+    assert "8-bit" in model["quantisation"]
 
 
 def test_show_what_nobody_knows(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +21,17 @@ try:
 except SystemExit as ending:
     assert not ending.code, ending.code
 """
-HEAVY = {"llama_cpp", "mlx", "textual", "numpy", "rich", "jinja2", "huggingface_hub"}
+HEAVY = {
+    "llama_cpp",
+    "mlx",
+    "mlx_lm",
+    "transformers",
+    "textual",
+    "numpy",
+    "rich",
+    "jinja2",
+    "huggingface_hub",
+}
 
 
 def modules_after(start: Start, code: str, *args: str) -> set[str]:
@@ -46,7 +57,15 @@ def test_help_and_version_are_light(start: Start, args: list[str]) -> None:
 def test_generating_needs_no_screen(start: Start) -> None:
     loaded = modules_after(start, _RUN, "generate", "--threads", "1", "-n", "1", "hi")
     assert "llama_cpp" in loaded
-    assert not loaded & {"textual", "rich", "mlx"}
+    assert not loaded & {"textual", "rich", "mlx", "mlx_lm", "transformers"}
+
+
+def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        (tmp_path / name).write_text("{}")
+    code = _RUN.replace("assert not ending.code, ending.code", "assert ending.code == 2")
+    loaded = modules_after(start, code, "generate", "--adapter", str(tmp_path), "hi")
+    assert not loaded & {"llama_cpp", "mlx", "mlx_lm"}
 
 
 def test_help_starts_within_a_fifth_of_a_second() -> None:

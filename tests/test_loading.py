@@ -1,0 +1,112 @@
+"""From references to a Runtime: which backend loads what, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
+from edgespec.catalog import mlx_files, resolve
+from edgespec.errors import BackendMissingError, OptionError
+from edgespec.loading import _for_draft, _load_model
+
+FACTS = ModelFacts(
+    name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
+    kv_bytes=20, quantisation="q", trained_context_tokens=8, context_tokens=4, vocab_size=2,
+    chat_template=True, capabilities=Capabilities(True, True),
+)  # fmt: skip
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Both backends replaced by ones that note what they are asked to load."""
+    import edgespec.backends as backends
+
+    calls: list[tuple[str, Any]] = []
+    for name in ("mlx", "llamacpp"):
+
+        def load(*arguments: Any, backend: str = name) -> SimpleNamespace:
+            calls.append((backend, arguments))
+            return SimpleNamespace()
+
+        stand_in = ModuleType(f"edgespec.backends.{name}")
+        stand_in.load = load  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+        monkeypatch.setattr(backends, name, stand_in, raising=False)
+    monkeypatch.setattr(mlx_files, "mlx_installed", lambda: True)
+    return calls
+
+
+@pytest.mark.parametrize(("reference", "backend"), [("demo", "llamacpp"), ("demo-mlx", "mlx")])
+def test_the_format_chooses_the_backend(loaded: list[tuple[str, Any]], reference: str, backend: str) -> None:
+    found, options = resolve(reference), LoadOptions()
+    _load_model(found, options, None)
+    assert loaded == [(backend, (str(found.path), found.name, options, None))]
+
+
+def test_without_mlx_the_error_names_the_extra(
+    loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_files, "mlx_installed", lambda: False)
+    with pytest.raises(BackendMissingError, match=r'demo-mlx is an MLX model.*"edgespec\[mlx\]"'):
+        _load_model(resolve("demo-mlx"), LoadOptions(), None)
+    assert not loaded
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm"])
+def test_mlx_is_there_only_as_a_whole(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    assert not mlx_files.mlx_installed()
+
+
+@pytest.mark.parametrize(
+    ("reference", "unwanted"), [("demo", ("mlx", "mlx_lm", "transformers")), ("demo-mlx", ("llama_cpp",))]
+)
+def test_one_backend_does_not_bring_the_other(reference: str, unwanted: tuple[str, ...]) -> None:
+    if reference == "demo-mlx" and not mlx_files.mlx_installed():
+        pytest.skip("MLX is not installed")
+    script = (
+        "import sys, edgespec\n"
+        f"with edgespec.load({reference!r}, context=64) as runtime:\n"
+        "    assert runtime.draft is not None\n"
+        "    runtime.generate('hi', max_tokens=2)\n"
+        f"assert not sys.modules.keys() & {set(unwanted)!r}, 'the other backend was imported'\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(OptionError, match="an adapter goes on an MLX model, and demo is a GGUF") as caught:
+        edgespec.load("demo", adapter=str(tmp_path))
+    assert caught.value.next_step
+    assert not loaded
+
+
+def test_a_folder_that_is_no_adapter_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"lacks adapter_config\.json and adapters\.safetensors"):
+        edgespec.load("demo-mlx", adapter=str(tmp_path))
+    assert not loaded
+
+
+def test_the_adapter_and_the_threads_of_a_target_are_not_its_draft_s() -> None:
+    gguf, mlx = resolve("demo"), resolve("demo-mlx")
+    options = LoadOptions(threads=3, gpu_layers=1, memory_bytes=1000, adapter="a", max_branches=9)
+    same = _for_draft(options, FACTS, gguf, gguf)
+    assert same == replace(
+        options, context_tokens=4, memory_bytes=880, kv_type="f16", draft=True, adapter=None
+    )
+    other = _for_draft(options, FACTS, gguf, mlx)
+    assert other == LoadOptions(context_tokens=4, memory_bytes=880, max_branches=9, draft=True)
+    assert _for_draft(LoadOptions(), FACTS, mlx, mlx).kv_type == "auto"
+    assert _for_draft(LoadOptions(kv_type="q8_0"), FACTS, mlx, mlx).kv_type == "q8_0"
