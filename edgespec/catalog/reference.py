@@ -264,13 +264,15 @@ def _check_folder(folder: Path) -> None:
         return
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     models = _models_in(folder)
+    resembles = "config.json" not in missing or any(folder.glob("*.safetensors"))
     if models:
         next_step = f"name {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
-    elif len(missing) == 3 and not any(folder.glob("*.safetensors")):
-        next_step = "give the path of a .gguf file; a hub repository of that name is written hf:user/repo"
-    else:
+    elif resembles:
         next_step = "add what is missing, or download the model again"
-    raise ModelFileError(f"{folder} is a folder that holds no whole MLX model: it lacks {shown}", next_step)
+    else:
+        next_step = "give the path of a .gguf file; a hub repository of that name is written hf:user/repo"
+    what = "a folder without a whole MLX model" if resembles else "a folder, not a model file or an MLX model"
+    raise ModelFileError(f"{folder} is {what}: it lacks {shown}", next_step)
 
 
 def _models_in(folder: Path) -> list[str]:

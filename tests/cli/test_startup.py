@@ -61,8 +61,6 @@ def test_generating_needs_no_screen(start: Start) -> None:
 
 
 def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path: Path) -> None:
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        (tmp_path / name).write_text("{}")
     code = _RUN.replace("assert not ending.code, ending.code", "assert ending.code == 2")
     loaded = modules_after(start, code, "generate", "--adapter", str(tmp_path), "hi")
     assert not loaded & {"llama_cpp", "mlx", "mlx_lm"}
