@@ -70,7 +70,11 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known about a loaded model. Sizes in bytes and tokens."""
+    """What is known about a loaded model. Sizes in bytes and tokens.
+
+    kv_bytes: all that is remembered of past tokens: keys, values, recurrent states and copies of them.
+    rollback: in words, how tokens are taken back.
+    """
 
     name: str
     path: str
@@ -87,6 +91,7 @@ class ModelFacts:
     chat_template: bool
     capabilities: Capabilities
     notice: str = ""
+    rollback: str = ""
 
 
 @dataclass(frozen=True, slots=True)

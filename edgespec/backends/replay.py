@@ -21,8 +21,8 @@ from edgespec.errors import CapabilityError, ClosedError, ContextFullError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# Checkpoints held at a time: this many times the bytes of one is what going back costs in memory.
-MAX_CHECKPOINTS = 6
+# Checkpoints held at a time, and one more while one takes another's place: what going back costs in memory.
+MAX_CHECKPOINTS = 4
 # Tokens to run again are run on their own once there are more: they make every pass wider.
 _MOST_PENDING = 8
 # Plain decoding passes a checkpoint this often, so that a step given up costs no more than these tokens.

@@ -11,7 +11,8 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
-from tests.backends.tiny_models import write_llama
+from tests.backends.rewindable import StateModel, replayed_table
+from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
 
 CONTEXT = 512
 
@@ -28,15 +29,27 @@ def _llama_demo(folder: Path, demo: Path) -> LanguageModel:
     return llamacpp.load(str(demo), "demo", LoadOptions(context_tokens=CONTEXT, max_branches=8))
 
 
-def _llama_tiny(folder: Path, demo: Path) -> LanguageModel:
-    path = write_llama(folder / "tiny.gguf")
-    return llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=CONTEXT, max_branches=8))
+def _replayed_table(folder: Path, demo: Path) -> LanguageModel:
+    return replayed_table(StateModel(context_tokens=CONTEXT))
+
+
+def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        path = write(folder / "model.gguf")
+        return llamacpp.load(str(path), name, LoadOptions(context_tokens=CONTEXT, max_branches=8))
+
+    return make
 
 
 BACKENDS: dict[str, Maker] = {
     "tabular": _tabular,
     "llama.cpp demo": _llama_demo,
-    "llama.cpp tiny": _llama_tiny,
+    "tabular replay": _replayed_table,
+    "llama.cpp tiny": _llama_made("tiny", write_llama),
+    "llama.cpp window": _llama_made("window", write_gemma2),
+    "llama.cpp mamba": _llama_made("mamba", write_mamba),
+    "llama.cpp hybrid": _llama_made("hybrid", write_jamba),
+    "llama.cpp short convolution": _llama_made("short convolution", write_lfm2),
 }
 
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.engine.tree import TokenTree
@@ -22,42 +17,19 @@ from edgespec.errors import (
     ContextFullError,
 )
 from tests.backends.conftest import CONTEXT
-
-# Float weights are multiplied by kernels that depend on the width. The embedded model's are not where it
-# matters most; elsewhere its quantised activations may round the other way.
-ROUNDING = {"tiny": 1e-4, "demo": 0.0 if platform.machine() in ("x86_64", "AMD64") else 1.0}
-
-Rows = NDArray[np.float64]
-
-
-def row_of(model: LanguageModel, logits: object, row: int) -> Rows:
-    """A copy of one row of logits."""
-    everything = np.arange(model.facts.vocab_size)
-    return logits.at(row, everything).copy()  # type: ignore[attr-defined,no-any-return]
-
-
-def tokens_for(model: LanguageModel, count: int, seed: int = 0) -> list[int]:
-    """Some tokens of the vocabulary."""
-    return np.random.default_rng(seed).integers(3, model.facts.vocab_size, count).tolist()  # type: ignore[no-any-return]
-
-
-def step(model: LanguageModel, token: int) -> Rows:
-    """One plain step."""
-    row = row_of(model, model.verify(TokenTree.chain(token)), 0)
-    model.commit(())
-    return row
-
-
-def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
-    """The logits after `tokens` by a fresh prefill; what was cached is forgotten."""
-    model.truncate(0)
-    model.prefill(tokens[:-1])
-    return step(model, tokens[-1])
-
-
-def same(model: LanguageModel, a: Rows, b: Rows) -> None:
-    """Equal to the last bit, unless the kernels of this model round differently at different widths."""
-    np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING.get(model.facts.name, 0.0))
+from tests.backends.contract import (
+    TREES,
+    cut,
+    fresh,
+    needs,
+    path_to,
+    row_of,
+    same,
+    step,
+    tokens_for,
+    tokens_to,
+    tree_of,
+)
 
 
 class TestPrefillAndSteps:
@@ -116,42 +88,12 @@ class TestPrefillAndSteps:
         same(model, fresh(model, tokens[:20]), fresh(model, tokens[:20]))
 
 
-TREES = {
-    "chain": (-1, 0, 1, 2, 3),
-    "fork": (-1, 0, 0),
-    "fan": (-1, 0, 0, 0, 0, 0),
-    "binary": (-1, 0, 0, 1, 1, 2, 2),
-    "late fork": (-1, 0, 1, 2, 2, 3, 4, 4),
-    "two chains": (-1, 0, 0, 1, 2, 3, 4, 5, 6),
-    "deep and wide": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 8),
-}
-
-
-def tree_of(model: LanguageModel, parents: tuple[int, ...], seed: int = 5) -> TokenTree:
-    """A tree of that shape whose siblings differ."""
-    tokens = tokens_for(model, len(parents), seed)
-    for node, parent in enumerate(parents):
-        siblings = [tokens[i] for i in range(node) if parents[i] == parent]
-        while tokens[node] in siblings:
-            tokens[node] = 3 + (tokens[node] - 2) % (model.facts.vocab_size - 3)
-    return TokenTree(tuple(tokens), parents, (None,) * len(parents))
-
-
-def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The nodes from the root's child down to `node`."""
-    path: list[int] = []
-    while node > 0:
-        path.append(node)
-        node = tree.parents[node]
-    return tuple(path[::-1])
-
-
-def tokens_to(tree: TokenTree, node: int) -> list[int]:
-    return [tree.tokens[0], *(tree.tokens[i] for i in path_to(tree, node))]
-
-
 @pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
 class TestTrees:
+    @pytest.fixture(autouse=True)
+    def _able(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
+        needs(model, shape)
+
     def test_rows_equal_sequential_decoding(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
         prompt, tree = tokens_for(model, 20), tree_of(model, shape)
         model.prefill(prompt)
@@ -207,87 +149,12 @@ class TestTrees:
     def test_a_round_given_up_leaves_nothing(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
         prompt, tree = tokens_for(model, 20), tree_of(model, shape)
         expected = fresh(model, [*prompt, 4])
-        model.truncate(20)
+        cut(model, prompt)
         model.verify(tree)
         model.verify(tree)
         model.truncate(20)
         assert model.length == 20
         same(model, step(model, 4), expected)
-
-
-rounds = st.lists(
-    st.tuples(
-        st.sampled_from(list(TREES.values())),
-        st.integers(0, 11),
-        st.integers(0, 10_000),
-        st.sampled_from(
-            ["commit", "commit", "commit", "give up", "truncate", "prefill", "snapshot", "restore"]
-        ),
-    ),
-    min_size=1,
-    max_size=10,
-)
-
-
-class TestHistories:
-    """After any history of accepting and rejecting, the cache is that of a fresh prefill."""
-
-    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(rounds)
-    def test_any_history(
-        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
-    ) -> None:
-        self.check(shared_model, history, start=20)
-
-    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(rounds)
-    def test_any_history_near_the_end_of_the_context(
-        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
-    ) -> None:
-        self.check(shared_model, history, start=shared_model.facts.context_tokens - 24)
-
-    @pytest.mark.long
-    @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(rounds)
-    def test_very_many_histories(
-        self, shared_model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]]
-    ) -> None:
-        self.check(shared_model, history, start=history[0][2] % 480)
-
-    @staticmethod
-    def check(model: LanguageModel, history: list[tuple[tuple[int, ...], int, int, str]], start: int) -> None:
-        model.truncate(0)
-        kept = tokens_for(model, start, 9)
-        model.prefill(kept)
-        saved = (model.snapshot(), list(kept))
-        for shape, pick, seed, what in history:
-            tree = tree_of(model, shape, seed)
-            if what == "truncate":
-                del kept[max(1, len(kept) - pick) :]
-                model.truncate(len(kept))
-            elif what == "snapshot":
-                saved = (model.snapshot(), list(kept))
-            elif what == "restore":
-                model.restore(saved[0])
-                kept = list(saved[1])
-            elif tree.width > model.room:
-                with pytest.raises(ContextFullError):
-                    model.verify(tree)
-            elif what == "prefill":
-                model.prefill(tree.tokens)
-                kept += tree.tokens
-            else:
-                model.verify(tree)
-                if what == "commit":
-                    node = pick % tree.width
-                    model.commit(path_to(tree, node))
-                    kept += tokens_to(tree, node)
-            assert model.length == len(kept)
-        if not model.room:
-            kept.pop()
-            model.truncate(len(kept))
-        got = step(model, 4)
-        same(model, got, fresh(model, [*kept, 4]))
 
 
 class TestSnapshots:
@@ -331,7 +198,7 @@ class TestLimits:
         assert model.room == 0
         with pytest.raises(ContextFullError):
             model.verify(TokenTree.chain(4))
-        model.truncate(len(tokens))
+        cut(model, tokens)
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
     def test_a_tree_that_stops_fitting_while_it_grows_ends_the_round(self, model: LanguageModel) -> None:
@@ -355,7 +222,7 @@ class TestLimits:
             TokenTree(tuple(range(3, 4 + fan)), (-1, *(0,) * fan), (None,) * (fan + 1)),
             TokenTree.chain(3, [4] * (wide - 1)),
         ):
-            model.truncate(10)
+            cut(model, tokens)
             with pytest.raises(CapabilityError):
                 model.verify(tree)
             assert model.length == 10
@@ -407,7 +274,7 @@ class TestInterrupt:
             timer.join()
             model.interrupt(False)
         known = (tokens + more)[: min(model.length, CONTEXT - 1)] if work == "prefill" else tokens
-        model.truncate(len(known))
+        cut(model, known)
         same(model, step(model, 4), fresh(model, [*known, 4]))
 
 
@@ -444,7 +311,7 @@ class TestVocabulary:
         assert facts.chat_template == (vocabulary.chat_template is not None)
         assert any(vocabulary.is_end(token) for token in range(vocabulary.size))
         assert facts.capabilities.rollback
-        assert facts.capabilities.reason == ""
+        assert facts.capabilities.tree == (facts.capabilities.reason == "")
 
     def test_text_survives_the_round_trip(self, model: LanguageModel) -> None:
         letters = model.facts.architecture == "tabular"

@@ -1,8 +1,7 @@
-"""What is particular to llama.cpp: files that are not models, and models that cannot be cut back."""
+"""What is particular to llama.cpp: files that are not models, words, and what closing leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,
-    CapabilityError,
     ClosedError,
     EdgespecError,
     MemoryBudgetError,
@@ -23,7 +21,7 @@ from edgespec.errors import (
     VocabularyMismatchError,
 )
 from edgespec.methods import check_vocabularies
-from tests.backends.tiny_models import WORDS, write_llama, write_mamba
+from tests.backends.tiny_models import WORDS, write_llama
 
 
 def load(path: Path, **options: object) -> LanguageModel:
@@ -143,97 +141,3 @@ class TestVocabularies:
         with pytest.raises(EdgespecError, match="no token"):
             model.vocabulary.piece(token)
         model.close()
-
-
-class TestRecurrent:
-    """A state cannot be cut back: no speculation, but plain decoding with all its rules."""
-
-    @pytest.fixture
-    def mamba(self, tmp_path: Path) -> Iterator[LanguageModel]:
-        model = load(write_mamba(tmp_path / "mamba.gguf"), context_tokens=256)
-        yield model
-        model.close()
-
-    def test_its_capabilities_say_so_with_a_reason(self, mamba: LanguageModel) -> None:
-        capabilities = mamba.facts.capabilities
-        assert not capabilities.rollback
-        assert not capabilities.tree
-        assert "cannot be rolled back" in capabilities.reason
-
-    def test_a_draft_is_refused_and_the_cache_unharmed(self, mamba: LanguageModel) -> None:
-        mamba.prefill([5, 6, 7])
-        with pytest.raises(CapabilityError):
-            mamba.verify(TokenTree.chain(8, [9]))
-        assert mamba.length == 3
-        mamba.truncate(2)
-        assert mamba.length == 0
-
-    def test_steps_equal_a_prefill(self, mamba: LanguageModel) -> None:
-        tokens = list(range(10, 60))
-        everything = np.arange(mamba.facts.vocab_size)
-        for token in tokens:
-            by_steps = mamba.verify(TokenTree.chain(token)).at(0, everything).copy()
-            mamba.commit(())
-        mamba.truncate(0)
-        mamba.prefill(tokens[:-1])
-        at_once = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything)
-        np.testing.assert_allclose(by_steps, at_once, atol=1e-4)
-
-    @pytest.mark.parametrize("when", ["prefill", "step"])
-    def test_after_a_cancelled_pass_nothing_wrong_is_remembered(
-        self, mamba: LanguageModel, when: str
-    ) -> None:
-        tokens = list(range(10, 60))
-        everything = np.arange(mamba.facts.vocab_size)
-        mamba.prefill(tokens[:-1])
-        expected = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything).copy()
-        mamba.truncate(0)
-        mamba.prefill(tokens[:20])
-        # The pass is stopped while it runs, which is where a state is spoilt.
-        interrupt = mamba._context.interrupt  # type: ignore[attr-defined]
-        native = mamba._context._lib.llama_decode  # type: ignore[attr-defined]
-
-        def decode(context: object, batch: object) -> int:
-            interrupt.wanted = True
-            return int(native(context, batch))
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mamba._context._lib, "llama_decode", decode)  # type: ignore[attr-defined]
-            with pytest.raises(CancelledError):
-                mamba.prefill(tokens[20:]) if when == "prefill" else mamba.verify(TokenTree.chain(99))
-        mamba.interrupt(False)
-        assert mamba.length in (0, 20)
-        mamba.prefill(tokens[mamba.length : -1])
-        got = mamba.verify(TokenTree.chain(tokens[-1])).at(0, everything)
-        np.testing.assert_allclose(got, expected, atol=1e-4)
-
-    def test_a_runtime_says_why_and_decodes(self, tmp_path: Path) -> None:
-        path = write_mamba(tmp_path / "mamba.gguf")
-        with edgespec.load(str(path), draft=None, context=256) as runtime:
-            assert runtime.method.effective == "none"
-            assert "cannot be rolled back" in runtime.method.reason
-            replies = [
-                runtime.generate("the file", max_tokens=20, seed=3, method=method)
-                for method in ("none", "ngram", "auto", "none")
-            ]
-            assert len({reply.tokens for reply in replies}) == 1
-            first = self.ended(runtime.stream_tokens([5, 6, 7], max_tokens=10, seed=1))
-            turn = [5, 6, 7, *first.tokens, 8, 9]
-            second = self.ended(runtime.stream_tokens(turn, max_tokens=10, seed=1))
-            assert second.stats.cached_prompt_tokens == 3 + len(first.tokens) - 1
-            edited = self.ended(runtime.stream_tokens([5, 6, 99], max_tokens=10, seed=1))
-            assert edited.stats.cached_prompt_tokens == 0
-        for prompt, reply in ((turn, second), ([5, 6, 99], edited)):
-            with edgespec.load(str(path), draft=None, context=256) as newborn:
-                assert self.ended(newborn.stream_tokens(prompt, max_tokens=10, seed=1)).tokens == reply.tokens
-
-    @staticmethod
-    def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
-        for _ in stream:
-            pass
-        return stream.reply
-
-    def test_it_cannot_be_a_draft(self, tmp_path: Path) -> None:
-        target, draft = write_llama(tmp_path / "target.gguf"), write_mamba(tmp_path / "mamba.gguf")
-        with pytest.raises(CapabilityError, match="cannot be a draft"):
-            edgespec.load(str(target), str(draft), context=256)

@@ -127,3 +127,133 @@ def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> 
         },
     )
     return path
+
+
+def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
+    """A transformer of two layers, of which the first looks back over a window only."""
+    random = np.random.default_rng(seed)
+    size, feed_forward = 32, 64
+    writer = gguf.GGUFWriter(path, "gemma2")
+    writer.add_context_length(512)
+    writer.add_embedding_length(size)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_sliding_window(window)
+    writer.add_attn_logit_softcapping(50.0)
+    writer.add_final_logit_softcapping(30.0)
+    vocab = _vocabulary(writer, WORDS, template)
+    ones = np.ones(size, np.float32)
+    tensors = {"token_embd.weight": _weights(random, vocab, size) * 4, "output_norm.weight": ones}
+    for layer in range(2):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ones,
+            f"blk.{layer}.attn_q.weight": _weights(random, 32, size),
+            f"blk.{layer}.attn_k.weight": _weights(random, 16, size),
+            f"blk.{layer}.attn_v.weight": _weights(random, 16, size),
+            f"blk.{layer}.attn_output.weight": _weights(random, size, 32),
+            f"blk.{layer}.post_attention_norm.weight": ones,
+            f"blk.{layer}.ffn_norm.weight": ones,
+            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
+            f"blk.{layer}.post_ffw_norm.weight": ones,
+        }
+    _finish(writer, tensors)
+    return path
+
+
+def write_jamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+    """A hybrid of a layer with a recurrent state and one of attention."""
+    random = np.random.default_rng(seed)
+    size, inner, state, rank, kernel, feed_forward = 32, 64, 8, 4, 4, 64
+    writer = gguf.GGUFWriter(path, "jamba")
+    writer.add_context_length(512)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_block_count(2)
+    writer.add_head_count(2)
+    writer.add_head_count_kv([0, 1])
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    writer.add_layer_norm_rms_eps(1e-5)
+    vocab = _vocabulary(writer, WORDS, template)
+    ones = np.ones(size, np.float32)
+    tensors = {
+        "token_embd.weight": _weights(random, vocab, size) * 4,
+        "output_norm.weight": ones,
+        "output.weight": _weights(random, vocab, size) * 4,
+        "blk.0.ssm_in.weight": _weights(random, 2 * inner, size),
+        "blk.0.ssm_conv1d.weight": _weights(random, inner, kernel),
+        "blk.0.ssm_conv1d.bias": np.zeros(inner, np.float32),
+        "blk.0.ssm_x.weight": _weights(random, rank + 2 * state, inner),
+        "blk.0.ssm_dt_norm.weight": np.ones(rank, np.float32),
+        "blk.0.ssm_dt.weight": _weights(random, inner, rank),
+        "blk.0.ssm_dt.bias": np.ones(inner, np.float32),
+        "blk.0.ssm_b_norm.weight": np.ones(state, np.float32),
+        "blk.0.ssm_c_norm.weight": np.ones(state, np.float32),
+        "blk.0.ssm_a": -np.ones((inner, state), np.float32),
+        "blk.0.ssm_d": np.ones(inner, np.float32),
+        "blk.0.ssm_out.weight": _weights(random, size, inner),
+        "blk.1.attn_q.weight": _weights(random, size, size),
+        "blk.1.attn_k.weight": _weights(random, 16, size),
+        "blk.1.attn_v.weight": _weights(random, 16, size),
+        "blk.1.attn_output.weight": _weights(random, size, size),
+    }
+    for layer in range(2):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ones,
+            f"blk.{layer}.ffn_norm.weight": ones,
+            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
+        }
+    _finish(writer, tensors)
+    return path
+
+
+def write_lfm2(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+    """A hybrid of a short convolution and attention: a small state, of which llama.cpp can keep several."""
+    random = np.random.default_rng(seed)
+    size, feed_forward = 32, 64
+    writer = gguf.GGUFWriter(path, "lfm2")
+    writer.add_context_length(512)
+    writer.add_embedding_length(size)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_block_count(2)
+    writer.add_head_count(2)
+    writer.add_head_count_kv([0, 1])
+    writer.add_shortconv_l_cache(3)
+    writer.add_layer_norm_rms_eps(1e-5)
+    vocab = _vocabulary(writer, WORDS, template)
+    ones = np.ones(size, np.float32)
+    tensors = {
+        "token_embd.weight": _weights(random, vocab, size) * 4,
+        "token_embd_norm.weight": ones,
+        "output.weight": _weights(random, vocab, size) * 4,
+        "blk.0.shortconv.conv.weight": _weights(random, size, 3),
+        "blk.0.shortconv.in_proj.weight": _weights(random, 3 * size, size),
+        "blk.0.shortconv.out_proj.weight": _weights(random, size, size),
+        "blk.1.attn_q_norm.weight": np.ones(16, np.float32),
+        "blk.1.attn_k_norm.weight": np.ones(16, np.float32),
+        "blk.1.attn_q.weight": _weights(random, size, size),
+        "blk.1.attn_k.weight": _weights(random, 16, size),
+        "blk.1.attn_v.weight": _weights(random, 16, size),
+        "blk.1.attn_output.weight": _weights(random, size, size),
+    }
+    for layer in range(2):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ones,
+            f"blk.{layer}.ffn_norm.weight": ones,
+            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
+            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
+        }
+    _finish(writer, tensors)
+    return path

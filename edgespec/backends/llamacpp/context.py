@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,31 +15,46 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
-__all__ = ["LlamaContext"]
+__all__ = ["ALL", "ContextPlan", "LlamaContext"]
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _NO_SLOT, _ABORTED = 1, 2
+ALL = -1
 MAX_WIDTH = 256
 
 
-class LlamaContext:
-    """One context with a unified KV memory for up to `max_branches` sequences."""
+@dataclass(frozen=True, slots=True)
+class ContextPlan:
+    """What a context is made of.
 
-    def __init__(
-        self, model: Any, options: LoadOptions, context_tokens: int, kv_types: KvTypes, threads: int
-    ) -> None:
+    sequences: how many it can hold. recurrent: all or some layers remember by a state. undo_tokens: so
+    many earlier states the library keeps of a pass. kv_bytes: what all of that takes.
+    """
+
+    tokens: int
+    kv_types: KvTypes
+    sequences: int
+    recurrent: bool = False
+    undo_tokens: int = 0
+    kv_bytes: int = 0
+
+
+class LlamaContext:
+    """One context with a unified KV memory."""
+
+    def __init__(self, model: Any, options: LoadOptions, plan: ContextPlan, threads: int) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
         params = lib.llama_context_default_params()
-        params.n_ctx = context_tokens
+        params.n_ctx = plan.tokens
         params.n_batch = params.n_ubatch = options.batch_tokens
-        # One sequence for each branch, and a spare one for moving cells.
-        params.n_seq_max = options.max_branches + 1
-        self._spare = options.max_branches
+        params.n_seq_max = plan.sequences
+        params.n_rs_seq = plan.undo_tokens
+        self._spare = plan.sequences - 1
         params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
         params.n_threads = params.n_threads_batch = threads
-        params.type_k, params.type_v = kv_types.numbers
+        params.type_k, params.type_v = plan.kv_types.numbers
         params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
         # A window that was thrown away cannot be rolled back into: keep it whole.
         params.swa_full = True
@@ -54,7 +70,7 @@ class LlamaContext:
                     "use --flash-attention auto, or --kv-type f16",
                 )
             raise MemoryBudgetError(
-                f"a context of {context_tokens} tokens could not be made: {detail}",
+                f"a context of {plan.tokens} tokens could not be made: {detail}",
                 "use a smaller --context or another --kv-type",
             )
         self.tokens: int = lib.llama_n_ctx(self._context)
@@ -64,13 +80,14 @@ class LlamaContext:
         self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
-        self._make_batch(options)
+        # How many earlier states of a pass are kept: none where the library cannot.
+        self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
+        self._make_batch(options.batch_tokens, plan.sequences)
         self.interrupt.attach(self._context)
 
-    def _make_batch(self, options: LoadOptions) -> None:
+    def _make_batch(self, size: int, sequences: int) -> None:
         """The batch is made once; numpy views let a pass fill it without a ctypes call per token."""
-        size = options.batch_tokens
-        self._batch = batch = self._lib.llama_batch_init(size, 0, options.max_branches + 1)
+        self._batch = batch = self._lib.llama_batch_init(size, 0, sequences)
         self._token = np.ctypeslib.as_array(batch.token, (size,))
         self._position = np.ctypeslib.as_array(batch.pos, (size,))
         self._sequence_count = np.ctypeslib.as_array(batch.n_seq_id, (size,))
@@ -133,8 +150,11 @@ class LlamaContext:
             "free some memory or use a smaller --context",
         )
 
-    def copy(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let a sequence share the source's cells of positions [start, end)."""
+    def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
+        """Let a sequence share the source's cells of positions [start, end), or all.
+
+        A recurrent state is shared too, always whole, until the pass that would overwrite it.
+        """
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int) -> bool:
@@ -160,17 +180,34 @@ class LlamaContext:
         self.copy(self._spare, 0, start, end)
         self.drop(self._spare, 0)
 
-    def state(self, sequence: int = 0) -> bytes:
-        """The memory of a sequence as bytes."""
-        size = self._lib.llama_state_seq_get_size(self._context, sequence)
+    def settle(self) -> None:
+        """Make the earlier state that a drop chose the state of sequence 0: until a pass it is but chosen."""
+        if not self.set_state(self.state(recurrent_only=True), recurrent_only=True):
+            raise BackendError("the recurrent state could not be moved", "load the model again")
+
+    def state_bytes(self, *, recurrent_only: bool = False) -> int:
+        """How many bytes `state` of sequence 0 has."""
+        return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
+
+    def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> bytes:
+        """The memory of a sequence as bytes, of ALL with everything that it holds.
+
+        Of a single sequence only what its next token looks at is saved: a sliding window of it.
+        """
+        flags = self._flags(recurrent_only)
+        size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
         buffer = (ctypes.c_uint8 * size)()
-        written = self._lib.llama_state_seq_get_data(self._context, buffer, size, sequence)
+        written = self._lib.llama_state_seq_get_data_ext(self._context, buffer, size, sequence, flags)
         return bytes(memoryview(buffer)[:written])
 
-    def set_state(self, data: bytes, sequence: int = 0) -> bool:
-        """Put saved memory into an empty sequence; False when it does not fit this model and context."""
+    def set_state(self, data: bytes, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
+        """Put saved memory into an empty sequence, or all of it; False when it does not fit in here."""
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        return bool(self._lib.llama_state_seq_set_data(self._context, buffer, len(data), sequence))
+        flags = self._flags(recurrent_only)
+        return bool(self._lib.llama_state_seq_set_data_ext(self._context, buffer, len(data), sequence, flags))
+
+    def _flags(self, recurrent_only: bool) -> int:
+        return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
 
     def close(self) -> None:
         """Free context and batch."""

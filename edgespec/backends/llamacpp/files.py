@@ -10,16 +10,15 @@ from typing import Any
 
 import psutil
 
-from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Vocabulary
-from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
+from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, recent_errors
+from edgespec.backends.llamacpp.probe import Findings
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["default_threads", "describe", "load_weights", "plan_context"]
+__all__ = ["default_threads", "describe", "load_weights", "readable"]
 
-DEFAULT_CONTEXT_TOKENS = 8192
-_BLOCK_TOKENS = 256
 _SMALL_MODEL_BYTES = 64 * 2**20
 
 
@@ -56,8 +55,9 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     """A llama_model. Raises ModelFileError, CancelledError."""
     size = check_file(path)
     if options.memory_bytes is not None and size > options.memory_bytes:
+        there = readable(options.memory_bytes)
         raise MemoryBudgetError(
-            f"the weights of {name} take {_size(size)} and {_size(options.memory_bytes)} are there for them",
+            f"the weights of {name} take {readable(size)} and {there} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
         )
     lib = library()
@@ -114,30 +114,7 @@ def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
     )
 
 
-def plan_context(weights: Any, options: LoadOptions) -> tuple[int, KvTypes]:
-    """How many tokens of context to make, of which types.
-
-    Raises MemoryBudgetError when the cache does not fit what is there for it, OptionError for a type.
-    """
-    trained: int = library().llama_model_n_ctx_train(weights)
-    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
-    asked = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
-    wanted = -(-asked // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - library().llama_model_size(weights))
-    types = choose_kv_types(weights, options, wanted)
-    per_token = kv_bytes_per_token(weights, types)
-    if wanted * per_token > left:
-        fits = left // per_token // _BLOCK_TOKENS * _BLOCK_TOKENS
-        raise MemoryBudgetError(
-            f"the cache for {asked:,} tokens of context takes {_size(wanted * per_token)}"
-            f" and {_size(left)} are left for it",
-            f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
-        )
-    return wanted, types
-
-
-def _size(size_bytes: int) -> str:
+def readable(size_bytes: int) -> str:
     """Bytes for people."""
     unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
     return f"{size_bytes / unit:,.1f} {name}"
@@ -147,10 +124,9 @@ def describe(
     weights: Any,
     path: str,
     name: str,
-    kv_types: KvTypes,
-    context_tokens: int,
+    plan: ContextPlan,
     vocabulary: Vocabulary,
-    capabilities: Capabilities,
+    found: Findings,
 ) -> ModelFacts:
     """What is known about a loaded model."""
     lib = library()
@@ -158,7 +134,7 @@ def describe(
     lib.llama_model_desc(weights, buffer, len(buffer))
     trained: int = lib.llama_model_n_ctx_train(weights)
     notice = ""
-    if context_tokens > trained:
+    if plan.tokens > trained:
         notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
     return ModelFacts(
         name=name,
@@ -168,14 +144,15 @@ def describe(
         parameters=lib.llama_model_n_params(weights),
         file_bytes=check_file(path),
         weight_bytes=lib.llama_model_size(weights),
-        kv_bytes=kv_bytes_per_token(weights, kv_types) * context_tokens,
+        kv_bytes=plan.kv_bytes,
         quantisation=lib.llama_ftype_name(lib.llama_model_ftype(weights)).decode(),
         trained_context_tokens=trained,
-        context_tokens=context_tokens,
+        context_tokens=plan.tokens,
         vocab_size=vocabulary.size,
         chat_template=vocabulary.chat_template is not None,
-        capabilities=capabilities,
+        capabilities=found.capabilities,
         notice=notice,
+        rollback=found.rollback,
     )
 
 

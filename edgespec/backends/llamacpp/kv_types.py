@@ -36,14 +36,18 @@ class KvTypes:
     keys: str
     values: str
 
+    def bytes_per_token(self, f16_bytes: int) -> int:
+        """What a token takes where it takes `f16_bytes` in f16, keys as much as values."""
+        return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
+
     @property
     def numbers(self) -> tuple[int, int]:
         """ggml's numbers of both."""
         return _TYPES[self.keys][0], _TYPES[self.values][0]
 
 
-def choose_kv_types(weights: Any, options: LoadOptions, context_tokens: int) -> KvTypes:
-    """The types that `options.kv_type` asks for. Raises OptionError.
+def choose_kv_types(options: LoadOptions, f16_bytes: int) -> KvTypes:
+    """The types that `options.kv_type` asks for, for a cache of so many bytes in f16. Raises OptionError.
 
     For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a
     few, and for many. They add up in different orders and in half precision, so that a plain step and a
@@ -53,7 +57,7 @@ def choose_kv_types(weights: Any, options: LoadOptions, context_tokens: int) -> 
     if options.kv_type == "auto":
         plain = KvTypes("f16", "f16")
         on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
-        small = kv_bytes_per_token(weights, plain) * context_tokens <= _SMALL_CACHE_BYTES
+        small = f16_bytes <= _SMALL_CACHE_BYTES
         return KvTypes("f16", "bf16") if on_cpu and small and options.flash_attention != "off" else plain
     return parse_kv_types(options.kv_type)
 

@@ -6,12 +6,23 @@ import gc
 from collections.abc import Sequence
 from typing import Any
 
-from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import default_threads, describe, load_weights, plan_context
+from edgespec.backends.base import (
+    LanguageModel,
+    LoadOptions,
+    ModelFacts,
+    Progress,
+    Snapshot,
+    Vocabulary,
+)
+from edgespec.backends.llamacpp.context import ALL, LlamaContext
+from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.planning import plan_context
+from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -26,7 +37,7 @@ from edgespec.errors import (
 __all__ = ["LlamaCppModel", "load"]
 
 
-def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LlamaCppModel:
+def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
     """Load a GGUF file.
 
     Raises ModelFileError (not a GGUF, damaged, unknown architecture), MemoryBudgetError, OptionError,
@@ -36,10 +47,12 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         parse_kv_types(options.kv_type)  # before minutes of loading, not after
     weights = load_weights(path, name, options, progress)
     try:
-        return LlamaCppModel(weights, path, name, options)
+        model = LlamaCppModel(weights, path, name, options)
     except BaseException:
         library().llama_model_free(weights)
         raise
+    found = model.found
+    return ReplayModel(model, found.capabilities.reason, found.undo_tokens) if found.replays else model
 
 
 class LlamaCppModel:
@@ -48,6 +61,7 @@ class LlamaCppModel:
     Sequence 0 holds the committed tokens. In a round every branch of the tree is a sequence of its own
     that shares the cells of its ancestors: the first child goes on with its parent's sequence, each
     further child opens a new one. Committing keeps one sequence as the new sequence 0.
+    With a recurrent memory there are chains only, and the other sequences hold checkpoints.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
@@ -60,39 +74,23 @@ class LlamaCppModel:
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
             )
-        context_tokens, kv_types = plan_context(weights, options)
+        plan = plan_context(weights, options)
         threads = options.threads or default_threads(library().llama_model_size(weights))
-        self._context = LlamaContext(weights, options, context_tokens, kv_types, threads)
+        self._context = LlamaContext(weights, options, plan, threads)
+        self._moments = Moments(self._context, range(1, plan.sequences))
         try:
-            self.facts: ModelFacts = describe(
-                weights, path, name, kv_types, self._context.tokens, self.vocabulary, self._probe(options)
-            )
+            self.found: Findings = probe(self._context, weights, plan, options, self._moments)
+            self.facts: ModelFacts = describe(weights, path, name, plan, self.vocabulary, self.found)
         except BaseException:
             self._context.close()
             raise
         self._length = 0
+        # What a window has left behind is needed again when it is cut back.
+        self._saved = ALL if self.facts.capabilities.rollback else 0
+        # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
+        self._chosen = False
         self._sequence_of: list[int] = []
         self._position_of: list[int] = []
-
-    def _probe(self, options: LoadOptions) -> Capabilities:
-        """Run two tokens and take one back: what a model claims is not what counts."""
-        lib = library()
-        if not self._context.remembers or not lib.llama_model_has_decoder(self._weights):
-            raise ModelFileError("this model does not generate text", "choose a decoder language model")
-        if lib.llama_model_has_encoder(self._weights) or lib.llama_model_is_diffusion(self._weights):
-            raise ModelFileError(
-                "encoder-decoder and diffusion models do not write token by token",
-                "choose a decoder-only model",
-            )
-        self._context.append([0, 0], 0)
-        rollback = self._context.drop(0, 1)
-        self._context.clear()
-        if not rollback:
-            kind = "hybrid" if lib.llama_model_is_hybrid(self._weights) else "recurrent"
-            return Capabilities(False, False, f"its {kind} memory cannot be rolled back")
-        tree = options.max_branches > 1
-        reason = "" if tree else "it was loaded for one branch"
-        return Capabilities(True, tree, reason, self._context.max_width, options.max_branches)
 
     @property
     def length(self) -> int:
@@ -108,6 +106,7 @@ class LlamaCppModel:
         step = self._context.batch_tokens
         for start in range(0, len(tokens), step):
             chunk = tokens[start : start + step]
+            self._chosen = False
             try:
                 self._context.append(chunk, self._length)
             except (BackendError, ContextFullError, CancelledError):
@@ -123,6 +122,7 @@ class LlamaCppModel:
             if first == 0:
                 self._end_round()
             sequences = self._place(tree, first)
+            self._chosen = False
             rows = self._context.run(tree.tokens[first:], self._position_of[first:], sequences)
         except (BackendError, ContextFullError, CancelledError):
             self._end_round()
@@ -131,8 +131,9 @@ class LlamaCppModel:
 
     def _place(self, tree: TokenTree, first: int) -> list[list[int]]:
         """Give nodes from `first` on a position and a sequence; the sequences that pass through each."""
-        if tree.width > 1 and not self.facts.capabilities.rollback:
-            raise CapabilityError(f"{self.facts.name} cannot verify drafts", self.facts.capabilities.reason)
+        able = self.facts.capabilities
+        if not (able.rollback or tree.width == 1 or (self.found.replays and tree.is_chain)):
+            raise CapabilityError(f"{self.facts.name} cannot verify drafts", able.reason)
         if tree.width > self._context.max_width:
             raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
         passing: list[list[int]] = []
@@ -175,6 +176,7 @@ class LlamaCppModel:
         length = self._position_of[kept] + 1
         if kept == len(path):
             # The path is the first nodes of the pass: their cells lie in order already.
+            self._chosen = self.found.replays and length < self._position_of[-1] + 1
             self._forget_after(length)
         else:
             self._context.close_ranks(self._sequence_of[kept], self._length, length)
@@ -189,7 +191,7 @@ class LlamaCppModel:
         """Keep `length` tokens of sequence 0 and nothing of any branch."""
         for sequence in range(1, max(self._sequence_of, default=0) + 1):
             self._context.drop(sequence, 0)
-        if not self._context.drop(0, length):
+        if not self._context.drop(0, length) and not self.found.replays:
             # A memory that cannot be cut back: what is left of it is not the beginning of anything.
             self._context.clear()
             self._length = 0
@@ -197,20 +199,36 @@ class LlamaCppModel:
 
     def truncate(self, length: int) -> None:
         self._check(0)
+        self._moments.tidy()
         self._length = min(length, self._length)
         self._forget_after(self._length)
+
+    def checkpoint(self) -> Moment:
+        """The memory now; shared until it is written to."""
+        self._check(0)
+        if self._chosen:
+            self._context.settle()
+            self._chosen = False
+        return self._moments.take(self._length)
+
+    def rewind(self, checkpoint: Moment) -> None:
+        """Make the memory what it was; ends the round, whatever became of it."""
+        self._check(0)
+        self._moments.go_back(checkpoint)
+        self._length, self._chosen = checkpoint.length, False
+        self._sequence_of, self._position_of = [], []
 
     def snapshot(self) -> Snapshot:
         self._check(0)
         self._end_round()
-        return Snapshot(self._length, self._context.state())
+        return Snapshot(self._length, self._context.state(self._saved))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self._end_round()
         self._length = 0
         self._context.clear()
-        if not self._context.set_state(snapshot.data):
+        if not self._context.set_state(snapshot.data, self._saved):
             self._context.clear()
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._length = snapshot.length

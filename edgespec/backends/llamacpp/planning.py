@@ -1,0 +1,94 @@
+"""How large a context to make, of what, and what it will take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.files import readable
+from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.replay import MAX_CHECKPOINTS
+from edgespec.errors import MemoryBudgetError
+
+__all__ = ["plan_context"]
+
+DEFAULT_CONTEXT_TOKENS = 8192
+_BLOCK_TOKENS = 256
+# Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
+# of a state, which each come with as many, stay this small. Writing them is part of every pass.
+_UNDO_TOKENS = 8
+_SMALL_STATES_BYTES = 128 * 2**20
+_F16 = KvTypes("f16", "f16")
+
+
+def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
+    """What context to make.
+
+    Raises MemoryBudgetError when it does not fit what is there for it, OptionError for a type.
+    """
+    trained: int = library().llama_model_n_ctx_train(weights)
+    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
+    asked = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
+    wanted = -(-asked // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    if library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights):
+        states = _measured(weights, options)
+        types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
+        per_token = types.bytes_per_token(states.f16_bytes_per_token)
+        # The sequence that runs, the checkpoints, and one while a checkpoint takes another's place.
+        plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 2, recurrent=True)
+        fixed = states.state_bytes * plan.sequences
+        if states.keeps_earlier and fixed * (1 + _UNDO_TOKENS) <= _SMALL_STATES_BYTES:
+            plan = replace(plan, undo_tokens=_UNDO_TOKENS)
+            fixed *= 1 + _UNDO_TOKENS
+    else:
+        types = choose_kv_types(options, kv_bytes_per_token(weights, _F16) * wanted)
+        per_token = kv_bytes_per_token(weights, types)
+        # One sequence for each branch, and a spare one for moving cells.
+        plan, fixed = ContextPlan(wanted, types, options.max_branches + 1), 0
+    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+    left = max(0, limit - library().llama_model_size(weights))
+    plan = replace(plan, kv_bytes=wanted * per_token + fixed)
+    if plan.kv_bytes > left:
+        fits = max(0, left - fixed) // per_token // _BLOCK_TOKENS * _BLOCK_TOKENS if per_token else 0
+        raise MemoryBudgetError(
+            f"the cache for {asked:,} tokens of context takes {readable(plan.kv_bytes)}"
+            f" and {readable(left)} are left for it",
+            f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
+        )
+    return plan
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """What one sequence remembers: a state of fixed size, and keys and values for each token.
+
+    keeps_earlier: the library can keep the states after the last few tokens of a pass.
+    """
+
+    state_bytes: int
+    f16_bytes_per_token: int
+    keeps_earlier: bool
+
+
+def _measured(weights: Any, options: LoadOptions) -> _States:
+    """The sizes, from a small context: metadata does not tell which layers remember how.
+
+    With a sliding window the state and the window's keys are not told apart, so no earlier states there.
+    """
+    small = ContextPlan(_BLOCK_TOKENS, _F16, 1, undo_tokens=_UNDO_TOKENS)
+    context = LlamaContext(weights, replace(options, batch_tokens=_BLOCK_TOKENS), small, threads=1)
+    try:
+        context.append([0], 0)
+        with_one = context.state_bytes()
+        context.append([0], 1)
+        per_token = context.state_bytes() - with_one
+        windows: bool = library().llama_model_n_swa(weights) > 0
+        state = with_one - per_token if windows else context.state_bytes(recurrent_only=True)
+        return _States(state, per_token, context.undo_tokens > 0 and not windows)
+    finally:
+        context.close()

@@ -1,0 +1,108 @@
+"""What a loaded model can do: what it claims is not what counts, so it is tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities, LoadOptions
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.moments import Moments
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendError, ModelFileError
+
+__all__ = ["Findings", "probe"]
+
+_BEFORE, _PASS = [0, 1], [1, 0, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """capabilities: of the model as it stands. rollback: in words, how tokens are taken back.
+
+    replays: it goes back to checkpoints, so chains can be verified and replayed. undo_tokens: so many
+    tokens at the end of a pass are taken back without.
+    """
+
+    capabilities: Capabilities
+    rollback: str
+    replays: bool = False
+    undo_tokens: int = 0
+
+
+def probe(
+    context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions, moments: Moments
+) -> Findings:
+    """Run a few tokens and take some back; the context is left empty. Raises ModelFileError."""
+    lib = library()
+    if not context.remembers or not lib.llama_model_has_decoder(weights):
+        raise ModelFileError("this model does not generate text", "choose a decoder language model")
+    if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
+        raise ModelFileError(
+            "encoder-decoder and diffusion models do not write token by token",
+            "choose a decoder-only model",
+        )
+    try:
+        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, weights, options)
+    finally:
+        context.clear()
+
+
+def _cut_back(context: LlamaContext, weights: Any, options: LoadOptions) -> Findings:
+    context.append([0, 0], 0)
+    if not context.drop(0, 1):
+        return _plain("its memory cannot be rolled back")
+    tree = options.max_branches > 1
+    reason = "" if tree else "it was loaded for one branch"
+    windows: bool = library().llama_model_n_swa(weights) > 0
+    return Findings(
+        Capabilities(True, tree, reason, context.max_width, options.max_branches),
+        "in place; sliding windows are kept whole" if windows else "in place",
+    )
+
+
+def _replayed(context: LlamaContext, plan: ContextPlan, moments: Moments) -> Findings:
+    """Go back to a checkpoint and compare, bit for bit; then try the states the library keeps of a pass."""
+    context.append(_BEFORE, 0)
+    moment = moments.take(len(_BEFORE))
+    first = _rows(context, 0)
+    moments.go_back(moment)
+    try:
+        exact = np.array_equal(first, _rows(context, 0))
+    except BackendError:  # the library saw that something was left over
+        exact = False
+    if not exact:
+        return _plain("its recurrent state does not come back exactly")
+    undo_tokens = 0
+    if context.undo_tokens and context.drop(0, len(_BEFORE) + 1):
+        undone = _rows(context, 1)
+        moments.go_back(moment)
+        context.append(_PASS[:1], len(_BEFORE))
+        narrow = _rows(context, 1)
+        # Passes of other widths may round otherwise; an earlier state must not differ by more.
+        if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
+            undo_tokens = context.undo_tokens
+    rollback = f"checkpoints and replay, {plan.sequences - 2} held"
+    if undo_tokens:
+        rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
+    reason = "its recurrent memory takes chains only"
+    return Findings(Capabilities(False, False, reason, context.max_width, 1), rollback, True, undo_tokens)
+
+
+def _plain(reason: str) -> Findings:
+    return Findings(Capabilities(False, False, reason), "none")
+
+
+def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:
+    """The logits of the pass without its first tokens."""
+    tokens = _PASS[skipped:]
+    start = len(_BEFORE) + skipped
+    rows = context.run(tokens, range(start, start + len(tokens)), [[0]] * len(tokens))
+    return np.array(rows)
+
+
+def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    return float(np.abs(a - b).max())

@@ -1,0 +1,103 @@
+"""What the contract tests share: plain steps, fresh prefills, and shapes of trees."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel
+from edgespec.engine.tree import TokenTree
+
+# Float weights are multiplied by kernels that depend on the width. The embedded model's are not where it
+# matters most; elsewhere its quantised activations may round the other way.
+ROUNDING = {
+    "tiny": 1e-4,
+    "window": 5e-3,
+    "mamba": 1e-4,
+    "hybrid": 5e-3,
+    "short convolution": 5e-3,
+    "demo": 0.0 if platform.machine() in ("x86_64", "AMD64") else 1.0,
+}
+
+Rows = NDArray[np.float64]
+
+
+def row_of(model: LanguageModel, logits: object, row: int) -> Rows:
+    """A copy of one row of logits."""
+    everything = np.arange(model.facts.vocab_size)
+    return logits.at(row, everything).copy()  # type: ignore[attr-defined,no-any-return]
+
+
+def tokens_for(model: LanguageModel, count: int, seed: int = 0) -> list[int]:
+    """Some tokens of the vocabulary."""
+    return np.random.default_rng(seed).integers(3, model.facts.vocab_size, count).tolist()  # type: ignore[no-any-return]
+
+
+def step(model: LanguageModel, token: int) -> Rows:
+    """One plain step."""
+    row = row_of(model, model.verify(TokenTree.chain(token)), 0)
+    model.commit(())
+    return row
+
+
+def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
+    """The logits after `tokens` by a fresh prefill; what was cached is forgotten."""
+    model.truncate(0)
+    model.prefill(tokens[:-1])
+    return step(model, tokens[-1])
+
+
+def cut(model: LanguageModel, tokens: Sequence[int]) -> None:
+    """Bring the cache back to `tokens`, which it begins with: not every memory keeps all it is told."""
+    model.truncate(len(tokens))
+    assert model.length <= len(tokens)
+    model.prefill(tokens[model.length :])
+
+
+def same(model: LanguageModel, a: Rows, b: Rows) -> None:
+    """Equal to the last bit, unless the kernels of this model round differently at different widths."""
+    np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING.get(model.facts.name, 0.0))
+
+
+TREES = {
+    "chain": (-1, 0, 1, 2, 3),
+    "fork": (-1, 0, 0),
+    "fan": (-1, 0, 0, 0, 0, 0),
+    "binary": (-1, 0, 0, 1, 1, 2, 2),
+    "late fork": (-1, 0, 1, 2, 2, 3, 4, 4),
+    "two chains": (-1, 0, 0, 1, 2, 3, 4, 5, 6),
+    "deep and wide": (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 7, 8),
+}
+
+
+def tree_of(model: LanguageModel, parents: tuple[int, ...], seed: int = 5) -> TokenTree:
+    """A tree of that shape whose siblings differ."""
+    tokens = tokens_for(model, len(parents), seed)
+    for node, parent in enumerate(parents):
+        siblings = [tokens[i] for i in range(node) if parents[i] == parent]
+        while tokens[node] in siblings:
+            tokens[node] = 3 + (tokens[node] - 2) % (model.facts.vocab_size - 3)
+    return TokenTree(tuple(tokens), parents, (None,) * len(parents))
+
+
+def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node > 0:
+        path.append(node)
+        node = tree.parents[node]
+    return tuple(path[::-1])
+
+
+def tokens_to(tree: TokenTree, node: int) -> list[int]:
+    return [tree.tokens[0], *(tree.tokens[i] for i in path_to(tree, node))]
+
+
+def needs(model: LanguageModel, shape: tuple[int, ...]) -> None:
+    """Skip a shape of branches where the model takes chains only."""
+    if not model.facts.capabilities.tree and shape != tuple(range(-1, len(shape) - 1)):
+        pytest.skip("this memory takes chains only")

@@ -1,0 +1,265 @@
+"""Models whose memory is no plain KV cache: recurrent states, hybrids, sliding windows.
+
+Their rollback is exact, and so speculation gives the tokens of plain decoding, as target and as draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.moments import Moments
+from edgespec.backends.replay import MAX_CHECKPOINTS
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError
+from tests.backends.contract import cut, fresh, same, step, tokens_for
+from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
+
+KINDS: dict[str, Callable[..., Path]] = {
+    "mamba": write_mamba,
+    "hybrid": write_jamba,
+    "short convolution": write_lfm2,
+    "window": write_gemma2,
+}
+RECURRENT = ["mamba", "hybrid", "short convolution"]
+# Goes over the end of a window of 16 tokens, and has something for prompt lookup to find.
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3 + [5, 6, 7]
+
+
+def load(path: Path, name: str, context: int = 512) -> LanguageModel:
+    return llamacpp.load(str(path), name, LoadOptions(context_tokens=context))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return {name: write(folder / f"{name}.gguf") for name, write in KINDS.items()}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest, files: dict[str, Path]) -> Iterator[LanguageModel]:
+    model = load(files[request.param], request.param)
+    yield model
+    model.close()
+
+
+class Round(NamedTuple):
+    width: int
+    kept: int
+    seed: int
+    back: int
+
+
+rounds = st.lists(
+    st.builds(
+        Round, st.integers(1, 40), st.integers(0, 39), st.integers(0, 99), st.sampled_from([0] * 9 + [30])
+    ),
+    max_size=15,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rounds)
+def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
+    kind: LanguageModel, history: list[Round]
+) -> None:
+    kind.truncate(0)
+    held: list[int] = []
+    for each in history:
+        if each.width > kind.room:
+            continue
+        tokens = tokens_for(kind, each.width, each.seed)
+        kind.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        kept = 1 + each.kept % each.width
+        kind.commit(tuple(range(1, kept)))
+        held += tokens[:kept]
+        if each.back:
+            held = held[: max(0, len(held) - each.back)]
+            cut(kind, held)
+        assert kind.length == len(held)
+    if kind.room:
+        same(kind, step(kind, 4), fresh(kind, [*held, 4]))
+
+
+def test_how_it_rolls_back_is_told(files: dict[str, Path]) -> None:
+    told = {
+        "mamba": "checkpoints and replay, 4 held",
+        "hybrid": "checkpoints and replay, 4 held",
+        "short convolution": "the last 8 tokens in place, else checkpoints and replay, 4 held",
+        "window": "in place; sliding windows are kept whole",
+    }
+    for name, path in files.items():
+        model = load(path, name)
+        capabilities = model.facts.capabilities
+        assert model.facts.rollback == told[name]
+        assert capabilities.rollback
+        assert capabilities.tree == (name == "window")
+        assert capabilities.reason == ("" if name == "window" else "its recurrent memory takes chains only")
+        model.close()
+
+
+def test_states_and_their_copies_are_counted(files: dict[str, Path]) -> None:
+    """Against what the tensors take, by hand; the library's own notes on each token come on top."""
+    states = {
+        "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 2),
+        "hybrid": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 2),
+        "short convolution": 2 * 32 * 4 * (MAX_CHECKPOINTS + 2) * 9,
+    }
+    keys_and_values = {
+        "mamba": 0,
+        "hybrid": 2 * 16 * 2,
+        "short convolution": 2 * 16 * 2,
+        "window": 2 * 2 * 16 * 2,
+    }
+    for name, path in files.items():
+        for context in (256, 512):
+            model = load(path, name, context)
+            by_hand = states.get(name, 0) + keys_and_values[name] * context
+            assert by_hand <= model.facts.kv_bytes <= by_hand * 1.4
+            model.close()
+
+
+@pytest.mark.parametrize("name", ["mamba", "hybrid"])
+def test_a_state_that_does_not_come_back_means_plain_decoding(
+    name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Moments, "go_back", lambda self, moment: None)
+    with edgespec.load(str(files[name]), draft=None, context=256) as runtime:
+        assert runtime.method.effective == "none"
+        assert "does not come back exactly" in runtime.method.reason
+        replies = [
+            ended(runtime.stream_tokens(PROMPT, max_tokens=20, seed=3, method=method))
+            for method in ("none", "ngram", "auto", "none")
+        ]
+        assert len({reply.tokens for reply in replies}) == 1
+        edited = ended(runtime.stream_tokens([*PROMPT[:9], 99], max_tokens=10, seed=1))
+        assert edited.stats.cached_prompt_tokens == 0
+    with pytest.raises(CapabilityError, match="cannot be a draft"):
+        edgespec.load(str(files["window"]), str(files[name]), context=256)
+
+
+@pytest.mark.parametrize("work", ["prefill", "step", "draft"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_pass_that_was_cancelled_half_way_leaves_nothing(
+    name: str, work: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(files[name], name)
+    tokens = tokens_for(model, 50)
+    expected = fresh(model, tokens)
+    model.truncate(0)
+    model.prefill(tokens[:20])
+    model.verify(TokenTree.chain(tokens[20], [99, 98]))
+    model.commit(())
+    passes: dict[str, Callable[[], object]] = {
+        "prefill": lambda: model.prefill(tokens[21:]),
+        "step": lambda: model.verify(TokenTree.chain(99)),
+        "draft": lambda: model.verify(TokenTree.chain(99, [98] * 5)),
+    }
+    native = model._inner._context  # type: ignore[attr-defined]
+    decode = native._lib.llama_decode
+
+    def interrupted(context: object, batch: object) -> int:
+        native.interrupt.wanted = True
+        return int(decode(context, batch))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native._lib, "llama_decode", interrupted)
+        with pytest.raises(CancelledError):
+            passes[work]()
+    model.interrupt(False)
+    assert model.length == 21
+    model.prefill(tokens[21:-1])
+    same(model, step(model, tokens[-1]), expected)
+    model.close()
+
+
+def test_a_restored_window_can_be_cut_back_further_than_it_is_wide(files: dict[str, Path]) -> None:
+    model = load(files["window"], "window")
+    tokens = tokens_for(model, 100)
+    model.prefill(tokens)
+    snapshot = model.snapshot()
+    model.truncate(0)
+    model.restore(snapshot)
+    model.truncate(60)
+    assert model.length == 60
+    same(model, step(model, 4), fresh(model, [*tokens[:60], 4]))
+    model.close()
+
+
+def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
+    for _ in stream:
+        pass
+    return stream.reply
+
+
+def replies_of(
+    target: Path, draft: Path | None, methods: Sequence[str], prompts: Sequence[Sequence[int]]
+) -> dict[str, list[edgespec.Reply]]:
+    """Replies to all prompts, one after another over the same caches, by each method."""
+    with edgespec.load(str(target), str(draft) if draft else None, context=512) as runtime:
+        return {
+            method: [
+                ended(
+                    runtime.stream_tokens(
+                        list(prompt),
+                        max_tokens=50,
+                        seed=7,
+                        temperature=temperature,
+                        method=method,
+                        draft_length=5,
+                    )
+                )
+                for temperature in (0.0, 0.8)
+                for prompt in prompts
+            ]
+            for method in methods
+        }
+
+
+class TestReplies:
+    """Speculative replies are the plain ones, over turns that go on, back and elsewhere."""
+
+    PROMPTS = (PROMPT, [*PROMPT, 20, 21], [*PROMPT[:20], 30], PROMPT)
+
+    @pytest.mark.parametrize("name", list(KINDS))
+    def test_as_target(self, name: str, files: dict[str, Path], tmp_path: Path) -> None:
+        other = KINDS[name](tmp_path / "other.gguf", seed=1)
+        for draft in (files[name], other):
+            found = replies_of(files[name], draft, ("none", "ngram", "model", "model+ngram"), self.PROMPTS)
+            plain = [reply.tokens for reply in found.pop("none")]
+            for replies in found.values():
+                assert [reply.tokens for reply in replies] == plain
+                assert sum(reply.stats.drafted_tokens for reply in replies) > 0
+            if draft == files[name]:
+                rates = [reply.stats.acceptance_rate for reply in found["model"]]
+                assert all(rate is not None and rate > 0.99 for rate in rates[:4])
+
+    @pytest.mark.parametrize("name", RECURRENT)
+    def test_as_draft_of_another_kind(self, name: str, files: dict[str, Path]) -> None:
+        found = replies_of(files["window"], files[name], ("none", "model"), self.PROMPTS[:2])
+        assert [reply.tokens for reply in found["model"]] == [reply.tokens for reply in found["none"]]
+
+    @pytest.mark.parametrize("name", RECURRENT)
+    def test_what_is_said_to_be_cached_is(self, name: str, files: dict[str, Path]) -> None:
+        with edgespec.load(str(files[name]), draft=None, context=512) as runtime:
+
+            def cached(prompt: list[int]) -> int:
+                reply = ended(runtime.stream_tokens(prompt, max_tokens=30, seed=1, method="ngram"))
+                turns.append([*prompt, *reply.tokens])
+                return reply.stats.cached_prompt_tokens
+
+            turns: list[list[int]] = []
+            assert cached(PROMPT) == 0
+            assert cached(PROMPT) == len(PROMPT) - 1
+            longer = [*turns[-1], 40, 41, 42]
+            assert cached(longer) >= len(longer) - 4 - 8
+            assert cached([*longer[:-1], 50, 51]) <= len(longer) - 1
+            assert cached([99, *PROMPT]) == 0
