@@ -1,0 +1,159 @@
+"""A draft of one backend for a target of the other: the target's own tokens, and as many accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.chat.prompt import PromptBuilder
+from edgespec.errors import MemoryBudgetError, OptionError, VocabularyMismatchError
+from edgespec.sameness import read_prompts
+from tests.backends.tiny_models import write_llama
+
+pytest.importorskip("mlx.core")
+
+# In each mixed pair the two models are the embedded ones, whose weights are the same numbers in both forms.
+PAIRS = {"GGUF target": ("demo", "demo-mlx-draft"), "MLX target": ("demo-mlx", "demo-draft")}
+SHAPES = {"chain": (), "tree": (2, 2)}
+METHODS = ("model", "model+ngram")
+PROMPTS = read_prompts()[1::14]
+MAX_TOKENS = 16
+CONTEXT = 256
+
+
+class Mixed(NamedTuple):
+    """A mixed pair, and the pair of GGUF files whose draft grows trees of the same shape."""
+
+    pair: Runtime
+    alike: Runtime
+    plain: dict[tuple[float, int], Reply]
+
+
+def replies_of(runtime: Runtime, temperature: float, **options: Any) -> list[Reply]:
+    """A reply to every prompt."""
+    assert runtime.template is not None
+    replies = []
+    for prompt in PROMPTS:
+        tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
+        options = {"max_tokens": MAX_TOKENS, "seed": 5, "temperature": temperature} | options
+        stream = runtime.stream_tokens(tokens, **options)
+        for _ in stream:
+            pass
+        replies.append(stream.reply)
+    return replies
+
+
+def acceptance_rate(replies: list[Reply]) -> float:
+    drafted = sum(reply.stats.drafted_tokens for reply in replies)
+    assert drafted > 10
+    return sum(reply.stats.accepted_tokens for reply in replies) / drafted
+
+
+@pytest.fixture(scope="module", params=list(PAIRS.values()), ids=list(PAIRS))
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    found: tuple[str, str] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(names: tuple[str, str]) -> dict[float, list[Reply]]:
+    """Plain replies by temperature."""
+    with edgespec.load(names[0], "none", context=CONTEXT) as runtime:
+        return {temperature: replies_of(runtime, temperature) for temperature in (0.0, 0.8)}
+
+
+@pytest.fixture(scope="module", params=list(SHAPES.values()), ids=list(SHAPES))
+def branches(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    found: tuple[int, ...] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(names: tuple[str, str], branches: tuple[int, ...]) -> Iterator[Runtime]:
+    with edgespec.load(*names, context=CONTEXT, draft_branches=branches) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def alike(branches: tuple[int, ...]) -> Iterator[Runtime]:
+    """The embedded pair, both of it GGUF: what the draft is worth when nothing is mixed."""
+    with edgespec.load("demo", "demo-draft", context=CONTEXT, draft_branches=branches) as runtime:
+        yield runtime
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_target_says_its_own_tokens_and_accepts_as_many(
+    pair: Runtime, alike: Runtime, plain: dict[float, list[Reply]], method: str, temperature: float
+) -> None:
+    got = replies_of(pair, temperature, method=method)
+    assert [reply.tokens for reply in got] == [reply.tokens for reply in plain[temperature]]
+    assert all(reply.method.effective == method for reply in got)
+    usual = acceptance_rate(replies_of(alike, temperature, method=method))
+    assert acceptance_rate(got) >= 0.9 * usual > 0.1
+    assert all(reply.stats.draft_weight_bytes > 0 for reply in got)
+
+
+def test_speculative_sampling_runs_and_is_greedy_at_temperature_0(
+    pair: Runtime, plain: dict[float, list[Reply]]
+) -> None:
+    greedy = replies_of(pair, 0.0, method="model", acceptance="rejection")
+    assert [reply.tokens for reply in greedy] == [reply.tokens for reply in plain[0.0]]
+    drawn = replies_of(pair, 0.8, method="model", acceptance="rejection")
+    for reply in drawn:
+        full = len(reply.tokens) == MAX_TOKENS
+        assert full if reply.finish_reason == "length" else 0 < len(reply.tokens) <= MAX_TOKENS
+    assert acceptance_rate(drawn) > 0.1
+
+
+def test_another_vocabulary_is_refused(names: tuple[str, str], tmp_path: Path) -> None:
+    target, draft = names
+    if draft == "demo-draft":
+        stranger = write_llama(tmp_path / "stranger.gguf")
+    else:
+        from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+        stranger = write_checkpoint(tmp_path / "stranger", "llama")
+    with pytest.raises(VocabularyMismatchError, match="token 0 is"):
+        edgespec.load(target, str(stranger), context=CONTEXT)
+
+
+class TestOptions:
+    """What is said about one backend's way of computing does not reach a draft of the other."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"threads": 1},
+            {"gpu_layers": 0},
+            {"mmap": False},
+            {"flash_attention": "on", "kv_type": "q8_0/q4_0"},
+        ],
+        ids="+".join,
+    )
+    def test_of_llama_cpp_go_with_an_mlx_draft(self, options: dict[str, Any]) -> None:
+        with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, **options) as runtime:
+            assert runtime.generate("What does tar do?", max_tokens=8, seed=1).stats.drafted_tokens
+
+    @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
+    def test_a_quantised_cache_is_for_both(self, kv_type: str) -> None:
+        with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
+            assert runtime.generate("What does tar do?", max_tokens=4, seed=1).stats.drafted_tokens
+
+    def test_of_llama_cpp_are_refused_with_an_mlx_target(self) -> None:
+        with pytest.raises(OptionError, match="threads has no meaning"):
+            edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, threads=1)
+
+    def test_the_memory_is_one_budget(self) -> None:
+        with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT) as runtime:
+            assert runtime.draft is not None
+            assert runtime.draft.context_tokens == runtime.context_tokens
+            target_bytes = runtime.target.weight_bytes + runtime.target.kv_bytes
+            short = target_bytes + runtime.draft.weight_bytes // 2
+        with pytest.raises(MemoryBudgetError, match="demo-mlx-draft"):
+            edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, memory=short)
