@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter as now
@@ -100,12 +99,11 @@ class Sides:
         mlx_lm_runs, edgespec_runs = [], []
         for number, prompt in enumerate(self.prompts):
             mx.random.seed(number)
-            sides: list[Callable[[], None]] = [
-                lambda: mlx_lm_runs.append(theirs(self.model, self.tokenizer, prompt, their_options)),
-                lambda: edgespec_runs.append(ours(self.runtime, prompt, {**our_options, "seed": number})),
-            ]
-            for side in sides if number % 2 else sides[::-1]:
-                side()
+            for our_turn in (True, False) if number % 2 else (False, True):
+                if our_turn:
+                    edgespec_runs.append(ours(self.runtime, prompt, {**our_options, "seed": number}))
+                else:
+                    mlx_lm_runs.append(theirs(self.model, self.tokenizer, prompt, their_options))
         return mlx_lm_runs, edgespec_runs
 
 

@@ -66,6 +66,28 @@ def test_an_adapter_is_refused_before_anything_is_loaded(start: Start, tmp_path:
     assert not loaded & {"llama_cpp", "mlx", "mlx_lm"}
 
 
+def test_an_mlx_model_needs_no_llama_cpp(start: Start) -> None:
+    loaded = modules_after(start, _RUN, "generate", "--target", "demo-mlx", "-n", "1", "hi")
+    assert "mlx" in loaded
+    assert not loaded & {"textual", "rich", "llama_cpp"}
+
+
+def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
+    """MLX aborts one that ends while a thread that compiled something is ending."""
+    code = (
+        "import edgespec, threading\n"
+        "def work():\n"
+        "    for _ in range(2):\n"
+        "        with edgespec.load('demo-mlx', context=64) as runtime: runtime.generate('hi', max_tokens=2)\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "for thread in threading.enumerate()[1:]: thread.join()\n"
+    )
+    for _ in range(3):
+        process = start(code=code)
+        _, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (0, b"")
+
+
 def test_help_starts_within_a_fifth_of_a_second() -> None:
     command = [sys.executable, "-m", "edgespec", "--help"]
     seconds = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import mlx.core as mx
 
 from edgespec.errors import BackendError
 
-__all__ = ["evaluated", "translated"]
+__all__ = ["evaluated", "leave_thread", "translated"]
 
 
 @contextmanager
@@ -28,3 +29,18 @@ def evaluated(*arrays: mx.array) -> None:
     """Wait until these are computed. Raises BackendError."""
     with translated("MLX failed"):
         mx.eval(*arrays)
+
+
+def leave_thread() -> None:
+    """Let go of what MLX keeps for this thread, which may be about to end.
+
+    Compiled functions are kept for each thread, and freeing them needs the interpreter: where a thread and
+    the process end together, that aborts the process. The thread may go on with MLX all the same.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return
+    mx.synchronize()
+    mx.clear_streams()
+    for kind in (mx.cpu, mx.gpu):
+        if mx.is_available(kind):
+            mx.set_default_stream(mx.new_stream(kind))

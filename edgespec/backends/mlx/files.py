@@ -270,7 +270,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     """mlx_lm's TokenizerWrapper; the end tokens of all the model's files count."""
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     ends: set[int] = set()
     sources = [config, config.get("text_config")]
     if (folder / "generation_config.json").exists():

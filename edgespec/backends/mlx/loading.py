@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
 from edgespec.errors import MemoryBudgetError, OptionError
 
@@ -26,12 +27,22 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     OptionError, BackendMissingError, and CancelledError when `progress` returns False.
     """
     _check_options(options)
-    checkpoint = open_checkpoint(path, name, options, progress)
-    # Only now: these modules import mlx, and where it is missing `open_checkpoint` has said so.
+    core()  # says so where mlx is missing; what is imported from here on needs it
+    from edgespec.backends.mlx.device import leave_thread
+
+    try:
+        return _load(path, name, options, progress)
+    except BaseException:
+        leave_thread()
+        raise
+
+
+def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
     from edgespec.backends.mlx.probe import probe
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
+    checkpoint = open_checkpoint(path, name, options, progress)
     trained = checkpoint.trained_context_tokens or DEFAULT_CONTEXT_TOKENS
     context_tokens = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
     facts = _facts(checkpoint, path, name, trained, context_tokens)
@@ -51,6 +62,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
             facts,
             kv_bytes=found.kv_bytes_for(context_tokens),
             capabilities=found.capabilities,
+            rollback=found.rollback,
         )
         if not found.replays:
             return model

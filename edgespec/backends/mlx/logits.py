@@ -130,8 +130,8 @@ class DeviceLogits:
         """The `count` largest of every row, best first, lowest id first on ties."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
-            values = self._host(values)
-            self._fetched[count] = np.array(tokens).astype(np.int64), values
+            fetched = self._host(values)
+            self._fetched[count] = np.array(tokens).astype(np.int64), fetched
         found: tuple[NDArray[np.int64], NDArray[np.float32]] = self._fetched[count]
         return found
 

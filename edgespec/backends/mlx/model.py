@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from edgespec.backends.base import ModelFacts, Progress, Snapshot
-from edgespec.backends.mlx.device import evaluated, translated
+from edgespec.backends.base import ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.mlx.device import evaluated, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.memory import Mark, Memory
@@ -52,7 +52,8 @@ class MlxModel:
         batch_tokens: int,
     ) -> None:
         self.facts = facts
-        self.vocabulary: MlxVocabulary = vocabulary
+        self.vocabulary: Vocabulary = vocabulary
+        self._close_vocabulary = vocabulary.close
         self._net = checkpoint.model
         self.rounding: float = mx.finfo(checkpoint.dtype).eps
         self._shape = PassShape()
@@ -93,7 +94,7 @@ class MlxModel:
             self._check(0)
             if self._interrupted:
                 raise CancelledError("cancelled")
-            chunk = tokens[start : start + step]
+            chunk = list(tokens[start : start + step])
             before = self.memory.mark()
             self._shape.chain(self._length)
             try:
@@ -174,7 +175,7 @@ class MlxModel:
         if not ahead:
             return None
         lone = first == len(self._parents) == tree.width - 1 and tree.parents[first] == first - 1
-        if lone and not self._closed and int(ahead.token.item()) == tree.tokens[first]:
+        if lone and not self._closed and ahead.token.item() == tree.tokens[first]:
             return ahead
         self.memory.restore(ahead.before)
         return None
@@ -258,12 +259,13 @@ class MlxModel:
         if self._closed:
             return
         self._closed = True
-        self.vocabulary.close()
+        self._close_vocabulary()
         mx.synchronize()
         self._ahead = self._before_round = None
         del self._net, self.memory
         gc.collect()
         mx.clear_cache()
+        leave_thread()
 
     def _check(self, more: int) -> None:
         if self._closed:

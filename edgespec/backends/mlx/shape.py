@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 __all__ = ["PassShape", "let_ropes_follow"]
 
@@ -23,9 +23,9 @@ class PassShape:
     """
 
     round_start: int = 0
-    positions: Sequence[int] | None = None
-    known: Sequence[int] = ()
-    visible: Sequence[Sequence[bool]] = ()
+    positions: list[int] | None = None
+    known: list[int] = field(default_factory=list)
+    visible: list[list[bool]] = field(default_factory=list)
     offsets: mx.array | None = None
 
     def chain(self, round_start: int) -> None:
@@ -86,12 +86,12 @@ class _TreeRope:
         return turned.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)
 
 
-def let_ropes_follow(model: nn.Module, shape: PassShape) -> None:
+def let_ropes_follow(model: Any, shape: PassShape) -> None:
     """Put a tree's positions under every rotary embedding of a model."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()
-            if isinstance(part, nn.Module) and ("rope" in kind or "rotary" in kind):
+            if isinstance(part, Module) and ("rope" in kind or "rotary" in kind):
                 if name in module:
                     del module[name]
                 object.__setattr__(module, name, _TreeRope(part, shape))

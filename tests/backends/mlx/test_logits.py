@@ -78,12 +78,12 @@ class TestBest:
     def test_the_next_step_begins_before_the_answer_is_waited_for(self) -> None:
         seen: list[int] = []
         rows = mx.array(some_rows(0, 3.0, coarse=False))
-        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(token.item())))
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(np.array(token)[0])))
         params = SamplingParams(temperature=0.0)
         first = logits.best(0, 1, params, 0, 0)[0]
         assert not seen
-        assert first == [int(mx.argmax(rows[0]).item())]
-        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(token.item())))
+        assert first == [int(np.array(rows)[0].argmax())]
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(np.array(token)[0])))
         assert logits.best(2, 1, params, 0, 2)[0] == seen
 
 
@@ -100,7 +100,7 @@ def close(
         return False
     logits = row.astype(np.float64) / params.temperature
     scores = [logits[t] + gumbel(seed, Stream.TOKEN, position, np.array(t)) for t in (got, wanted)]
-    return bool(np.allclose(*scores, rtol=1e-5, atol=1e-4))
+    return bool(np.allclose(scores[0], scores[1], rtol=1e-5, atol=1e-4))
 
 
 class TestCandidates:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
+from edgespec.backends.mlx.files import open_checkpoint
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -96,7 +97,7 @@ class TestProbe:
 
 def lying(lie: str) -> Callable[..., Any]:
     """open_checkpoint for models that are wrong in one way."""
-    opened = loading.open_checkpoint
+    opened = open_checkpoint
 
     def open_liar(*args: Any) -> Any:
         checkpoint = opened(*args)
@@ -280,7 +281,7 @@ class TestLoading:
             path = write_checkpoint(folder / f"sized {kind}", kind)
             model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
             model.prefill([5] * 1024)
-            inner = getattr(model, "_inner", model)
+            inner: Any = getattr(model, "_inner", model)
             assert inner.memory.nbytes <= model.facts.kv_bytes
             if kind != "gemma3":  # windows have not used all they may
                 assert inner.memory.nbytes == model.facts.kv_bytes
