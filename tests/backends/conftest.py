@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edgespec.backends import llamacpp
+from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
 
@@ -41,15 +43,28 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
     return make
 
 
+def _mlx_made(kind: str) -> Maker:
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        path = write_checkpoint(folder / kind, kind)
+        return mlx.load(str(path), kind, LoadOptions(context_tokens=CONTEXT, max_branches=8))
+
+    return make
+
+
 BACKENDS: dict[str, Maker] = {
     "tabular": _tabular,
     "llama.cpp demo": _llama_demo,
     "tabular replay": _replayed_table,
     "llama.cpp tiny": _llama_made("tiny", write_llama),
-    "llama.cpp window": _llama_made("window", write_gemma2),
+    # Narrower than the trees of the tests are deep.
+    "llama.cpp window": _llama_made("window", partial(write_gemma2, window=4)),
     "llama.cpp mamba": _llama_made("mamba", write_mamba),
     "llama.cpp hybrid": _llama_made("hybrid", write_jamba),
     "llama.cpp short convolution": _llama_made("short convolution", write_lfm2),
+    "MLX": _mlx_made("llama"),
+    "MLX window": _mlx_made("gemma3"),
+    "MLX mamba": _mlx_made("mamba2"),
+    "MLX hybrid": _mlx_made("qwen3_next"),
 }
 
 

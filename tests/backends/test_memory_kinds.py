@@ -55,24 +55,29 @@ class Round(NamedTuple):
     width: int
     kept: int
     seed: int
-    back: int
+    then: str
 
 
 rounds = st.lists(
     st.builds(
-        Round, st.integers(1, 40), st.integers(0, 39), st.integers(0, 99), st.sampled_from([0] * 9 + [30])
+        Round,
+        st.integers(1, 40),
+        st.integers(0, 39),
+        st.integers(0, 99),
+        st.sampled_from([""] * 9 + ["back", "far back", "save", "restore"]),
     ),
-    max_size=15,
+    max_size=20,
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds)
 def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
     kind: LanguageModel, history: list[Round]
 ) -> None:
     kind.truncate(0)
     held: list[int] = []
+    saved = (kind.snapshot(), held)
     for each in history:
         if each.width > kind.room:
             continue
@@ -80,9 +85,14 @@ def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
         kind.verify(TokenTree.chain(tokens[0], tokens[1:]))
         kept = 1 + each.kept % each.width
         kind.commit(tuple(range(1, kept)))
-        held += tokens[:kept]
-        if each.back:
-            held = held[: max(0, len(held) - each.back)]
+        held = held + tokens[:kept]
+        if each.then == "save":
+            saved = (kind.snapshot(), held)
+        elif each.then == "restore":
+            kind.restore(saved[0])
+            held = saved[1]
+        elif each.then:
+            held = held[: max(0, len(held) - 30) if each.then == "back" else each.seed % 10]
             cut(kind, held)
         assert kind.length == len(held)
     if kind.room:
@@ -188,9 +198,13 @@ def test_a_restored_window_can_be_cut_back_further_than_it_is_wide(files: dict[s
     snapshot = model.snapshot()
     model.truncate(0)
     model.restore(snapshot)
-    model.truncate(60)
-    assert model.length == 60
-    same(model, step(model, 4), fresh(model, [*tokens[:60], 4]))
+    for token in tokens[:10]:
+        step(model, token)
+    for kept in (60, 3):
+        model.truncate(kept)
+        assert model.length == kept
+        same(model, step(model, 4), fresh(model, [*tokens[:kept], 4]))
+        model.restore(snapshot)
     model.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,11 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
-__all__ = ["ALL", "ContextPlan", "LlamaContext"]
+__all__ = ["ContextPlan", "LlamaContext"]
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _NO_SLOT, _ABORTED = 1, 2
-ALL = -1
 MAX_WIDTH = 256
 
 
@@ -80,6 +80,8 @@ class LlamaContext:
         self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
+        # How many tokens some layers look back; 0 where all look at everything.
+        self.window: int = lib.llama_model_n_swa(model)
         # How many earlier states of a pass are kept: none where the library cannot.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._make_batch(options.batch_tokens, plan.sequences)
@@ -171,14 +173,42 @@ class LlamaContext:
         Everything else after `start` is dropped. Attention adds up cells in the order they lie in memory;
         a later token that filled a hole between them would change that order, and with it the rounding.
         """
-        self.copy(source, self._spare, start, end)
-        data = self.state(self._spare)
+        parts = self.lift(source, start, end)
         for sequence in range(self._spare + 1):
             self.drop(sequence, 0 if sequence else start)
-        if not self.set_state(data, self._spare):
+        if not self.put_down(parts, start, end):
             raise BackendError(f"the cache of {end - start} tokens could not be moved", "use --draft-tree 1")
-        self.copy(self._spare, 0, start, end)
-        self.drop(self._spare, 0)
+
+    def lift(self, source: int, start: int, end: int) -> list[bytes]:
+        """The cells of positions [start, end) of a sequence, for `put_down`.
+
+        In parts no wider than a sliding window: the library leaves out what the last token of a sequence
+        no longer looks at, and that is needed again when the sequence is cut back.
+        """
+        parts = []
+        for begin, stop in self._stretches(start, end):
+            self.copy(source, self._spare, begin, stop)
+            parts.append(self.state(self._spare))
+            self.drop(self._spare, 0)
+        return parts
+
+    def put_down(self, parts: Sequence[bytes], start: int, end: int) -> bool:
+        """Append to sequence 0 what `lift` gave; False when it does not fit this model and context."""
+        stretches = self._stretches(start, end)
+        if len(parts) != len(stretches):
+            return False
+        for part, (begin, stop) in zip(parts, stretches, strict=True):
+            if not self.set_state(part, self._spare):
+                return False
+            self.copy(self._spare, 0, begin, stop)
+            self.drop(self._spare, 0)
+        return True
+
+    def _stretches(self, start: int, end: int) -> list[tuple[int, int]]:
+        """[start, end), cut at the multiples of the window."""
+        window = self.window or max(1, end)
+        cuts = [start, *range((start // window + 1) * window, end, window), end]
+        return list(pairwise(cuts)) if start < end else []
 
     def settle(self) -> None:
         """Make the earlier state that a drop chose the state of sequence 0: until a pass it is but chosen."""
@@ -190,10 +220,7 @@ class LlamaContext:
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
     def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> bytes:
-        """The memory of a sequence as bytes, of ALL with everything that it holds.
-
-        Of a single sequence only what its next token looks at is saved: a sliding window of it.
-        """
+        """The memory of a sequence as bytes: what its next token looks at."""
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
         buffer = (ctypes.c_uint8 * size)()
@@ -201,7 +228,7 @@ class LlamaContext:
         return bytes(memoryview(buffer)[:written])
 
     def set_state(self, data: bytes, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
-        """Put saved memory into an empty sequence, or all of it; False when it does not fit in here."""
+        """Put saved memory into an empty sequence; False when it does not fit this model and context."""
         buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
         flags = self._flags(recurrent_only)
         return bool(self._lib.llama_state_seq_set_data_ext(self._context, buffer, len(data), sequence, flags))

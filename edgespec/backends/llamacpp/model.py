@@ -14,13 +14,14 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
-from edgespec.backends.llamacpp.context import ALL, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_context
 from edgespec.backends.llamacpp.probe import Findings, probe
+from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
@@ -85,8 +86,7 @@ class LlamaCppModel:
             self._context.close()
             raise
         self._length = 0
-        # What a window has left behind is needed again when it is cut back.
-        self._saved = ALL if self.facts.capabilities.rollback else 0
+        self._recurrent = plan.recurrent
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
         self._chosen = False
         self._sequence_of: list[int] = []
@@ -221,14 +221,14 @@ class LlamaCppModel:
     def snapshot(self) -> Snapshot:
         self._check(0)
         self._end_round()
-        return Snapshot(self._length, self._context.state(self._saved))
+        return Snapshot(self._length, to_bytes(self._context, self._length, self._recurrent))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self._end_round()
         self._length = 0
         self._context.clear()
-        if not self._context.set_state(snapshot.data, self._saved):
+        if not from_bytes(self._context, snapshot.data, snapshot.length, self._recurrent):
             self._context.clear()
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._length = snapshot.length

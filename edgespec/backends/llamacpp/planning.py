@@ -87,8 +87,7 @@ def _measured(weights: Any, options: LoadOptions) -> _States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
-        windows: bool = library().llama_model_n_swa(weights) > 0
-        state = with_one - per_token if windows else context.state_bytes(recurrent_only=True)
-        return _States(state, per_token, context.undo_tokens > 0 and not windows)
+        state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
+        return _States(state, per_token, context.undo_tokens > 0 and not context.window)
     finally:
         context.close()

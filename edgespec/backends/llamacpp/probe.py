@@ -46,21 +46,20 @@ def probe(
             "choose a decoder-only model",
         )
     try:
-        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, weights, options)
+        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, options)
     finally:
         context.clear()
 
 
-def _cut_back(context: LlamaContext, weights: Any, options: LoadOptions) -> Findings:
+def _cut_back(context: LlamaContext, options: LoadOptions) -> Findings:
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _plain("its memory cannot be rolled back")
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded for one branch"
-    windows: bool = library().llama_model_n_swa(weights) > 0
     return Findings(
         Capabilities(True, tree, reason, context.max_width, options.max_branches),
-        "in place; sliding windows are kept whole" if windows else "in place",
+        "in place; sliding windows are kept whole" if context.window else "in place",
     )
 
 
