@@ -59,6 +59,7 @@ class Capabilities:
     tree: a pass may hold branches.
     reason: one line that says why something is missing; empty when nothing is.
     max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
+    taps: hidden states between its layers can be read.
     """
 
     rollback: bool
@@ -66,6 +67,7 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
+    taps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

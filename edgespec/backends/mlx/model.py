@@ -11,6 +11,7 @@ import mlx.core as mx
 from edgespec.backends.base import ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.mlx.device import evaluated, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
+from edgespec.backends.mlx.layers import LayerTaps
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.memory import Mark, Memory
 from edgespec.backends.mlx.saved import from_bytes, to_bytes
@@ -220,6 +221,10 @@ class MlxModel:
         elif length < self._length or length == 0:
             self.memory.clear()
             self._length = 0
+
+    def taps(self) -> LayerTaps:
+        """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""
+        return LayerTaps(self._net)
 
     def checkpoint(self) -> Mark:
         """The memory now, to `rewind` to; costs no copy."""

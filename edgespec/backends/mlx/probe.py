@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -60,18 +61,19 @@ def probe(model: MlxModel) -> Findings:
     trouble = f"its {foreign} cannot be taken back exactly" if foreign else ""
     for check in (_check_wide, _check_replay if replays else _check_rollback):
         trouble = trouble or _trouble(model, expected, check)
+    taps = not _trouble(model, expected, _check_taps)
     if trouble:
-        model.truncate(0)
-        return Findings(Capabilities(False, False, trouble), "not possible", False, kv_bytes_for)
+        capabilities = Capabilities(False, False, trouble, taps=taps)
+        return Findings(capabilities, "not possible", False, kv_bytes_for)
     if replays:
         reason = "its recurrent state takes chains only"
-        capabilities = Capabilities(True, False, reason, width)
+        capabilities = Capabilities(True, False, reason, width, taps=taps)
         return Findings(capabilities, "checkpoints of the recurrent state, and replay", True, kv_bytes_for)
     trouble = _trouble(model, expected, _check_tree)
     rollback = "by offset"
     if model.memory.windowed:
         rollback += f"; windows keep {AttentionCache.slack} tokens more"
-    return Findings(Capabilities(True, not trouble, trouble, width), rollback, False, kv_bytes_for)
+    return Findings(Capabilities(True, not trouble, trouble, width, taps=taps), rollback, False, kv_bytes_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,19 @@ def _check_tree(model: MlxModel, expected: _Expected) -> str:
     model.commit((2, 4))
     logits = model.verify(TokenTree.chain(tokens[5]))
     return trouble or _differs(model, "keeping a path of a tree", logits, [0], expected, [5])
+
+
+def _check_taps(model: MlxModel, expected: _Expected) -> str:
+    """Each layer runs once and hands what it says to the next; the logits do not notice."""
+    tokens, taps = expected.tokens, model.taps()
+    with taps.on(range(taps.count)):
+        logits = model.verify(TokenTree.chain(tokens[0]))
+    if sorted(taps.outputs) != list(range(taps.count)):
+        return f"{taps.count - len(taps.outputs)} of its layers did not run"
+    for layer in range(taps.count - 1):
+        if not mx.array_equal(taps.outputs[layer], taps.inputs[layer + 1]).item():
+            return f"layer {layer + 1} is not given what layer {layer} says"
+    return _differs(model, "reading hidden states", logits, [0], expected, [0])
 
 
 def _differs(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +56,7 @@ class TestProbe:
         assert can.rollback == (kind not in PLAIN_ONLY)
         assert can.tree == (kind not in CHAINS_ONLY | PLAIN_ONLY)
         assert bool(can.reason) == (kind in CHAINS_ONLY | PLAIN_ONLY)
+        assert can.taps
         assert model.length == 0
         model.close()
 
@@ -92,6 +95,22 @@ class TestProbe:
         can = model.facts.capabilities
         assert (can.rollback, can.tree) == (rollback, False)
         assert reason in can.reason
+        model.close()
+
+    def test_hidden_states_can_be_read(self, folder: Path, llama: LanguageModel) -> None:
+        model: Any = mlx.load(str(folder / "llama"), "llama", LoadOptions(context_tokens=64))
+        taps = model.taps()
+        with taps.on([1]):
+            expected = row(model, TokenTree.chain(5, [6, 7]), 2)
+        assert list(taps.outputs) == [1]
+        assert taps.outputs[1].shape == (1, 3, 64)
+        # What the last layer says is all that the end of the model needs.
+        end = model._net.lm_head(model._net.model.norm(taps.outputs[1]))
+        np.testing.assert_array_equal(np.array(end[0, 2]), expected.astype(np.float32))
+        model.truncate(0)
+        taps.outputs.clear()
+        model.verify(TokenTree.chain(5))
+        assert not taps.outputs
         model.close()
 
 
@@ -286,3 +305,15 @@ class TestLoading:
             if kind != "gemma3":  # windows have not used all they may
                 assert inner.memory.nbytes == model.facts.kv_bytes
             model.close()
+
+    def test_memory_comes_back_when_models_are_closed(self) -> None:
+        code = (
+            "import edgespec, psutil\n"
+            "for cycle in range(12):\n"
+            "    with edgespec.load('demo-mlx', context=256) as runtime:\n"
+            "        runtime.generate('hi', max_tokens=8, seed=1)\n"
+            "    print(psutil.Process().memory_info().rss)\n"
+        )
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+        sizes = [int(line) for line in ran.stdout.split()]
+        assert sizes[11] - sizes[1] < 10 * 2**20
