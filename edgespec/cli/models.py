@@ -243,6 +243,7 @@ def _facts_json(facts: ModelFacts) -> dict[str, Any]:
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
         "chat_template": facts.chat_template,
         "capabilities": asdict(facts.capabilities),
+        "rollback": facts.rollback,
     }
 
 
@@ -265,7 +266,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 def _facts_lines(facts: ModelFacts, model_format: ModelFormat) -> list[tuple[str, str]]:
     can = facts.capabilities
     at = ", at f16" if model_format == "gguf" else ""
-    able = "drafts can be verified" + (", trees too" if can.tree else "")
+    able = "drafts can be verified" + (", trees too" if can.tree else f", no trees: {can.reason}")
     return [
         ("file", f"{facts.architecture}, {facts.quantisation}, {size_text(facts.file_bytes)}"),
         ("parameters", f"{facts.parameters:,}"),
@@ -274,4 +275,5 @@ def _facts_lines(facts: ModelFacts, model_format: ModelFormat) -> list[tuple[str
         ("cache", f"{size_text(facts.kv_bytes * 1000 // facts.context_tokens)} for 1000 tokens{at}"),
         ("chat template", "yes" if facts.chat_template else "no: use `edgespec generate --raw`"),
         ("can do", able if can.rollback else f"plain decoding only: {can.reason}"),
+        ("takes back", facts.rollback),
     ]

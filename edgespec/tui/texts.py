@@ -51,6 +51,7 @@ def show_rows(runtime: RuntimeLike, session: Session) -> list[tuple[str, str]]:
     rows += [
         ("method", _method_name(method) + asked),
         ("why", method.reason or "–"),
+        ("takes back", runtime.target.rollback or "–"),
         ("context", f"{count(runtime.context_tokens)} tokens"),
         ("memory", bytes_text(runtime.memory_bytes())),
         ("system", session.system or "none"),
