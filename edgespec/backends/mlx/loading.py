@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
-from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.errors import MemoryBudgetError, ModelFileError, OptionError
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+    from edgespec.backends.mlx.probe import Findings
 
 __all__ = ["load"]
 
@@ -39,7 +44,6 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import probe
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     checkpoint = open_checkpoint(path, name, options, progress)
@@ -56,7 +60,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         batch_tokens=options.batch_tokens,
     )
     try:
-        found = probe(model)
+        found = _probed(model, options)
         _check_memory(checkpoint, context_tokens, found.kv_bytes_for, options)
         model.facts = replace(
             facts,
@@ -72,6 +76,20 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     except BaseException:
         model.close()
         raise
+
+
+def _probed(model: MlxModel, options: LoadOptions) -> Findings:
+    from edgespec.backends.mlx.probe import probe
+
+    try:
+        return probe(model)
+    except ModelFileError as error:
+        if options.kv_type == "auto":
+            raise
+        raise OptionError(
+            f"{model.facts.name} does not run with kv_type {options.kv_type!r}: {error.what}",
+            "use --kv-type auto",
+        ) from error
 
 
 def _check_options(options: LoadOptions) -> None:

@@ -287,6 +287,13 @@ class TestLoading:
         plain.close()
         model.close()
 
+    @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+    def test_a_quantised_cache_that_a_model_cannot_use_is_refused(self, tmp_path: Path, kind: str) -> None:
+        # Heads of 16 are too small to share scales; attention sinks have no quantised kernel.
+        path = write_checkpoint(tmp_path, kind, config={} if kind == "llama" else {"head_dim": 32})
+        with pytest.raises(OptionError, match="use --kv-type auto"):
+            mlx.load(str(path), kind, LoadOptions(context_tokens=64, kv_type="q8_0"))
+
     def test_a_cache_that_does_not_fit_is_refused_with_what_would(
         self, folder: Path, llama: LanguageModel
     ) -> None:
