@@ -17,11 +17,11 @@ from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import BackendError, CapabilityError, ClosedError, ContextFullError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# Checkpoints held at a time, and one more while one takes another's place: what going back costs in memory.
+# Checkpoints held at a time: what going back costs in memory.
 MAX_CHECKPOINTS = 4
 # Tokens to run again are run on their own once there are more: they make every pass wider.
 _MOST_PENDING = 8
@@ -164,10 +164,16 @@ class ReplayModel:
         dropped = len(self._round) - len(kept)
         self._known += kept
         self._round = []
+        length = self.length
         if dropped <= min(self._undo_tokens, self._open - 1):
             self._commit_inner(self._open - dropped)
         else:
-            self._go_back(self.length)
+            self._go_back(length)
+            if self.length < length:
+                raise BackendError(
+                    f"{self.facts.name} could not go back {dropped} tokens and lost its cache of {length}",
+                    "send the message again",
+                )
 
     def truncate(self, length: int) -> None:
         self._check(0)
@@ -236,14 +242,14 @@ class ReplayModel:
             self._first_known, self._known = 0, []
 
     def _take_checkpoint(self) -> None:
-        """Hold the inner cache as it is now; past the limit, the rung that leaves the smallest gap goes."""
+        """Hold the inner cache as it is now; at the limit, the one that leaves the smallest gap goes."""
         ladder, length = self._ladder, self._inner.length
         if length == 0 or (ladder and ladder[-1].length == length):
             return
+        if len(ladder) == MAX_CHECKPOINTS:
+            ends = [0, *(rung.length for rung in ladder), length]
+            del ladder[min(range(len(ladder)), key=lambda i: ends[i + 2] - ends[i])]
         ladder.append(_Rung(length, self._inner.checkpoint()))
-        if len(ladder) > MAX_CHECKPOINTS:
-            ends = [0, *(rung.length for rung in ladder)]
-            del ladder[min(range(len(ladder) - 1), key=lambda i: ends[i + 2] - ends[i])]
 
     def _check(self, more: int) -> None:
         if self._closed:

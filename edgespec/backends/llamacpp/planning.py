@@ -39,8 +39,8 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
         states = _measured(weights, options)
         types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
         per_token = types.bytes_per_token(states.f16_bytes_per_token)
-        # The sequence that runs, the checkpoints, and one while a checkpoint takes another's place.
-        plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 2, recurrent=True)
+        # The sequence that runs, and the checkpoints.
+        plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True)
         fixed = states.state_bytes * plan.sequences
         if states.keeps_earlier and fixed * (1 + _UNDO_TOKENS) <= _SMALL_STATES_BYTES:
             plan = replace(plan, undo_tokens=_UNDO_TOKENS)

@@ -84,7 +84,7 @@ def _replayed(context: LlamaContext, plan: ContextPlan, moments: Moments) -> Fin
         # Passes of other widths may round otherwise; an earlier state must not differ by more.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
-    rollback = f"checkpoints and replay, {plan.sequences - 2} held"
+    rollback = f"checkpoints and replay, {plan.sequences - 1} held"
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent memory takes chains only"
