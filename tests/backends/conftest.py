@@ -63,7 +63,6 @@ BACKENDS: dict[str, Maker] = {
     "llama.cpp short convolution": _llama_made("short convolution", write_lfm2),
     "MLX": _mlx_made("llama"),
     "MLX window": _mlx_made("gemma3"),
-    "MLX mamba": _mlx_made("mamba2"),
     "MLX hybrid": _mlx_made("qwen3_next"),
 }
 
