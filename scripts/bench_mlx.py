@@ -38,32 +38,49 @@ class Run:
     passes: int = 0
 
 
+class Arrivals:
+    """When tokens came. Those of the first round, which ends with the target's own, come together."""
+
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
+        self._later = 0
+
+    def note(self, count: int, accepted: bool) -> None:
+        """So many tokens came now."""
+        self._last = now()
+        self._later += count if self._first else 0
+        if not accepted and not self._first:
+            self._first = self._last
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of all tokens after the first round."""
+        return (self._last - self._first) / max(1, self._later)
+
+
 def theirs(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Run:
     """A reply of mlx-lm."""
-    run, first, last = Run(), 0.0, 0.0
+    run, arrivals = Run(), Arrivals()
     for piece in stream_generate(model, tokenizer, prompt, **options):
-        last = now()
-        first = first or last
+        arrivals.note(1, piece.from_draft)
         run.tokens.append(piece.token)
         run.accepted += piece.from_draft
     # Each pass ends with a token of the target's own, but for the last where the length ran out first.
     run.passes = len(run.tokens) - run.accepted + piece.from_draft
-    run.seconds_per_token = (last - first) / max(1, len(run.tokens) - 1)
+    run.seconds_per_token = arrivals.seconds_per_token
     return run
 
 
 def ours(runtime: edgespec.Runtime, prompt: list[int], options: dict[str, Any]) -> Run:
     """A reply of edgespec."""
-    run, first, last, early = Run(), 0.0, 0.0, 0
+    run, arrivals = Run(), Arrivals()
     stream = runtime.stream_tokens(prompt, **options)
     for piece in stream:
-        last = now()
-        if not first:
-            first, early = last, piece.token_count
+        arrivals.note(piece.token_count, piece.accepted)
     reply = stream.reply
     run.tokens, run.accepted = list(reply.tokens), reply.stats.accepted_tokens
     run.passes = reply.stats.target_passes
-    run.seconds_per_token = (last - first) / max(1, len(run.tokens) - early)
+    run.seconds_per_token = arrivals.seconds_per_token
     return run
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter as now
 from typing import Any
 
@@ -27,15 +29,16 @@ class DeviceLogits:
 
     depths: how deep each row's token stands in its tree; noise depends on the position.
     started: called with the device's token (uint32 [1]) as soon as the best of the last row is being
-    computed, so that the next step can be begun before anybody waits.
+    computed, so that the next step can be begun before anybody waits. chosen: that token, once it is known.
     """
 
     def __init__(
         self,
         rows: mx.array,
         depths: Sequence[int],
-        started: Callable[[mx.array], None] | None = None,
+        started: Callable[[mx.array, DeviceLogits], None] | None = None,
     ) -> None:
+        self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
         self._depths = depths
         self._started = started
@@ -65,25 +68,30 @@ class DeviceLogits:
         params: SamplingParams,
         seed: int,
         root: int,
-        started: Callable[[mx.array], None] | None,
+        started: Callable[[mx.array, DeviceLogits], None] | None,
     ) -> tuple[Any, Any, Any]:
         rows = self._rows
         peaks = rows.max(axis=-1)
-        kept: list[int] | mx.array = [count] * len(self)
-        if params.temperature == 0.0:
-            tokens = mx.argmax(rows, axis=-1, keepdims=True) if count == 1 else _largest(rows, count)[0]
-        else:
+        kept = None
+        if params.temperature > 0.0:
             keys = _words(key(seed, Stream.TOKEN, root + depth) for depth in self._depths)
             tokens, kept = _drawn(rows, peaks, keys, count, params)
+        elif count == 1:
+            tokens = mx.argmax(rows, axis=-1, keepdims=True)
+        else:
+            tokens = _largest(rows, count)[0]
         asked_at = now()
-        asked = [tokens, peaks] if isinstance(kept, list) else [tokens, peaks, kept]
+        asked = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if started is not None:
             # All that is waited for is queued first, or it would be computed after the next step.
             mx.async_eval(*asked)
-            started(tokens[-1])
+            started(tokens[-1], self)
         evaluated(*asked)
         self.waited_seconds += now() - asked_at
-        return tokens.tolist(), kept if isinstance(kept, list) else kept.tolist(), peaks.tolist()
+        found = tokens.tolist()
+        if started is not None:
+            self.chosen = found[-1][0]
+        return found, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
 
     def _best_on_host(
         self, row: int, count: int, params: SamplingParams, seed: int, position: int
@@ -164,8 +172,8 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 def _drawn(
     rows: mx.array, peaks: mx.array, keys: mx.array, count: int, params: SamplingParams
-) -> tuple[mx.array, mx.array]:
-    """The `count` tokens of largest log p + noise of each row, and how many of them the filters kept.
+) -> tuple[mx.array, mx.array | None]:
+    """The `count` tokens of largest log p + noise of each row, and how many the filters kept (None: all).
 
     The same chain as `engine.chain.filtered`, in single precision.
     """
@@ -177,18 +185,21 @@ def _drawn(
     else:
         tokens, values = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape), rows
     log_probs = (values - peaks[:, None]) / params.temperature
-    keep = mx.ones(log_probs.shape, mx.bool_)
+    scores = log_probs + _gumbel(keys, tokens)
+    keep = None
     if params.top_p < 1:
         probs = mx.softmax(log_probs, axis=-1, precise=True)
         keep = mx.cumsum(probs, axis=-1) - probs < params.top_p
     if params.min_p > 0:
-        keep = keep & (log_probs >= float(np.log(params.min_p)))
-    scores = mx.where(keep, log_probs + _gumbel(keys, tokens), -mx.inf)
-    if count == 1:
-        place = mx.argmax(scores, axis=-1, keepdims=True)
-    else:
-        place = mx.argsort(-scores, axis=-1)[:, :count]
-    return mx.take_along_axis(tokens, place, axis=-1), mx.minimum(keep.sum(axis=-1), count)
+        likely = log_probs >= math.log(params.min_p)
+        keep = likely if keep is None else keep & likely
+    if keep is not None:
+        scores = mx.where(keep, scores, -mx.inf)
+    if count == 1:  # the best of all is always kept
+        return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
+    place = mx.argsort(-scores, axis=-1)[:, :count]
+    kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)
+    return mx.take_along_axis(tokens, place, axis=-1), kept
 
 
 def _words(values: Iterable[int]) -> mx.array:
@@ -201,6 +212,7 @@ _GOLDEN, _M1, _M2, _LAST = map(
 )
 
 
+@partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     """The noise of `engine.noise.gumbel`, rounded to float32: keys uint64 [rows], tokens [rows, n]."""
     words = tokens.astype(mx.uint64) ^ keys[:, None]

@@ -28,9 +28,9 @@ _CPU_BATCH_TOKENS = 64
 
 @dataclass(slots=True)
 class _Ahead:
-    """A step that was begun before it was asked for, after a token that may still be on the device."""
+    """A step that was begun before it was asked for, after the token that `source` chose."""
 
-    token: mx.array
+    source: DeviceLogits
     logits: DeviceLogits
     before: Mark
 
@@ -160,15 +160,15 @@ class MlxModel:
         mx.async_eval(rows, *self.memory.background_arrays)
         return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
 
-    def _start_next(self, token: mx.array) -> None:
+    def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
         """Begin the step after `token`, which is being computed, if that is what comes next."""
         if not self._runs_ahead or self._ahead is not None or len(self._parents) >= self.room:
             return
         before = self.memory.mark()
         self._shape.chain(self._length)
         rows = self._forward(token)
-        mx.async_eval(token, rows, *self.memory.background_arrays)
-        self._ahead = _Ahead(token, DeviceLogits(rows, [0], self._start_next), before)
+        mx.async_eval(rows, *self.memory.background_arrays)
+        self._ahead = _Ahead(source, DeviceLogits(rows, [0], self._start_next), before)
 
     def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:
         """The step that was run ahead, if this is it; else it is taken back."""
@@ -176,7 +176,7 @@ class MlxModel:
         if not ahead:
             return None
         lone = first == len(self._parents) == tree.width - 1 and tree.parents[first] == first - 1
-        if lone and not self._closed and ahead.token.item() == tree.tokens[first]:
+        if lone and not self._closed and ahead.source.chosen == tree.tokens[first]:
             return ahead
         self.memory.restore(ahead.before)
         return None

@@ -78,12 +78,12 @@ class TestBest:
     def test_the_next_step_begins_before_the_answer_is_waited_for(self) -> None:
         seen: list[int] = []
         rows = mx.array(some_rows(0, 3.0, coarse=False))
-        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(np.array(token)[0])))
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token, _: seen.append(int(np.array(token)[0])))
         params = SamplingParams(temperature=0.0)
         first = logits.best(0, 1, params, 0, 0)[0]
         assert not seen
         assert first == [int(np.array(rows)[0].argmax())]
-        logits = DeviceLogits(rows, [0, 1, 2], lambda token: seen.append(int(np.array(token)[0])))
+        logits = DeviceLogits(rows, [0, 1, 2], lambda token, _: seen.append(int(np.array(token)[0])))
         assert logits.best(2, 1, params, 0, 2)[0] == seen
 
 
