@@ -35,6 +35,7 @@ class Drafters:
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._made: dict[str, Drafter] = {}
+        self._chains = draft if not branches else None
         if draft is not None:
             self._made["model"] = ModelDrafter(
                 draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
@@ -64,6 +65,10 @@ class Drafters:
         if len(chosen) < 2:
             return (chosen[0] if chosen else None), MethodReport(method, effective, reason)
         return CombinedDrafter(chosen, capabilities.tree), MethodReport(method, effective, reason)
+
+    def chain_model(self, method: str) -> LanguageModel | None:
+        """The draft model whose chains this method proposes as they stand, if there is one."""
+        return self._chains if method == "model" else None
 
     def interrupt(self, wanted: bool) -> None:
         """Pass an interrupt on to every drafter."""

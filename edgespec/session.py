@@ -142,6 +142,7 @@ class Session:
             stats.prefill_seconds = now() - started
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
+        self.target.follow(self.drafters.chain_model(request.how.method))
         steps = decode(
             self.target,
             drafter,

@@ -186,6 +186,13 @@ class LanguageModel(Protocol):
         comes out is the same.
         """
 
+    def follow(self, draft: LanguageModel | None) -> None:
+        """A hint: chains that `draft` grows will be verified here as they stand; None takes it back.
+
+        Where both compute in the background on one device, the pass may then be started before the last
+        guess has come back from it. What comes out is the same.
+        """
+
     def interrupt(self, wanted: bool) -> None:
         """Stop the running pass and refuse new ones with CancelledError until called with False.
 

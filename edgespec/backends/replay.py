@@ -203,6 +203,9 @@ class ReplayModel:
     def run_ahead(self, wanted: bool) -> None:
         self._inner.run_ahead(wanted)
 
+    def follow(self, draft: LanguageModel | None) -> None:
+        pass  # its passes begin with what is pending
+
     def interrupt(self, wanted: bool) -> None:
         self._inner.interrupt(wanted)
 
@@ -273,7 +276,14 @@ class _LaterRows:
         self._logits = logits
         self._skipped = skipped
         self.vocab_size = logits.vocab_size
-        self.waited_seconds = logits.waited_seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._logits.waited_seconds
+
+    @property
+    def begun_seconds(self) -> float:
+        return self._logits.begun_seconds
 
     def __len__(self) -> int:
         return len(self._logits) - self._skipped
@@ -281,24 +291,16 @@ class _LaterRows:
     def best(
         self, row: int, count: int, params: SamplingParams, seed: int, position: int
     ) -> tuple[list[int], float]:
-        found = self._logits.best(self._skipped + row, count, params, seed, position)
-        self.waited_seconds = self._logits.waited_seconds
-        return found
+        return self._logits.best(self._skipped + row, count, params, seed, position)
 
     def top(self, row: int, count: int) -> Candidates:
-        found = self._logits.top(self._skipped + row, count)
-        self.waited_seconds = self._logits.waited_seconds
-        return found
+        return self._logits.top(self._skipped + row, count)
 
     def above(self, row: int, margin: float) -> Candidates:
-        found = self._logits.above(self._skipped + row, margin)
-        self.waited_seconds = self._logits.waited_seconds
-        return found
+        return self._logits.above(self._skipped + row, margin)
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        found = self._logits.at(self._skipped + row, tokens)
-        self.waited_seconds = self._logits.waited_seconds
-        return found
+        return self._logits.at(self._skipped + row, tokens)
 
     def limited(self, vocab_size: int) -> Logits:
         return _LaterRows(self._logits.limited(vocab_size), self._skipped)

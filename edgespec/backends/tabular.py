@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
@@ -149,6 +149,9 @@ class TabularModel:
             raise BackendError("the saved state does not fit this model", "compute it again") from error
 
     def run_ahead(self, wanted: bool) -> None:
+        pass  # nothing runs in the background
+
+    def follow(self, draft: LanguageModel | None) -> None:
         pass  # nothing runs in the background
 
     def interrupt(self, wanted: bool) -> None:

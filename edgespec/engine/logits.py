@@ -19,12 +19,17 @@ class Logits(Protocol):
 
     The sampler asks for the least it can do with, so that a backend may filter where the logits are
     and hand over candidates instead of whole rows.
-
-    `waited_seconds`: how long calls have waited for the pass itself, where it runs on after `verify`.
     """
 
     vocab_size: int
-    waited_seconds: float
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long calls have waited for the pass itself, where it runs on after `verify`."""
+
+    @property
+    def begun_seconds(self) -> float:
+        """How long the pass was worked on before it was asked for, while the draft was made."""
 
     def __len__(self) -> int:
         """How many rows there are."""
@@ -63,14 +68,14 @@ def survivors(logits: Logits, row: int, params: SamplingParams) -> Candidates:
 class HostLogits:
     """Logits in ordinary memory: float32 [rows, vocab], a view that is never copied whole."""
 
-    __slots__ = ("rows", "vocab_size", "waited_seconds")
+    __slots__ = ("begun_seconds", "rows", "vocab_size", "waited_seconds")
 
     _BLOCK = 64
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
         self.rows = rows
         self.vocab_size = rows.shape[1]
-        self.waited_seconds = 0.0
+        self.waited_seconds = self.begun_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.rows)

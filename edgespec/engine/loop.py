@@ -110,8 +110,8 @@ def decode(
         emitted_total += len(tokens)
         accepted = min(len(verdict.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
-        stats.draft_seconds += drafted - started
-        stats.verify_seconds += verified - drafted + logits.waited_seconds
+        stats.draft_seconds += drafted - started - logits.begun_seconds
+        stats.verify_seconds += verified - drafted + logits.begun_seconds + logits.waited_seconds
         stats.sampling_seconds += sampled - verified - logits.waited_seconds
         stats.rollback_seconds += committed - checked
         stats.overhead_seconds += now() - committed + checked - sampled

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, ModelFacts
+from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
 from edgespec.backends.tabular import LetterVocabulary
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
@@ -97,7 +97,7 @@ class ExactLogits:
         self.paths = list(paths)
         self.table = table
         self.vocab_size = len(table(()))
-        self.waited_seconds = 0.0
+        self.waited_seconds = self.begun_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -191,6 +191,9 @@ class ExactModel:
         self._round = []
 
     def run_ahead(self, wanted: bool) -> None:
+        pass
+
+    def follow(self, draft: LanguageModel | None) -> None:
         pass
 
     def interrupt(self, wanted: bool) -> None:

@@ -236,6 +236,9 @@ class LlamaCppModel:
     def run_ahead(self, wanted: bool) -> None:
         pass  # nothing runs in the background
 
+    def follow(self, draft: LanguageModel | None) -> None:
+        pass  # nothing runs in the background
+
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted
 

@@ -1,9 +1,8 @@
-"""MLX checkpoints: what is in their folder, whether they fit, and loading them with errors one can act on."""
+"""MLX checkpoints: loaded piece by piece, with what is known about them and errors one can act on."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections import Counter
@@ -16,16 +15,22 @@ import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mlx.about import core, lm
+from edgespec.backends.mlx.folder import (
+    StoredWeights,
+    check_adapter,
+    check_tokenizer,
+    check_weights,
+    read_config,
+    read_json,
+)
+from edgespec.backends.room import check_weights_fit, context_wanted
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _PIECE_BYTES = 64 * 2**20
-_MOST_HEADER_BYTES = 100 * 2**20
-_USUAL_CONTEXT_TOKENS = 8192
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +69,6 @@ class Checkpoint:
         return self.kv_elements_per_token * (element_bytes or self.dtype.size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The weights on disk. by_dtype: bytes of tensors by the name of their type in safetensors."""
-
-    file_bytes: int
-    by_dtype: Counter[str]
-
-    @property
-    def tensor_bytes(self) -> int:
-        return self.by_dtype.total()
-
-    def __add__(self, other: _Files) -> _Files:
-        return _Files(self.file_bytes + other.file_bytes, self.by_dtype + other.by_dtype)
-
-
 def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
     """Load the model in a folder.
 
@@ -87,19 +77,13 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
     """
     folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
     with _translated(path):
-        config = _read_config(folder)
-        files = _check_weights(_weight_files(folder))
-        if not any((folder / file).exists() for file in _TOKENIZER_FILES):
-            raise ModelFileError(f"{path} has no tokenizer.json", "download the tokenizer's files as well")
+        config = read_config(folder)
+        weights = check_weights(folder)
+        check_tokenizer(folder)
     if adapter:
         with _translated(str(adapter)):
-            files += _check_adapter(adapter)
-    if options.memory_bytes is not None and files.tensor_bytes > options.memory_bytes:
-        raise MemoryBudgetError(
-            f"the weights of {name} take {_size(files.tensor_bytes)}"
-            f" and {_size(options.memory_bytes)} are there for them",
-            "choose a smaller model or quantisation, or give more with --memory",
-        )
+            weights += check_adapter(adapter)
+    check_weights_fit(name, weights.tensor_bytes, options)
     _report(progress, name, 0.0)
     # Some architectures print, and stdout belongs to results.
     with _translated(path), contextlib.redirect_stdout(sys.stderr):
@@ -112,7 +96,7 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
             model.eval()
     with _translated(path):
         vocab_size, kv_elements = _try_one_token(model)
-        widen = _should_widen(files, kv_elements, _trained_context(config), options)
+        widen = _should_widen(weights, kv_elements, _trained_context(config), options)
         widened = _evaluate(model, widen, lambda fraction: _report(progress, name, fraction))
     return Checkpoint(
         model=model,
@@ -120,9 +104,9 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
         config=config,
         architecture=config["model_type"],
         parameters=lm().get_total_parameters(model),
-        file_bytes=files.file_bytes,
+        file_bytes=weights.file_bytes,
         weight_bytes=sum(weight.nbytes for _, weight in _arrays(model.parameters())),
-        quantisation=_quantisation(model, config, files),
+        quantisation=_quantisation(model, config, weights),
         widened=widened,
         trained_context_tokens=_trained_context(config),
         vocab_size=vocab_size,
@@ -134,119 +118,6 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
 def _report(progress: Progress | None, name: str, fraction: float) -> None:
     if progress is not None and not progress(f"loading {name}", fraction):
         raise CancelledError(f"loading {name} was cancelled")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if folder.is_file():
-        with folder.open("rb") as stream:
-            gguf = stream.read(4) == b"GGUF"
-        if gguf:
-            raise ModelFileError(
-                f"{folder} is a GGUF file, and mlx reads some of those wrongly without a word",
-                "GGUF models run on llama.cpp; MLX takes the folder of a checkpoint",
-            )
-        raise ModelFileError(f"{folder} is a file", "give the folder that holds config.json")
-    config = _read_json(folder, "config.json")
-    if not isinstance(config.get("model_type"), str):
-        raise ModelFileError(
-            f"{folder / 'config.json'} names no model_type", "choose a folder that holds a language model"
-        )
-    if config.get("model_file") is not None:
-        raise ModelFileError(
-            f"{folder} wants to run its own program, {str(config['model_file'])!r}, and edgespec runs none",
-            "choose a model that mlx-lm knows by itself",
-        )
-    return config
-
-
-def _read_json(folder: Path, file: str) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / file).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if not folder.exists():
-            raise ModelFileError(f"{folder} does not exist", "check the path") from error
-        raise ModelFileError(f"{folder} has no {file}", "download the model again") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{folder / file} is not JSON: {error}", "download it again") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{folder / file} holds no JSON object", "download it again")
-    return value
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files mlx-lm reads. Raises ModelFileError when there are none, or fewer than the index names."""
-    found = sorted(folder.glob("model*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = _read_json(folder, index.name).get("weight_map")
-        named = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
-        missing = [shard for shard in named if not (folder / shard).exists()]
-        if missing:
-            raise ModelFileError(
-                f"{len(missing)} of {len(named)} weight files of {folder} are missing, first {missing[0]}",
-                "download them again",
-            )
-    if found:
-        return found
-    if any(folder.glob("*.safetensors")):
-        raise ModelFileError(
-            f"{folder} has safetensors, but none named model*.safetensors",
-            "rename the weights or convert the model with `mlx_lm.convert`",
-        )
-    others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.npz") for file in folder.glob(kind))
-    if others:
-        raise ModelFileError(
-            f"{folder} has its weights in {others[0]}, and MLX reads safetensors",
-            "convert the model with `mlx_lm.convert`, or choose one with safetensors",
-        )
-    raise ModelFileError(f"{folder} has no weights (model*.safetensors)", "download the model again")
-
-
-def _check_weights(files: list[Path]) -> _Files:
-    by_dtype = sum((_tensor_bytes(file) for file in files), Counter[str]())
-    if not by_dtype:
-        raise ModelFileError(f"{files[0]} holds no tensors", "download the model again")
-    return _Files(sum(file.stat().st_size for file in files), by_dtype)
-
-
-def _tensor_bytes(file: Path) -> Counter[str]:
-    """Bytes by dtype, from the header: its length in 8 bytes, then JSON with every tensor's place."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        begin = stream.read(8)
-        if begin.startswith(b"version "):
-            raise ModelFileError(f"{file} is a Git LFS pointer, not the weights", "run `git lfs pull`")
-        length = int.from_bytes(begin, "little")
-        if len(begin) < 8 or length > min(_MOST_HEADER_BYTES, size - 8):
-            raise ModelFileError(
-                f"{file} is cut short or no safetensors ({size:,} bytes)", "download it again"
-            )
-        header = stream.read(length)
-    found: Counter[str] = Counter()
-    needed = 8 + length
-    try:
-        for name, tensor in json.loads(header).items():
-            if name != "__metadata__":
-                first, last = tensor["data_offsets"]
-                found[str(tensor["dtype"])] += last - first
-                needed = max(needed, 8 + length + last)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"the header of {file} is damaged", "download it again") from error
-    if needed > size:
-        raise ModelFileError(f"{file} is cut short: {size:,} of {needed:,} bytes", "download it again")
-    return found
-
-
-def _check_adapter(folder: Path) -> _Files:
-    if (folder / "adapter_model.safetensors").exists() and not (folder / "adapters.safetensors").exists():
-        raise ModelFileError(
-            f"{folder} is an adapter of PEFT, not of mlx-lm", "train or convert it with mlx-lm"
-        )
-    _read_json(folder, "adapter_config.json")
-    weights = folder / "adapters.safetensors"
-    if not weights.exists():
-        raise ModelFileError(f"{folder} has no {weights.name}", "give the folder that mlx-lm trained into")
-    return _check_weights([weights])
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
@@ -274,7 +145,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     ends: set[int] = set()
     sources = [config, config.get("text_config")]
     if (folder / "generation_config.json").exists():
-        sources.append(_read_json(folder, "generation_config.json"))
+        sources.append(read_json(folder, "generation_config.json"))
     for source in sources:
         end = source.get("eos_token_id") if isinstance(source, dict) else None
         ends.update(token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int))
@@ -282,7 +153,9 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
     return lm().load_tokenizer(folder, offline, eos_token_ids=sorted(ends))
 
 
-def _should_widen(files: _Files, kv_elements: int, trained_context: int, options: LoadOptions) -> bool:
+def _should_widen(
+    weights: StoredWeights, kv_elements: int, trained_context: int, options: LoadOptions
+) -> bool:
     """Whether halves become float32: mlx's CPU multiplies quantised weights 9 to 40 times faster with those.
 
     Only where they fit together with the context.
@@ -290,10 +163,11 @@ def _should_widen(files: _Files, kv_elements: int, trained_context: int, options
     mx = core()
     if mx.default_device() != mx.cpu:
         return False
-    context = options.context_tokens or min(trained_context, _USUAL_CONTEXT_TOKENS)
-    more = files.by_dtype["F16"] + files.by_dtype["BF16"] + context * kv_elements * mx.float32.size
+    context = context_wanted(options, trained_context)
+    halves = weights.by_dtype["F16"] + weights.by_dtype["BF16"]
+    more = halves + context * kv_elements * mx.float32.size
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    return bool(files.tensor_bytes + more <= limit)
+    return bool(weights.tensor_bytes + more <= limit)
 
 
 def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
@@ -365,7 +239,7 @@ def _dtype(model: Any) -> Any:
     return floating.most_common(1)[0][0] if floating else mx.float32
 
 
-def _quantisation(model: Any, config: dict[str, Any], files: _Files) -> str:
+def _quantisation(model: Any, config: dict[str, Any], weights: StoredWeights) -> str:
     """What most weights are stored as."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
@@ -380,7 +254,7 @@ def _quantisation(model: Any, config: dict[str, Any], files: _Files) -> str:
         (most, _), *others = kinds.most_common()
         return f"{most} (mixed)" if others else most
     method = (config.get("quantization_config") or {}).get("quant_method")
-    ((dense, _),) = files.by_dtype.most_common(1)
+    ((dense, _),) = weights.by_dtype.most_common(1)
     return str(method or _DENSE_NAMES.get(dense, dense.lower()))
 
 
@@ -421,9 +295,3 @@ def _try_one_token(model: Any) -> tuple[int, int]:
                 kept: list[Any] = [part.keys, part.values]
                 elements += sum(array.shape[1] * array.shape[3] for array in kept)
     return logits.shape[-1], elements
-
-
-def _size(size_bytes: int) -> str:
-    """Bytes for people."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    return f"{size_bytes / unit:,.1f} {name}"

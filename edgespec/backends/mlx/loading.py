@@ -47,9 +47,8 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     checkpoint = open_checkpoint(path, name, options, progress)
-    trained = checkpoint.trained_context_tokens or DEFAULT_CONTEXT_TOKENS
-    context_tokens = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
-    facts = _facts(checkpoint, path, name, trained, context_tokens)
+    context_tokens = context_wanted(options, checkpoint.trained_context_tokens)
+    facts = _facts(checkpoint, path, name, context_tokens)
     vocabulary = MlxVocabulary(checkpoint.tokenizer, checkpoint.vocab_size)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(

@@ -44,7 +44,7 @@ class DeviceLogits:
         self._started = started
         self._fetched: dict[Any, Any] = {}
         self.vocab_size: int = rows.shape[1]
-        self.waited_seconds = 0.0
+        self.waited_seconds = self.begun_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._depths)
@@ -88,7 +88,7 @@ class DeviceLogits:
             started(tokens[-1], self)
         evaluated(*asked)
         self.waited_seconds += now() - asked_at
-        found = tokens.tolist()
+        found: Any = tokens.tolist()
         if started is not None:
             self.chosen = found[-1][0]
         return found, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter as now
 
 import mlx.core as mx
 
-from edgespec.backends.base import ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.mlx.device import evaluated, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.layers import LayerTaps
@@ -28,8 +29,9 @@ _CPU_BATCH_TOKENS = 64
 
 @dataclass(slots=True)
 class _Ahead:
-    """A step that was begun before it was asked for, after the token that `source` chose."""
+    """A chain that was begun before it was asked for: `known` tokens, then the one that `source` chooses."""
 
+    known: tuple[int, ...]
     source: DeviceLogits
     logits: DeviceLogits
     before: Mark
@@ -64,9 +66,12 @@ class MlxModel:
         self._length = 0
         self._parents: list[int] = []
         self._depths: list[int] = []
+        self._tokens: list[int] = []
         self._before_round: Mark | None = None
         self._ahead: _Ahead | None = None
         self._runs_ahead = False
+        self._follower: MlxModel | None = None
+        self._leader: MlxModel | None = None
         on_cpu = mx.default_device() == mx.cpu
         self._batch_tokens = min(batch_tokens, _CPU_BATCH_TOKENS) if on_cpu else batch_tokens
         self._interrupted = False
@@ -144,6 +149,7 @@ class MlxModel:
         for parent in tree.parents[first:]:
             self._parents.append(parent)
             self._depths.append(self._depths[parent] + 1 if parent >= 0 else 0)
+        self._tokens.extend(tree.tokens[first:])
 
     @property
     def _is_chain(self) -> bool:
@@ -161,22 +167,37 @@ class MlxModel:
         return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
 
     def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Begin the step after `token`, which is being computed, if that is what comes next."""
-        if not self._runs_ahead or self._ahead is not None or len(self._parents) >= self.room:
+        """Begin what follows on `token`, which is being computed: a step here, or the pass of a follower."""
+        if self._runs_ahead:
+            self._begin((), token, source)
+        elif self._follower and not self._follower._parents:
+            # The draft may lag behind: what the target has cached is no part of its pass.
+            guessed = tuple(self._tokens[max(0, self._follower._length - self._length) :])
+            if 0 < len(guessed) < self._follower.facts.capabilities.max_width:
+                self._follower._begin(guessed, token, source)
+
+    def _begin(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
+        """Run a chain of known tokens and one that is being computed, before it is asked for."""
+        width = len(known) + 1
+        if self._ahead or self._closed or self._interrupted or len(self._parents) + width > self.room:
             return
+        started = now()
         before = self.memory.mark()
         self._shape.chain(self._length)
-        rows = self._forward(token)
+        tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
+        rows = self._forward(tokens)
         mx.async_eval(rows, *self.memory.background_arrays)
-        self._ahead = _Ahead(source, DeviceLogits(rows, [0], self._start_next), before)
+        logits = DeviceLogits(rows, range(width), self._start_next)
+        logits.begun_seconds = now() - started if known else 0.0
+        self._ahead = _Ahead(known, source, logits, before)
 
     def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:
-        """The step that was run ahead, if this is it; else it is taken back."""
+        """What was begun, if this is it; else it is taken back."""
         ahead, self._ahead = self._ahead, None
         if not ahead:
             return None
-        lone = first == len(self._parents) == tree.width - 1 and tree.parents[first] == first - 1
-        if lone and not self._closed and ahead.source.chosen == tree.tokens[first]:
+        goes_on = first == len(self._parents) and tree.is_chain and not self._closed
+        if goes_on and tree.tokens[first:] == (*ahead.known, ahead.source.chosen):
             return ahead
         self.memory.restore(ahead.before)
         return None
@@ -188,6 +209,13 @@ class MlxModel:
 
     def run_ahead(self, wanted: bool) -> None:
         self._runs_ahead = wanted
+
+    def follow(self, draft: LanguageModel | None) -> None:
+        if self._leader:
+            self._leader._follower = None
+        self._leader = draft if isinstance(draft, MlxModel) else None
+        if self._leader:
+            self._leader._follower = self
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
@@ -203,14 +231,14 @@ class MlxModel:
                 raise CapabilityError("a recurrent state cannot be cut back", self.facts.capabilities.reason)
             self.memory.rewind(end)
         self._length = end
-        self._parents, self._depths = [], []
+        self._parents, self._depths, self._tokens = [], [], []
 
     def _end_round(self) -> None:
         """Drop what was not committed."""
         self._drop_ahead()
         if self._parents and self._before_round:
             self.memory.restore(self._before_round)
-        self._parents, self._depths = [], []
+        self._parents, self._depths, self._tokens = [], [], []
 
     def truncate(self, length: int) -> None:
         self._check(0)
@@ -266,6 +294,9 @@ class MlxModel:
         self._closed = True
         self._close_vocabulary()
         mx.synchronize()
+        self.follow(None)
+        if self._follower:
+            self._follower.follow(None)
         self._ahead = self._before_round = None
         del self._net, self.memory
         gc.collect()

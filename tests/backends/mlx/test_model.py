@@ -20,8 +20,12 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
 from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
 from edgespec.engine.chain import SamplingParams
+from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -198,6 +202,99 @@ class TestRunAhead:
             llama.commit(())
         assert llama.room == 0
         llama.run_ahead(False)
+
+
+class TestFollowing:
+    """The target's pass may begin while the last guess is still being computed."""
+
+    @pytest.fixture
+    def pair(self, folder: Path) -> Iterator[tuple[Any, Any]]:
+        write_checkpoint(folder / "pair target", "llama")
+        # The same model, coarser: often right, and not always.
+        write_checkpoint(folder / "pair draft", "llama", quantisation=("affine", 4, 32))
+        target = mlx.load(str(folder / "pair target"), "target", LoadOptions(context_tokens=256))
+        draft = mlx.load(str(folder / "pair draft"), "draft", LoadOptions(context_tokens=256))
+        yield target, draft
+        draft.close()
+        target.close()
+
+    @pytest.mark.parametrize("min_confidence", [0.0, 0.3])
+    @pytest.mark.parametrize(
+        ("temperature", "rule"), [(0.0, Invariant()), (0.8, Invariant()), (0.0, Rejection(Dice(1)))]
+    )
+    def test_replies_stay_the_same_and_no_pass_is_run_twice(
+        self, pair: tuple[Any, Any], temperature: float, rule: Acceptance, min_confidence: float
+    ) -> None:
+        target, draft = pair
+        prompt = [5, 6, 7, 8]
+        params = SamplingParams(temperature=temperature)
+
+        def reply(drafter: ModelDrafter | None) -> tuple[list[int], Stats]:
+            target.truncate(0)
+            target.prefill(prompt[:-1])
+            if drafter:
+                drafter.begin(prompt)
+            stats = Stats()
+            steps = decode(
+                target,
+                drafter,
+                rule,
+                Sampler(params, 3, prompt),
+                prompt[-1],
+                vocab_size=target.facts.vocab_size,
+                draft_length=3,
+                max_tokens=60,
+                is_stop=lambda token: False,
+                is_cancelled=lambda: False,
+                stats=stats,
+            )
+            return [token for step in steps for token in step.tokens], stats
+
+        plain, _ = reply(None)
+        target.follow(draft)
+        runs = count_forwards(target)
+        said, stats = reply(ModelDrafter(draft, target.facts.vocab_size, min_confidence=min_confidence))
+        assert said == plain
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+        if not min_confidence:
+            assert len(runs) == 1 + stats.target_passes  # and one for the prompt
+        assert min(stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds) >= 0
+
+    def test_what_was_begun_in_vain_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
+        target, draft = pair
+        target.prefill([5, 6, 7])
+        expected = row(target, TokenTree.chain(9, [10]), 1)
+        target.truncate(3)
+        others: list[Callable[[], object]] = [
+            lambda: target.truncate(3),
+            lambda: target.restore(target.snapshot()),
+            lambda: target.follow(None),
+            lambda: row(target, TokenTree((9, 10, 11), (-1, 0, 0), (None,) * 3)),
+            lambda: target.verify(TokenTree.chain(9)),
+        ]
+        for other in others:
+            target.follow(draft)
+            draft.truncate(0)
+            draft.prefill([5, 6, 7])
+            Sampler(SamplingParams(temperature=0.0), 1, [0] * 4).token(draft.verify(TokenTree.chain(9)), 0)
+            assert target.memory.length == 5
+            other()
+            target.truncate(3)
+            np.testing.assert_array_equal(row(target, TokenTree.chain(9, [10]), 1), expected)
+            target.truncate(3)
+
+
+def count_forwards(model: Any) -> list[int]:
+    """A list that grows by one for each pass the model runs."""
+    runs: list[int] = []
+    forward = model._forward
+
+    def counted(tokens: mx.array) -> mx.array:
+        runs.append(tokens.size)
+        return forward(tokens)
+
+    model._forward = counted
+    return runs
 
 
 class TestThreads:
