@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 import gguf
 import numpy as np
@@ -11,6 +12,12 @@ from numpy.typing import NDArray
 WORDS = ("▁", "▁the", "▁file", "▁list", "s", "▁of", "é", "🙂", "<|im_start|>", "<|im_end|>")
 _CONTROL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
 _NORMAL, _BYTE = 1, 6
+
+# Rows of the embedding and of a head of attention; sizes of a feed-forward block and of a recurrent state.
+_SIZE, _HEAD, _FEED_FORWARD = 32, 16, 64
+_INNER, _STATE, _RANK, _KERNEL = 64, 8, 4, 4
+
+Tensors: TypeAlias = dict[str, NDArray[np.float32]]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -21,6 +28,30 @@ CHATML = (
 def _weights(random: np.random.Generator, *shape: int) -> NDArray[np.float32]:
     weights: NDArray[np.float32] = (random.normal(size=shape) / np.sqrt(shape[-1])).astype(np.float32)
     return weights
+
+
+def _ones(size: int) -> NDArray[np.float32]:
+    return np.ones(size, np.float32)
+
+
+def _open(
+    path: Path, architecture: str, *, layers: int, feed_forward: int = _FEED_FORWARD, context: int = 512
+) -> gguf.GGUFWriter:
+    """A file with what every architecture says of itself."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(context)
+    writer.add_embedding_length(_SIZE)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(feed_forward)
+    writer.add_layer_norm_rms_eps(1e-5)
+    return writer
+
+
+def _add_state_sizes(writer: gguf.GGUFWriter) -> None:
+    writer.add_ssm_conv_kernel(_KERNEL)
+    writer.add_ssm_inner_size(_INNER)
+    writer.add_ssm_state_size(_STATE)
+    writer.add_ssm_time_step_rank(_RANK)
 
 
 def _vocabulary(writer: gguf.GGUFWriter, words: tuple[str, ...], template: str | None) -> int:
@@ -41,13 +72,58 @@ def _vocabulary(writer: gguf.GGUFWriter, words: tuple[str, ...], template: str |
     return len(tokens)
 
 
-def _finish(writer: gguf.GGUFWriter, tensors: dict[str, NDArray[np.float32]]) -> None:
+def _finish(writer: gguf.GGUFWriter, tensors: Tensors) -> None:
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _ends(random: np.random.Generator, vocab: int, norm: str = "output_norm") -> Tensors:
+    """The embedding, a norm, and a head of its own: the logits spread over a few units."""
+    return {
+        "token_embd.weight": _weights(random, vocab, _SIZE) * 4,
+        f"{norm}.weight": _ones(_SIZE),
+        "output.weight": _weights(random, vocab, _SIZE) * 4,
+    }
+
+
+def _attention(random: np.random.Generator, layer: int, heads_kv: int = 1) -> Tensors:
+    """Attention of two heads, without its norm."""
+    return {
+        f"blk.{layer}.attn_q.weight": _weights(random, 2 * _HEAD, _SIZE),
+        f"blk.{layer}.attn_k.weight": _weights(random, heads_kv * _HEAD, _SIZE),
+        f"blk.{layer}.attn_v.weight": _weights(random, heads_kv * _HEAD, _SIZE),
+        f"blk.{layer}.attn_output.weight": _weights(random, _SIZE, 2 * _HEAD),
+    }
+
+
+def _state_space(random: np.random.Generator, layer: int) -> Tensors:
+    """Mamba's mixer, without its norm."""
+    return {
+        f"blk.{layer}.ssm_in.weight": _weights(random, 2 * _INNER, _SIZE),
+        f"blk.{layer}.ssm_conv1d.weight": _weights(random, _INNER, _KERNEL),
+        f"blk.{layer}.ssm_conv1d.bias": np.zeros(_INNER, np.float32),
+        f"blk.{layer}.ssm_x.weight": _weights(random, _RANK + 2 * _STATE, _INNER),
+        f"blk.{layer}.ssm_dt.weight": _weights(random, _INNER, _RANK),
+        f"blk.{layer}.ssm_dt.bias": _ones(_INNER),
+        f"blk.{layer}.ssm_a": -np.ones((_INNER, _STATE), np.float32),
+        f"blk.{layer}.ssm_d": _ones(_INNER),
+        f"blk.{layer}.ssm_out.weight": _weights(random, _SIZE, _INNER),
+    }
+
+
+def _norms_and_feed_forward(random: np.random.Generator, layer: int) -> Tensors:
+    """The rest of a layer: both norms and the gated feed-forward block."""
+    return {
+        f"blk.{layer}.attn_norm.weight": _ones(_SIZE),
+        f"blk.{layer}.ffn_norm.weight": _ones(_SIZE),
+        f"blk.{layer}.ffn_gate.weight": _weights(random, _FEED_FORWARD, _SIZE),
+        f"blk.{layer}.ffn_up.weight": _weights(random, _FEED_FORWARD, _SIZE),
+        f"blk.{layer}.ffn_down.weight": _weights(random, _SIZE, _FEED_FORWARD),
+    }
 
 
 def write_llama(
@@ -61,107 +137,47 @@ def write_llama(
 ) -> Path:
     """A transformer of one layer."""
     random = np.random.default_rng(seed)
-    size, feed_forward = 32, 64
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(context)
-    writer.add_embedding_length(size)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(feed_forward)
+    writer = _open(path, architecture, layers=1, context=context)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
     vocab = _vocabulary(writer, words, template)
-    ones = np.ones(size, np.float32)
-    _finish(
-        writer,
-        {
-            "token_embd.weight": _weights(random, vocab, size) * 4,
-            "output_norm.weight": ones,
-            "output.weight": _weights(random, vocab, size) * 4,
-            "blk.0.attn_norm.weight": ones,
-            "blk.0.attn_q.weight": _weights(random, size, size),
-            "blk.0.attn_k.weight": _weights(random, size, size),
-            "blk.0.attn_v.weight": _weights(random, size, size),
-            "blk.0.attn_output.weight": _weights(random, size, size),
-            "blk.0.ffn_norm.weight": ones,
-            "blk.0.ffn_gate.weight": _weights(random, feed_forward, size),
-            "blk.0.ffn_up.weight": _weights(random, feed_forward, size),
-            "blk.0.ffn_down.weight": _weights(random, size, feed_forward),
-        },
-    )
+    ends = _ends(random, vocab)
+    _finish(writer, ends | _attention(random, 0, heads_kv=2) | _norms_and_feed_forward(random, 0))
     return path
 
 
 def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
     """A recurrent model of one layer: its memory is a state, and a state cannot be cut back."""
     random = np.random.default_rng(seed)
-    size, inner, state, rank, kernel = 32, 64, 8, 4, 4
-    writer = gguf.GGUFWriter(path, "mamba")
-    writer.add_context_length(512)
-    writer.add_embedding_length(size)
-    writer.add_feed_forward_length(0)
+    writer = _open(path, "mamba", layers=1, feed_forward=0)
     writer.add_head_count(0)
-    writer.add_block_count(1)
-    writer.add_ssm_conv_kernel(kernel)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
+    _add_state_sizes(writer)
     vocab = _vocabulary(writer, WORDS, template)
-    _finish(
-        writer,
-        {
-            "token_embd.weight": _weights(random, vocab, size) * 4,
-            "output_norm.weight": np.ones(size, np.float32),
-            "output.weight": _weights(random, vocab, size) * 4,
-            "blk.0.attn_norm.weight": np.ones(size, np.float32),
-            "blk.0.ssm_in.weight": _weights(random, 2 * inner, size),
-            "blk.0.ssm_conv1d.weight": _weights(random, inner, kernel),
-            "blk.0.ssm_conv1d.bias": np.zeros(inner, np.float32),
-            "blk.0.ssm_x.weight": _weights(random, rank + 2 * state, inner),
-            "blk.0.ssm_dt.weight": _weights(random, inner, rank),
-            "blk.0.ssm_dt.bias": np.ones(inner, np.float32),
-            "blk.0.ssm_a": -np.ones((inner, state), np.float32),
-            "blk.0.ssm_d": np.ones(inner, np.float32),
-            "blk.0.ssm_out.weight": _weights(random, size, inner),
-        },
-    )
+    norm = {"blk.0.attn_norm.weight": _ones(_SIZE)}
+    _finish(writer, _ends(random, vocab) | norm | _state_space(random, 0))
     return path
 
 
 def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
     """A transformer of two layers, of which the first looks back over a window only."""
     random = np.random.default_rng(seed)
-    size, feed_forward = 32, 64
-    writer = gguf.GGUFWriter(path, "gemma2")
-    writer.add_context_length(512)
-    writer.add_embedding_length(size)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(feed_forward)
+    writer = _open(path, "gemma2", layers=2)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
-    writer.add_key_length(16)
-    writer.add_value_length(16)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
     writer.add_sliding_window(window)
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
     vocab = _vocabulary(writer, WORDS, template)
-    ones = np.ones(size, np.float32)
-    tensors = {"token_embd.weight": _weights(random, vocab, size) * 4, "output_norm.weight": ones}
+    # The embedding is also the head: a layer must be louder than the token, or that is only repeated.
+    loud = 20 * _ones(_SIZE)
+    tensors = {"token_embd.weight": _weights(random, vocab, _SIZE) * 4, "output_norm.weight": _ones(_SIZE)}
     for layer in range(2):
+        tensors |= _attention(random, layer) | _norms_and_feed_forward(random, layer)
         tensors |= {
-            f"blk.{layer}.attn_norm.weight": ones,
-            f"blk.{layer}.attn_q.weight": _weights(random, 32, size),
-            f"blk.{layer}.attn_k.weight": _weights(random, 16, size),
-            f"blk.{layer}.attn_v.weight": _weights(random, 16, size),
-            f"blk.{layer}.attn_output.weight": _weights(random, size, 32),
-            f"blk.{layer}.post_attention_norm.weight": ones,
-            f"blk.{layer}.ffn_norm.weight": ones,
-            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
-            f"blk.{layer}.post_ffw_norm.weight": ones,
+            f"blk.{layer}.post_attention_norm.weight": loud,
+            f"blk.{layer}.post_ffw_norm.weight": loud,
         }
     _finish(writer, tensors)
     return path
@@ -170,50 +186,19 @@ def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, wi
 def write_jamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
     """A hybrid of a layer with a recurrent state and one of attention."""
     random = np.random.default_rng(seed)
-    size, inner, state, rank, kernel, feed_forward = 32, 64, 8, 4, 4, 64
-    writer = gguf.GGUFWriter(path, "jamba")
-    writer.add_context_length(512)
-    writer.add_embedding_length(size)
-    writer.add_feed_forward_length(feed_forward)
-    writer.add_block_count(2)
+    writer = _open(path, "jamba", layers=2)
     writer.add_head_count(2)
     writer.add_head_count_kv([0, 1])
-    writer.add_ssm_conv_kernel(kernel)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    writer.add_layer_norm_rms_eps(1e-5)
+    _add_state_sizes(writer)
     vocab = _vocabulary(writer, WORDS, template)
-    ones = np.ones(size, np.float32)
-    tensors = {
-        "token_embd.weight": _weights(random, vocab, size) * 4,
-        "output_norm.weight": ones,
-        "output.weight": _weights(random, vocab, size) * 4,
-        "blk.0.ssm_in.weight": _weights(random, 2 * inner, size),
-        "blk.0.ssm_conv1d.weight": _weights(random, inner, kernel),
-        "blk.0.ssm_conv1d.bias": np.zeros(inner, np.float32),
-        "blk.0.ssm_x.weight": _weights(random, rank + 2 * state, inner),
-        "blk.0.ssm_dt_norm.weight": np.ones(rank, np.float32),
-        "blk.0.ssm_dt.weight": _weights(random, inner, rank),
-        "blk.0.ssm_dt.bias": np.ones(inner, np.float32),
-        "blk.0.ssm_b_norm.weight": np.ones(state, np.float32),
-        "blk.0.ssm_c_norm.weight": np.ones(state, np.float32),
-        "blk.0.ssm_a": -np.ones((inner, state), np.float32),
-        "blk.0.ssm_d": np.ones(inner, np.float32),
-        "blk.0.ssm_out.weight": _weights(random, size, inner),
-        "blk.1.attn_q.weight": _weights(random, size, size),
-        "blk.1.attn_k.weight": _weights(random, 16, size),
-        "blk.1.attn_v.weight": _weights(random, 16, size),
-        "blk.1.attn_output.weight": _weights(random, size, size),
+    tensors = _ends(random, vocab) | _state_space(random, 0) | _attention(random, 1)
+    tensors |= {
+        "blk.0.ssm_dt_norm.weight": _ones(_RANK),
+        "blk.0.ssm_b_norm.weight": _ones(_STATE),
+        "blk.0.ssm_c_norm.weight": _ones(_STATE),
     }
     for layer in range(2):
-        tensors |= {
-            f"blk.{layer}.attn_norm.weight": ones,
-            f"blk.{layer}.ffn_norm.weight": ones,
-            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
-        }
+        tensors |= _norms_and_feed_forward(random, layer)
     _finish(writer, tensors)
     return path
 
@@ -221,39 +206,21 @@ def write_jamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> 
 def write_lfm2(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
     """A hybrid of a short convolution and attention: a small state, of which llama.cpp can keep several."""
     random = np.random.default_rng(seed)
-    size, feed_forward = 32, 64
-    writer = gguf.GGUFWriter(path, "lfm2")
-    writer.add_context_length(512)
-    writer.add_embedding_length(size)
-    writer.add_feed_forward_length(feed_forward)
-    writer.add_block_count(2)
+    writer = _open(path, "lfm2", layers=2)
     writer.add_head_count(2)
     writer.add_head_count_kv([0, 1])
     writer.add_shortconv_l_cache(3)
-    writer.add_layer_norm_rms_eps(1e-5)
     vocab = _vocabulary(writer, WORDS, template)
-    ones = np.ones(size, np.float32)
-    tensors = {
-        "token_embd.weight": _weights(random, vocab, size) * 4,
-        "token_embd_norm.weight": ones,
-        "output.weight": _weights(random, vocab, size) * 4,
-        "blk.0.shortconv.conv.weight": _weights(random, size, 3),
-        "blk.0.shortconv.in_proj.weight": _weights(random, 3 * size, size),
-        "blk.0.shortconv.out_proj.weight": _weights(random, size, size),
-        "blk.1.attn_q_norm.weight": np.ones(16, np.float32),
-        "blk.1.attn_k_norm.weight": np.ones(16, np.float32),
-        "blk.1.attn_q.weight": _weights(random, size, size),
-        "blk.1.attn_k.weight": _weights(random, 16, size),
-        "blk.1.attn_v.weight": _weights(random, 16, size),
-        "blk.1.attn_output.weight": _weights(random, size, size),
+    tensors = _ends(random, vocab, norm="token_embd_norm")
+    tensors |= {
+        "blk.0.shortconv.conv.weight": _weights(random, _SIZE, 3),
+        "blk.0.shortconv.in_proj.weight": _weights(random, 3 * _SIZE, _SIZE),
+        "blk.0.shortconv.out_proj.weight": _weights(random, _SIZE, _SIZE),
+        "blk.1.attn_q_norm.weight": _ones(_HEAD),
+        "blk.1.attn_k_norm.weight": _ones(_HEAD),
     }
+    tensors |= _attention(random, 1)
     for layer in range(2):
-        tensors |= {
-            f"blk.{layer}.attn_norm.weight": ones,
-            f"blk.{layer}.ffn_norm.weight": ones,
-            f"blk.{layer}.ffn_gate.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_up.weight": _weights(random, feed_forward, size),
-            f"blk.{layer}.ffn_down.weight": _weights(random, size, feed_forward),
-        }
+        tensors |= _norms_and_feed_forward(random, layer)
     _finish(writer, tensors)
     return path
