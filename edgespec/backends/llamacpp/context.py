@@ -177,7 +177,9 @@ class LlamaContext:
         for sequence in range(self._spare + 1):
             self.drop(sequence, 0 if sequence else start)
         if not self.put_down(parts, start, end):
-            raise BackendError(f"the cache of {end - start} tokens could not be moved", "use --draft-tree 1")
+            raise BackendError(
+                f"the cache of {end - start} tokens could not be moved", "leave --draft-branches out"
+            )
 
     def lift(self, source: int, start: int, end: int) -> list[bytes]:
         """The cells of positions [start, end) of a sequence, for `put_down`.

@@ -15,9 +15,10 @@ from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, recent_errors
 from edgespec.backends.llamacpp.probe import Findings
+from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["default_threads", "describe", "load_weights", "readable"]
+__all__ = ["default_threads", "describe", "load_weights"]
 
 _SMALL_MODEL_BYTES = 64 * 2**20
 
@@ -52,14 +53,12 @@ def _splits(file: Path) -> list[Path]:
 
 
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """A llama_model. Raises ModelFileError, CancelledError."""
+    """A llama_model.
+
+    Raises ModelFileError, MemoryBudgetError, and CancelledError when `progress` returns False.
+    """
     size = check_file(path)
-    if options.memory_bytes is not None and size > options.memory_bytes:
-        there = readable(options.memory_bytes)
-        raise MemoryBudgetError(
-            f"the weights of {name} take {readable(size)} and {there} are there for them",
-            "choose a smaller model or quantisation, or give more with --memory",
-        )
+    check_weights_fit(name, size, options)
     lib = library()
     params = lib.llama_model_default_params()
     # llama.cpp reads any negative number as all layers.
@@ -112,12 +111,6 @@ def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
     return ModelFileError(
         f"{path} ({size:,} bytes) could not be loaded: {detail}", "check or replace the file"
     )
-
-
-def readable(size_bytes: int) -> str:
-    """Bytes for people."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    return f"{size_bytes / unit:,.1f} {name}"
 
 
 def describe(

@@ -9,16 +9,13 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import readable
 from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
-from edgespec.errors import MemoryBudgetError
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
 __all__ = ["plan_context"]
 
-DEFAULT_CONTEXT_TOKENS = 8192
-_BLOCK_TOKENS = 256
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
 _UNDO_TOKENS = 8
@@ -29,12 +26,12 @@ _F16 = KvTypes("f16", "f16")
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     """What context to make.
 
-    Raises MemoryBudgetError when it does not fit what is there for it, OptionError for a type.
+    Raises MemoryBudgetError when it does not fit what is there for it, OptionError for an unknown kv_type.
     """
     trained: int = library().llama_model_n_ctx_train(weights)
     # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
-    asked = options.context_tokens or min(trained, DEFAULT_CONTEXT_TOKENS)
-    wanted = -(-asked // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    asked = context_wanted(options, trained)
+    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
     if library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights):
         states = _measured(weights, options)
         types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
@@ -54,12 +51,8 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     left = max(0, limit - library().llama_model_size(weights))
     plan = replace(plan, kv_bytes=wanted * per_token + fixed)
     if plan.kv_bytes > left:
-        fits = max(0, left - fixed) // per_token // _BLOCK_TOKENS * _BLOCK_TOKENS if per_token else 0
-        raise MemoryBudgetError(
-            f"the cache for {asked:,} tokens of context takes {readable(plan.kv_bytes)}"
-            f" and {readable(left)} are left for it",
-            f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
-        )
+        fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
+        raise cache_too_large(asked, plan.kv_bytes, left, fits)
     return plan
 
 
@@ -80,8 +73,8 @@ def _measured(weights: Any, options: LoadOptions) -> _States:
 
     With a sliding window the state and the window's keys are not told apart, so no earlier states there.
     """
-    small = ContextPlan(_BLOCK_TOKENS, _F16, 1, undo_tokens=_UNDO_TOKENS)
-    context = LlamaContext(weights, replace(options, batch_tokens=_BLOCK_TOKENS), small, threads=1)
+    small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=_UNDO_TOKENS)
+    context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
     try:
         context.append([0], 0)
         with_one = context.state_bytes()

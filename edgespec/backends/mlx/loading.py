@@ -11,7 +11,8 @@ import psutil
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
-from edgespec.errors import MemoryBudgetError, ModelFileError, OptionError
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
+from edgespec.errors import ModelFileError, OptionError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load"]
 
-DEFAULT_CONTEXT_TOKENS = 8192
 MAX_WIDTH = 256
-_BLOCK_TOKENS = 256
 _KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
@@ -109,7 +108,8 @@ def _check_options(options: LoadOptions) -> None:
             raise OptionError(f"{name} has no meaning for an MLX model: {hint}", f"leave {name} out")
 
 
-def _facts(checkpoint: Checkpoint, path: str, name: str, trained: int, context_tokens: int) -> ModelFacts:
+def _facts(checkpoint: Checkpoint, path: str, name: str, context_tokens: int) -> ModelFacts:
+    trained = checkpoint.trained_context_tokens or context_tokens
     notice = ""
     if context_tokens > trained:
         notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
@@ -127,7 +127,7 @@ def _facts(checkpoint: Checkpoint, path: str, name: str, trained: int, context_t
         context_tokens=context_tokens,
         vocab_size=0,
         chat_template=False,
-        capabilities=Capabilities(True, True, "", MAX_WIDTH),  # until it is probed,
+        capabilities=Capabilities(True, True, "", MAX_WIDTH),  # until it is probed
         notice=notice,
     )
 
@@ -143,9 +143,5 @@ def _check_memory(
         return
     fits = context_tokens
     while fits and kv_bytes_for(fits) > left:
-        fits = fits // 2 // _BLOCK_TOKENS * _BLOCK_TOKENS
-    raise MemoryBudgetError(
-        f"the cache for {context_tokens:,} tokens of context takes {wanted / 2**20:,.1f} MiB"
-        f" and {max(0, left) / 2**20:,.1f} MiB are left for it",
-        f"use --context {fits} or less" if fits else "choose a smaller model or give more with --memory",
-    )
+        fits = fits // 2 // BLOCK_TOKENS * BLOCK_TOKENS
+    raise cache_too_large(context_tokens, wanted, left, fits)

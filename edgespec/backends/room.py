@@ -1,0 +1,49 @@
+"""Whether a model and its context fit what is there for them, and the errors that say so."""
+
+from __future__ import annotations
+
+from edgespec.backends.base import LoadOptions
+from edgespec.errors import MemoryBudgetError
+
+__all__ = ["BLOCK_TOKENS", "cache_too_large", "check_weights_fit", "context_wanted", "readable"]
+
+_USUAL_CONTEXT_TOKENS = 8192
+# Both libraries make their caches in blocks of so many tokens.
+BLOCK_TOKENS = 256
+
+
+def context_wanted(options: LoadOptions, trained_tokens: int) -> int:
+    """How many tokens of context to make: those asked for, or the usual number, if trained for as many.
+
+    trained_tokens: 0 where the model does not say.
+    """
+    return options.context_tokens or min(trained_tokens or _USUAL_CONTEXT_TOKENS, _USUAL_CONTEXT_TOKENS)
+
+
+def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> None:
+    """Raises MemoryBudgetError when the weights alone are more than what was given."""
+    if options.memory_bytes is not None and weight_bytes > options.memory_bytes:
+        raise MemoryBudgetError(
+            f"the weights of {name} take {readable(weight_bytes)}"
+            f" and {readable(options.memory_bytes)} are there for them",
+            "choose a smaller model or quantisation, or give more with --memory",
+        )
+
+
+def cache_too_large(
+    context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
+) -> MemoryBudgetError:
+    """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""
+    return MemoryBudgetError(
+        f"the cache for {context_tokens:,} tokens of context takes {readable(wanted_bytes)}"
+        f" and {readable(max(0, left_bytes))} are left for it",
+        f"use --context {fitting_tokens} or less"
+        if fitting_tokens
+        else "choose a smaller model or give more with --memory",
+    )
+
+
+def readable(size_bytes: int) -> str:
+    """Bytes for people."""
+    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
+    return f"{size_bytes / unit:,.1f} {name}"
