@@ -84,12 +84,12 @@ def load(
     if not found_draft and method != "auto" and "model" in parse_method(method):
         raise OptionError(f"method {method!r} needs a draft model: {why_no_draft}", "give --draft REF")
     with ExitStack() as undo:
-        model = _load_model(found, options, progress)
+        model = _load_model(found, _meant_for(found, found_draft, options), progress)
         undo.callback(model.close)
         draft_model = None
         if found_draft:
-            draft_options = _for_draft(options, model.facts, found, found_draft)
-            draft_model = _load_model(found_draft, draft_options, progress)
+            draft_options = _for_draft(options, model.facts)
+            draft_model = _load_model(found_draft, _meant_for(found_draft, found, draft_options), progress)
             undo.callback(draft_model.close)
             check_vocabularies(model.vocabulary, draft_model.vocabulary, found.name, found_draft.name)
         drafters = Drafters(
@@ -139,26 +139,27 @@ def _find_draft(
     return None, f"no draft is known for {target.name}: name one with --draft"
 
 
-def _for_draft(
-    options: LoadOptions, target: ModelFacts, found: Resolved, found_draft: Resolved
-) -> LoadOptions:
+def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
     """The draft sees the target's whole context and gets what memory the target leaves."""
     left = None
     if options.memory_bytes is not None:
         left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
-    if found_draft.format == "mlx" and found.format != "mlx":
-        # What was said about llama.cpp's way of computing has no meaning for this one.
-        options = LoadOptions(max_branches=options.max_branches)
-    kv_type = options.kv_type
-    if kv_type == "auto" and found_draft.format == "gguf":
-        kv_type = "f16"  # a draft may round as it likes
+    return replace(options, context_tokens=target.context_tokens, memory_bytes=left, draft=True, adapter=None)
+
+
+def _meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
+    """In a mixed pair, what is said about llama.cpp's way of computing is said to the GGUF half."""
+    if found.format != "mlx" or other is None or other.format == "mlx":
+        return options
+    plain = LoadOptions()
     return replace(
         options,
-        context_tokens=target.context_tokens,
-        memory_bytes=left,
-        kv_type=kv_type,
-        draft=True,
-        adapter=None,
+        threads=plain.threads,
+        gpu_layers=plain.gpu_layers,
+        flash_attention=plain.flash_attention,
+        mmap=plain.mmap,
+        mlock=plain.mlock,
+        kv_type=plain.kv_type if options.draft else options.kv_type,
     )
 
 

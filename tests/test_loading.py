@@ -15,7 +15,7 @@ import edgespec
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import mlx_files, resolve
 from edgespec.errors import BackendMissingError, OptionError
-from edgespec.loading import _for_draft, _load_model
+from edgespec.loading import _for_draft, _load_model, _meant_for
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
@@ -97,14 +97,26 @@ def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], 
     assert not loaded
 
 
-def test_the_adapter_and_the_threads_of_a_target_are_not_its_draft_s() -> None:
-    gguf, mlx = resolve("demo"), resolve("demo-mlx")
-    options = LoadOptions(threads=3, gpu_layers=1, memory_bytes=1000, adapter="a", max_branches=9)
-    same = _for_draft(options, FACTS, gguf, gguf)
-    assert same == replace(
-        options, context_tokens=4, memory_bytes=880, kv_type="f16", draft=True, adapter=None
+def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
+    options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
+    assert _for_draft(options, FACTS) == replace(
+        options, context_tokens=4, memory_bytes=880, draft=True, adapter=None
     )
-    other = _for_draft(options, FACTS, gguf, mlx)
-    assert other == LoadOptions(context_tokens=4, memory_bytes=880, max_branches=9, draft=True)
-    assert _for_draft(LoadOptions(), FACTS, mlx, mlx).kv_type == "auto"
-    assert _for_draft(LoadOptions(kv_type="q8_0"), FACTS, mlx, mlx).kv_type == "q8_0"
+
+
+def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
+    gguf, mlx = resolve("demo"), resolve("demo-mlx")
+    options = LoadOptions(
+        context_tokens=4, threads=3, gpu_layers=1, kv_type="q8_0", mmap=False, max_branches=9
+    )
+    without = LoadOptions(context_tokens=4, kv_type="q8_0", max_branches=9)
+    for found, other, wanted in (
+        (gguf, None, options),
+        (gguf, mlx, options),
+        (mlx, gguf, without),
+        (mlx, mlx, options),
+        (mlx, None, options),
+    ):
+        assert _meant_for(found, other, options) == wanted
+    draft = replace(options, draft=True)
+    assert _meant_for(mlx, gguf, draft) == replace(without, draft=True, kv_type="auto")

@@ -145,9 +145,11 @@ class TestOptions:
         with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
             assert runtime.generate("What does tar do?", max_tokens=4, seed=1).stats.drafted_tokens
 
-    def test_of_llama_cpp_are_refused_with_an_mlx_target(self) -> None:
+    def test_of_llama_cpp_are_for_the_gguf_half_of_a_pair(self) -> None:
+        with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, threads=1) as runtime:
+            assert runtime.generate("What does tar do?", max_tokens=4, seed=1).stats.drafted_tokens
         with pytest.raises(OptionError, match="threads has no meaning"):
-            edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, threads=1)
+            edgespec.load("demo-mlx", "demo-mlx-draft", context=CONTEXT, threads=1)
 
     def test_the_memory_is_one_budget(self) -> None:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT) as runtime:

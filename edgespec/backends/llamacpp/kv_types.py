@@ -57,7 +57,8 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int) -> KvTypes:
     if options.kv_type == "auto":
         plain = KvTypes("f16", "f16")
         on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
-        small = f16_bytes <= _SMALL_CACHE_BYTES
+        # A draft may round as it likes.
+        small = f16_bytes <= _SMALL_CACHE_BYTES and not options.draft
         return KvTypes("f16", "bf16") if on_cpu and small and options.flash_attention != "off" else plain
     return parse_kv_types(options.kv_type)
 
