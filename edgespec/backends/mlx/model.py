@@ -25,6 +25,7 @@ __all__ = ["MlxModel"]
 
 # A pass cannot be stopped half-way, so on a processor prefill goes on in small ones.
 _CPU_BATCH_TOKENS = 64
+_TIDY_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ class MlxModel:
         self._leader: MlxModel | None = None
         on_cpu = mx.default_device() == mx.cpu
         self._batch_tokens = min(batch_tokens, _CPU_BATCH_TOKENS) if on_cpu else batch_tokens
+        self._tidy_at = _TIDY_TOKENS
         self._interrupted = False
         self._closed = False
 
@@ -86,11 +88,11 @@ class MlxModel:
         return self.facts.context_tokens - self._length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens (int32 [n]) after the cache: their logits, [n, vocab], not yet computed."""
+        """Run tokens (integers [n]) after the cache: their logits, float32 [n, vocab], not yet computed."""
         with translated("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.memory.layers)[0]
         self.memory.length += tokens.size
-        return rows
+        return rows.astype(mx.float32)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -111,6 +113,7 @@ class MlxModel:
                 self.memory.restore(before)
                 raise
             self._length += len(chunk)
+            mx.clear_cache()
             if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
                 raise CancelledError("cancelled")
 
@@ -144,6 +147,10 @@ class MlxModel:
         if not ahead:
             self._end_round()
         self._before_round = ahead.before if ahead else self.memory.mark()
+        if self._length >= self._tidy_at:
+            # Caches that grow leave buffers behind, which MLX would keep for another use.
+            mx.clear_cache()
+            self._tidy_at = self._length + _TIDY_TOKENS
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
         for parent in tree.parents[first:]:
@@ -248,7 +255,7 @@ class MlxModel:
             self._length = length
         elif length < self._length or length == 0:
             self.memory.clear()
-            self._length = 0
+            self._length, self._tidy_at = 0, _TIDY_TOKENS
 
     def taps(self) -> LayerTaps:
         """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""

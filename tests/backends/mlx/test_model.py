@@ -298,8 +298,9 @@ def count_forwards(model: Any) -> list[int]:
 
 
 class TestThreads:
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_a_model_may_be_loaded_used_and_closed_in_different_ones(
-        self, folder: Path, llama: LanguageModel
+        self, tmp_path: Path, dtype: str
     ) -> None:
         """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
         models: list[LanguageModel] = []
@@ -329,8 +330,12 @@ class TestThreads:
             if failures:
                 raise failures[0]
 
-        path = str(folder / "llama")
-        in_thread(lambda: models.append(mlx.load(path, "llama", LoadOptions(context_tokens=512))))
+        path = write_checkpoint(tmp_path, "llama", dtype=dtype)
+        # With so little memory halves are not widened.
+        little = (path / "model.safetensors").stat().st_size * 3 // 2
+        options = LoadOptions(context_tokens=64, memory_bytes=little)
+        in_thread(lambda: models.append(mlx.load(str(path), "llama", options)))
+        assert dtype in models[0].facts.description
         models[0].run_ahead(True)
         for _ in range(5):
             in_thread(steps)
