@@ -1,0 +1,31 @@
+"""The embedded pair, loaded once for a file, and its plain replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Runtime]:
+    with edgespec.load("demo") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def plain(demo: Runtime) -> Callable[..., Reply]:
+    """Plain replies, each made once."""
+    made: dict[str, Reply] = {}
+
+    def reply(prompt: str, **options: Any) -> Reply:
+        key = repr((prompt, sorted(options.items())))
+        if key not in made:
+            made[key] = demo.generate(prompt, method="none", **options)
+        return made[key]
+
+    return reply

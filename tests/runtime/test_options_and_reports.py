@@ -1,0 +1,188 @@
+"""What a runtime may be asked, and what it reports: options, counts, templates."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.errors import ContextFullError, OptionError, TemplateError
+from tests.backends.tiny_models import CHATML, write_llama
+from tests.runtime.asking import HOWTO, METHODS, REPEATS
+
+
+def _drained(stream: edgespec.ReplyStream) -> Reply:
+    for _ in stream:
+        pass
+    return stream.reply
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": -5}, "max_tokens"),
+            ({"max_tokens": 1.5}, "max_tokens"),
+            ({"max_tokens": True}, "max_tokens"),
+            ({"seed": -1}, "seed"),
+            ({"seed": "seven"}, "seed"),
+            ({"method": "modle"}, "did you mean 'model'"),
+            ({"method": ""}, "method ''"),
+            ({"method": "model+model"}, "twice"),
+            ({"draft_length": 0}, "draft_length"),
+            ({"draft_length": 10**9}, "draft_length"),
+            ({"acceptance": "always"}, "acceptance"),
+            ({"acceptance": ""}, "acceptance"),
+            ({"stop": [""]}, "stop"),
+            ({"stop": [5]}, "stop"),
+            ({"stop": 5}, "stop"),
+            ({"temprature": 1.0}, "did you mean 'temperature'"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"temperature": math.nan}, "temperature"),
+            ({"top_k": 10**9}, "top_k"),
+            ({"logit_bias": {0: math.nan}}, "logit_bias"),
+        ],
+    )
+    def test_nonsense_is_refused_at_once_in_one_line(
+        self, demo: Runtime, options: dict[str, Any], says: str
+    ) -> None:
+        with pytest.raises(OptionError, match=says) as caught:
+            demo.stream(HOWTO, **options)
+        assert "\n" not in str(caught.value)
+        assert caught.value.next_step
+
+    def test_prompts_that_are_none(self, demo: Runtime) -> None:
+        with pytest.raises(OptionError, match="prompt"):
+            demo.stream_tokens([])
+        with pytest.raises(OptionError, match="prompt"):
+            demo.generate(None)  # type: ignore[arg-type]
+        for token in (-1, demo.target.vocab_size):
+            with pytest.raises(OptionError, match=f"token {token} "):
+                demo.stream_tokens([3, token])
+
+    def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
+        with pytest.raises(ContextFullError, match="1024"):
+            demo.generate("many words " * 5000)
+        with pytest.raises(ContextFullError, match="1024"):
+            demo.chat().ask("many words " * 5000)
+
+    def test_a_prompt_as_large_as_the_context_gets_one_token(self, demo: Runtime) -> None:
+        replies = {
+            _drained(demo.stream_tokens([9] * 1024, method=method, seed=1)).tokens
+            for method in ("none", *METHODS)
+        }
+        (tokens,) = replies
+        assert len(tokens) == 1
+
+    def test_methods_that_need_a_draft(self) -> None:
+        with edgespec.load("demo", draft="none") as alone:
+            assert alone.method.effective == "ngram"
+            assert alone.draft is None
+            with pytest.raises(OptionError, match="needs a draft model"):
+                alone.generate(HOWTO, method="model")
+            assert alone.generate(HOWTO, max_tokens=5).method.effective == "ngram"
+
+    def test_progress_of_the_prefill_may_cancel(self, demo: Runtime) -> None:
+        tokens = demo.vocabulary.tokenize("unheard of " * 50, special=False, start=True)
+        stream = demo.stream_tokens(tokens, progress=lambda what, fraction: False)
+        assert list(stream) == []
+        assert stream.reply.finish_reason == "cancelled"
+
+    def test_nonsense_is_refused_when_loading(self) -> None:
+        for options in (
+            {"draft_length": 0},
+            {"draft_length": 65},
+            {"method": "modle"},
+            {"acceptance": "maybe"},
+            {"draft_branches": (0,)},
+            {"draft_confidence": 1.0},
+            {"context": 0},
+            {"threads": -1},
+            {"kv_type": "f8"},
+            {"flash_attention": "perhaps"},
+        ):
+            with pytest.raises(OptionError) as caught:
+                edgespec.load("demo", **options)
+            assert "\n" not in str(caught.value)
+
+
+class TestReports:
+    def test_a_reply_as_the_contract_has_it(self, demo: Runtime) -> None:
+        reply = demo.generate(HOWTO, max_tokens=24, seed=3, method="model+ngram", draft_length=3)
+        json = reply.to_json()
+        assert set(json) == {
+            "text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats",
+        }  # fmt: skip
+        assert json["method"] == {
+            "requested": "model+ngram",
+            "effective": "model+ngram",
+            "reason": "asked for",
+        }
+        assert (json["target"], json["draft"], json["seed"]) == ("demo", "demo-draft", 3)
+        stats: Any = json["stats"]
+        assert set(stats) == {
+            "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "target_passes", "drafted_tokens",
+            "accepted_tokens", "accepted_per_position", "drafted_per_position", "acceptance_rate",
+            "tokens_per_target_pass", "draft_seconds", "verify_seconds", "rollback_seconds",
+            "sampling_seconds", "overhead_seconds", "prefill_seconds", "ttft_seconds", "tpot_seconds",
+            "tokens_per_second", "speedup_estimate", "draft_weight_bytes", "draft_kv_bytes",
+            "peak_memory_bytes",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("method", ["none", *METHODS])
+    def test_the_counts_add_up(self, demo: Runtime, method: str) -> None:
+        stream = demo.stream(REPEATS, max_tokens=40, seed=3, method=method, draft_length=4)
+        pieces = list(stream)
+        reply, stats = stream.reply, stream.stats
+        assert "".join(piece.text for piece in pieces) == reply.text
+        assert sum(piece.token_count for piece in pieces) == len(reply.tokens) == stats.generated_tokens
+        assert sum(p.token_count for p in pieces if p.accepted) == stats.accepted_tokens
+        assert sum(stats.accepted_per_position) == stats.accepted_tokens
+        assert sum(stats.drafted_per_position) == stats.drafted_tokens
+        assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
+        assert stats.target_passes + stats.accepted_tokens >= stats.generated_tokens
+        if method == "none":
+            assert stats.drafted_tokens == 0
+            assert stats.acceptance_rate is None
+            assert stats.target_passes == stats.generated_tokens
+
+    def test_live_stats_can_be_read_while_it_runs(self, demo: Runtime) -> None:
+        stream = demo.stream(HOWTO, max_tokens=30, seed=1)
+        seen = [stream.stats.generated_tokens for _ in stream]
+        assert seen == sorted(seen)
+        assert seen[-1] == len(stream.reply.tokens)
+
+
+class TestTemplates:
+    def test_a_broken_template_spoils_only_what_needs_it(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "broken.gguf", template="{% for message in messages %}")
+        with edgespec.load(str(path), None) as runtime:
+            assert len(runtime.generate("the file", raw=True, max_tokens=3).tokens) <= 3
+            for call in (lambda: runtime.generate("the file"), runtime.chat):
+                with pytest.raises(TemplateError, match="broken"):
+                    call()
+
+    def test_a_model_without_one_takes_raw_text(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "base.gguf", template=None)
+        with edgespec.load(str(path), None) as runtime:
+            assert not runtime.target.chat_template
+            runtime.generate("the file", max_tokens=3)
+            with pytest.raises(TemplateError, match="no chat template"):
+                runtime.chat()
+            with pytest.raises(TemplateError, match="system prompt"):
+                runtime.generate("the file", system="Be brief.")
+
+    def test_characters_split_over_tokens_come_out_whole(self, tmp_path: Path) -> None:
+        """A model with random weights says random bytes: the text must be the same in pieces and at once."""
+        path = write_llama(tmp_path / "bytes.gguf", template=CHATML)
+        with edgespec.load(str(path), None) as runtime:
+            for seed in range(20):
+                stream = runtime.stream("é🙂", max_tokens=60, seed=seed, temperature=2.0, top_k=0, top_p=1.0)
+                text = "".join(piece.text for piece in stream)
+                said = b"".join(runtime.vocabulary.piece(token) for token in stream.reply.tokens)
+                assert text == stream.reply.text == said.decode("utf-8", "replace")

@@ -1,0 +1,126 @@
+"""Every method says what plain decoding says, at every draft length, temperature and penalty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.sameness import read_prompts, verify
+from tests.runtime.asking import HOWTO, METHODS, REPEATS, equal
+
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+SAMPLING = {
+    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
+    for temperature in (0.0, 0.7, 1.2)
+    for penalties in ({}, PENALTIES)
+}
+
+
+class TestTheSameTokens:
+    @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
+    @pytest.mark.parametrize("method", METHODS)
+    def test_every_draft_length(
+        self, demo: Runtime, plain: Callable[..., Reply], method: str, sampling: dict[str, Any]
+    ) -> None:
+        for prompt, draft_length in product((HOWTO, REPEATS), range(1, 17)):
+            options: dict[str, Any] = {"seed": 7, "max_tokens": 40} | sampling
+            equal(
+                demo.generate(prompt, method=method, draft_length=draft_length, **options),
+                plain(prompt, **options),
+            )
+
+    @pytest.mark.parametrize("branches", [(2,), (4,), (3, 2), (2, 2, 2), (1, 4)], ids=str)
+    def test_every_tree(self, plain: Callable[..., Reply], branches: tuple[int, ...]) -> None:
+        with edgespec.load("demo", draft_branches=branches) as tree:
+            for sampling, method, draft_length in product(
+                SAMPLING.values(), ("model", "model+ngram"), (1, 2, 3, 5)
+            ):
+                options: dict[str, Any] = {"seed": 8, "max_tokens": 32} | sampling
+                equal(
+                    tree.generate(HOWTO, method=method, draft_length=draft_length, **options),
+                    plain(HOWTO, **options),
+                )
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_beyond_the_length_where_plain_attention_changes_its_kernel(
+        self, demo: Runtime, plain: Callable[..., Reply], temperature: float
+    ) -> None:
+        prompt = "Tell me about `tar`. " * 30
+        forever = {
+            token: -math.inf for token in range(demo.target.vocab_size) if demo.vocabulary.is_end(token)
+        }
+        for method in METHODS:
+            options: dict[str, Any] = {
+                "seed": 3,
+                "max_tokens": 400,
+                "temperature": temperature,
+                "logit_bias": forever,
+            }
+            got = demo.generate(prompt, method=method, draft_length=6, **options)
+            assert got.stats.prompt_tokens + len(got.tokens) > 512
+            equal(got, plain(prompt, **options))
+
+    def test_to_the_end_of_the_context(self) -> None:
+        with edgespec.load("demo", context=256, draft_branches=(3,)) as small:
+            ends = [t for t in range(small.target.vocab_size) if small.vocabulary.is_end(t)]
+            forever = dict.fromkeys(ends, -math.inf)
+            replies = [
+                small.generate(HOWTO, method=method, draft_length=7, seed=1, logit_bias=forever)
+                for method in ("none", *METHODS)
+            ]
+        for reply in replies:
+            equal(reply, replies[0])
+            assert reply.finish_reason == "length"
+            assert reply.stats.prompt_tokens + len(reply.tokens) == 257
+
+    @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    def test_a_draft_equal_to_the_target_is_accepted_always(
+        self, acceptance: str, temperature: float
+    ) -> None:
+        with edgespec.load("demo", "demo", kv_type="q8_0") as twins:
+            ends = [t for t in range(twins.target.vocab_size) if twins.vocabulary.is_end(t)]
+            for draft_length in (1, 4, 9):
+                reply = twins.generate(
+                    HOWTO,
+                    method="model",
+                    draft_length=draft_length,
+                    acceptance=acceptance,
+                    temperature=temperature,
+                    max_tokens=60,
+                    seed=2,
+                    logit_bias=dict.fromkeys(ends, -math.inf),
+                )
+                assert reply.stats.acceptance_rate == 1.0
+                assert reply.stats.target_passes == math.ceil(60 / (draft_length + 1))
+
+    @pytest.mark.long
+    @pytest.mark.parametrize("branches", [(), (3, 2)], ids=str)
+    def test_every_embedded_prompt(self, branches: tuple[int, ...]) -> None:
+        with edgespec.load("demo", draft_branches=branches) as pair:
+            report = verify(
+                pair,
+                read_prompts(),
+                methods=METHODS,
+                temperatures=(0.0, 0.7, 0.8, 1.2),
+                draft_lengths=(1, 2, 3, 4, 5, 7, 8, 12, 16),
+                max_tokens=256,
+                seed=11,
+            )
+        for result in report.methods.values():
+            assert (result.identical, result.violations) == (len(read_prompts()), 0)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_seed_repeats_and_another_does_not(self, demo: Runtime, temperature: float) -> None:
+        for acceptance in ("invariant", "rejection"):
+            options: dict[str, Any] = {"temperature": temperature, "acceptance": acceptance, "max_tokens": 32}
+            one, again = (demo.generate(HOWTO, seed=5, **options) for _ in range(2))
+            other = demo.generate(HOWTO, seed=6, **options)
+            assert one.tokens == again.tokens
+            assert (one.tokens == other.tokens) == (temperature == 0.0)
