@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from edgespec.errors import BackendError
 
-__all__ = ["evaluated", "leave_thread", "translated"]
+__all__ = ["evaluated", "launched", "leave_thread", "translated"]
 
 
 @contextmanager
@@ -23,6 +23,12 @@ def translated(what: str) -> Iterator[None]:
         if "alloc" in text.lower() or "memory" in text.lower():
             raise BackendError(f"{what}: {text}", "free some memory or use a smaller --context") from error
         raise BackendError(f"{what}: {text}", "try another model, or report this one") from error
+
+
+def launched(*arrays: mx.array) -> None:
+    """Let these be computed in the background. Raises BackendError."""
+    with translated("MLX failed"):
+        mx.async_eval(*arrays)
 
 
 def evaluated(*arrays: mx.array) -> None:

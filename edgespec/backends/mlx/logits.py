@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.device import evaluated
+from edgespec.backends.mlx.device import evaluated, launched
 from edgespec.engine.chain import Candidates, SamplingParams, filtered
 from edgespec.engine.logits import HostLogits, survivors
 from edgespec.engine.noise import Stream, gumbel, key
@@ -84,7 +84,7 @@ class DeviceLogits:
         asked = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if started is not None:
             # All that is waited for is queued first, or it would be computed after the next step.
-            mx.async_eval(*asked)
+            launched(*asked)
             started(tokens[-1], self)
         evaluated(*asked)
         self.waited_seconds += now() - asked_at

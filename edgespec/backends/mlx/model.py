@@ -10,7 +10,7 @@ from time import perf_counter as now
 import mlx.core as mx
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.mlx.device import evaluated, leave_thread, translated
+from edgespec.backends.mlx.device import evaluated, launched, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.layers import LayerTaps
 from edgespec.backends.mlx.logits import DeviceLogits
@@ -170,7 +170,7 @@ class MlxModel:
         else:
             self._shape.tree(self._length, self._parents, self._depths, first)
         rows = self._forward(mx.array(tree.tokens[first:]))
-        mx.async_eval(rows, *self.memory.background_arrays)
+        launched(rows, *self.memory.background_arrays)
         return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
 
     def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
@@ -193,7 +193,7 @@ class MlxModel:
         self._shape.chain(self._length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
         rows = self._forward(tokens)
-        mx.async_eval(rows, *self.memory.background_arrays)
+        launched(rows, *self.memory.background_arrays)
         logits = DeviceLogits(rows, range(width), self._start_next)
         logits.begun_seconds = now() - started if known else 0.0
         self._ahead = _Ahead(known, source, logits, before)
@@ -232,7 +232,7 @@ class MlxModel:
         end = self._length + len(kept)
         if kept != list(range(len(kept))):
             self.memory.keep(self._length, kept)
-            mx.async_eval(*self.memory.arrays)
+            launched(*self.memory.arrays)
         elif len(kept) < len(self._parents):
             if self.memory.recurrent:
                 raise CapabilityError("a recurrent state cannot be cut back", self.facts.capabilities.reason)

@@ -306,14 +306,20 @@ class TestThreads:
         models: list[LanguageModel] = []
         rows: list[NDArray[np.float64]] = []
 
+        last = [9]
+
         def steps() -> None:
             model = models[0]
             model.verify(TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4))
             model.commit((2, 3))
-            logits = model.verify(TokenTree.chain(9))
-            logits.best(0, 1, SamplingParams(), 1, 1)
-            model.commit(())
-            rows.append(row(model, TokenTree.chain(4)))
+            plain_step()
+
+        def plain_step() -> None:
+            # What this one begins is asked for in the next thread.
+            logits = models[0].verify(TokenTree.chain(last[0]))
+            last[:] = logits.best(0, 1, SamplingParams(), 1, 1)[0]
+            rows.append(logits.at(0, np.arange(models[0].vocabulary.size)))
+            models[0].commit(())
 
         def in_thread(work: Callable[[], object]) -> None:
             failures: list[BaseException] = []
@@ -337,12 +343,12 @@ class TestThreads:
         in_thread(lambda: models.append(mlx.load(str(path), "llama", options)))
         assert dtype in models[0].facts.description
         models[0].run_ahead(True)
-        for _ in range(5):
-            in_thread(steps)
-        here, rows = rows, []
+        for work in (steps, plain_step, plain_step) * 3:
+            in_thread(work)
+        here, rows, last[:] = rows, [], [9]
         models[0].truncate(0)
-        for _ in range(5):
-            steps()
+        for work in (steps, plain_step, plain_step) * 3:
+            work()
         np.testing.assert_array_equal(here, rows)
         in_thread(models[0].close)
 
