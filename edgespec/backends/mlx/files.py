@@ -64,10 +64,6 @@ class Checkpoint:
         text = f"{self.architecture} {self.parameters / 1e6:,.1f}M {self.quantisation}"
         return f"{text}, computed in float32" if self.widened else text
 
-    def kv_bytes_per_token(self, element_bytes: int | None = None) -> int:
-        """What the caches grow by with each token; their numbers are of `dtype` unless a size is given."""
-        return self.kv_elements_per_token * (element_bytes or self.dtype.size)
-
 
 def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
     """Load the model in a folder.
