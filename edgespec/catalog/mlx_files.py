@@ -17,7 +17,14 @@ __all__ = ["cached_folder", "choose_folder_files", "lacking", "mlx_installed", "
 _WEIGHTS = "model*.safetensors"  # what mlx-lm reads; the same weights may lie beside them in another form
 _OTHERS = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 _INDEX = "model.safetensors.index.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+)
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgespec.engine.chain import Candidates, SamplingParams, filtered
 from edgespec.engine.noise import Stream, gumbel
 
-__all__ = ["HostLogits", "Logits", "survivors"]
+__all__ = ["HostLogits", "Logits", "best_drawn", "survivors"]
 
 
 class Logits(Protocol):
@@ -65,6 +65,21 @@ def survivors(logits: Logits, row: int, params: SamplingParams) -> Candidates:
     return logits.top(row, params.top_k)
 
 
+def best_drawn(
+    logits: Logits, row: int, count: int, params: SamplingParams, seed: int, position: int
+) -> tuple[list[int], float]:
+    """What `Logits.best` gives above temperature 0, worked out on the host in double precision."""
+    tokens, values = survivors(logits, row, params)
+    peak = float(values.max(initial=-np.inf))
+    if not np.isfinite(peak):
+        return [], peak
+    tokens, scores = filtered(tokens, values, params)
+    scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
+    if count == 1:
+        return [int(tokens[scores.argmax()])], peak
+    return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
+
+
 class HostLogits:
     """Logits in ordinary memory: float32 [rows, vocab], a view that is never copied whole."""
 
@@ -83,23 +98,14 @@ class HostLogits:
     def best(
         self, row: int, count: int, params: SamplingParams, seed: int, position: int
     ) -> tuple[list[int], float]:
-        if params.temperature == 0.0:
-            if count == 1:
-                token = int(self.rows[row].argmax())
-                return [token], float(self.rows[row][token])
-            tokens, scores = self.top(row, count)
-            peak = scores.max(initial=-np.inf)
-        else:
-            tokens, values = survivors(self, row, params)
-            peak = values.max(initial=-np.inf)
-            if not np.isfinite(peak):
-                return [], float(peak)
-            tokens, scores = filtered(tokens, values, params)
-            scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
-            if count == 1:
-                return [int(tokens[scores.argmax()])], float(peak)
-        ranking = np.argsort(-scores, kind="stable")[:count]
-        return [int(token) for token in tokens[ranking]], float(peak)
+        if params.temperature > 0.0:
+            return best_drawn(self, row, count, params, seed, position)
+        if count == 1:
+            token = int(self.rows[row].argmax())
+            return [token], float(self.rows[row][token])
+        tokens, values = self.top(row, count)
+        ranking = np.argsort(-values, kind="stable")[:count]
+        return tokens[ranking].tolist(), float(values.max(initial=-np.inf))
 
     def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]

@@ -13,7 +13,14 @@ from edgespec.errors import ModelFileError
 __all__ = ["StoredWeights", "check_adapter", "check_tokenizer", "check_weights", "read_config", "read_json"]
 
 _MOST_HEADER_BYTES = 100 * 2**20
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def read_json(folder: Path, file: str) -> dict[str, Any]:
 
 def check_tokenizer(folder: Path) -> None:
     """Raises ModelFileError where no file holds a tokenizer."""
-    if not any((folder / file).exists() for file in _TOKENIZER_FILES):
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelFileError(f"{folder} has no tokenizer.json", "download the tokenizer's files as well")
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.device import evaluated, launched
-from edgespec.engine.chain import Candidates, SamplingParams, filtered
-from edgespec.engine.logits import HostLogits, survivors
-from edgespec.engine.noise import Stream, gumbel, key
+from edgespec.engine.chain import Candidates, SamplingParams
+from edgespec.engine.logits import HostLogits, best_drawn
+from edgespec.engine.noise import Stream, key
 
 __all__ = ["DeviceLogits"]
 
@@ -53,7 +53,7 @@ class DeviceLogits:
         self, row: int, count: int, params: SamplingParams, seed: int, position: int
     ) -> tuple[list[int], float]:
         if params.typical_p < 1 and params.temperature > 0:  # rare enough to be done where it is easy
-            return self._best_on_host(row, count, params, seed, position)
+            return best_drawn(self, row, count, params, seed, position)
         root = position - self._depths[row]
         what = (count, seed, root, params.temperature, params.top_k, params.top_p, params.min_p)
         if what not in self._fetched:
@@ -92,17 +92,6 @@ class DeviceLogits:
         if started is not None:
             self.chosen = found[-1][0]
         return found, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
-
-    def _best_on_host(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
-    ) -> tuple[list[int], float]:
-        tokens, values = survivors(self, row, params)
-        peak = float(values.max(initial=-np.inf))
-        if not np.isfinite(peak):
-            return [], peak
-        tokens, scores = filtered(tokens, values, params)
-        scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
-        return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
 
     def top(self, row: int, count: int) -> Candidates:
         wanted = count + _SPARE
