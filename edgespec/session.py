@@ -53,11 +53,10 @@ class Session:
         """The first step pays for cold memory, the second tells."""
         anything = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, anything)
-        self.target.commit(())
+        self.target.truncate(0)  # the context may hold one token
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, anything)
         seconds = now() - started
-        self.target.commit(())
         self.target.truncate(0)
         return seconds
 

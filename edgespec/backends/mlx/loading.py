@@ -43,6 +43,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
+    from edgespec.backends.mlx.probe import PROBE_TOKENS
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     checkpoint = open_checkpoint(path, name, options, progress)
@@ -52,7 +53,8 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(
         checkpoint,
-        facts,
+        # A context may be smaller than what is tried in it.
+        replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
         vocabulary,
         kv_bits=_KV_BITS[options.kv_type],
         batch_tokens=options.batch_tokens,

@@ -21,9 +21,9 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 
-__all__ = ["Findings", "probe"]
+__all__ = ["PROBE_TOKENS", "Findings", "probe"]
 
-_TOKENS = 8
+PROBE_TOKENS = 8
 # Passes of different widths add up in different orders: so many units of the last place, at most.
 _MOST_ROUNDING = 32
 
@@ -47,7 +47,7 @@ def probe(model: MlxModel) -> Findings:
 
     Raises ModelFileError when the model cannot even be run one token at a time.
     """
-    tokens = [(37 * i + 11) % model.vocabulary.size for i in range(_TOKENS)]
+    tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
         steps = np.stack([_step(model, token) for token in tokens])
     except EdgespecError as error:

@@ -1,0 +1,26 @@
+"""From a folder to a Runtime: what of a user's options the probe must not get in the way of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+@pytest.mark.parametrize("context", [1, 2, 3, 7, 8])
+def test_a_context_smaller_than_the_probe_is_a_context(tmp_path: Path, kind: str, context: int) -> None:
+    folder = str(write_checkpoint(tmp_path, kind))
+    with edgespec.load(folder, folder, context=context) as runtime:
+        assert runtime.context_tokens == context
+        said = {}
+        for method in ("none", "model"):
+            stream = runtime.stream_tokens([7] * max(1, context - 3), temperature=0, method=method)
+            for _ in stream:
+                pass
+            said[method] = stream.reply.tokens
+        assert said["model"] == said["none"]
+        assert len(said["none"]) == context - max(1, context - 3) + 1
