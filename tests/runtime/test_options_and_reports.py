@@ -31,6 +31,7 @@ class TestOptions:
             ({"max_tokens": True}, "max_tokens"),
             ({"seed": -1}, "seed"),
             ({"seed": "seven"}, "seed"),
+            ({"seed": 2**63}, f"from 0 to {2**63 - 1}"),
             ({"method": "modle"}, "did you mean 'model'"),
             ({"method": ""}, "method ''"),
             ({"method": "model+model"}, "twice"),
