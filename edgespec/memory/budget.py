@@ -10,6 +10,9 @@ import psutil
 
 from edgespec.errors import OptionError
 
+if sys.platform != "win32":
+    import resource  # here: a reply may end while the interpreter does, when nothing can be imported
+
 __all__ = ["available_bytes", "parse_size", "peak_bytes", "resident_bytes"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -45,7 +48,5 @@ def peak_bytes() -> int:
     """The most memory this process has held."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

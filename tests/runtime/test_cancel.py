@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import islice
@@ -120,3 +122,16 @@ class TestCancel:
                 pass
             timer.join()
             self.after(demo, plain)
+
+
+def test_a_reply_given_up_at_the_end_of_the_process_says_nothing() -> None:
+    program = (
+        "import edgespec\n"
+        "runtime = edgespec.load('demo', 'none', context=256)\n"
+        "stream = runtime.stream('Hello', max_tokens=50)\n"
+        "next(stream)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
