@@ -82,7 +82,7 @@ class Session:
             while (step := self._next(steps)) is not None:
                 yield step
         finally:
-            self._end(tokens)
+            self._end()
 
     def _start(self, request: object) -> None:
         with self._state:
@@ -98,10 +98,11 @@ class Session:
         self._start(object())
         try:
             with self._working:
+                self._cached = []
                 self.target.truncate(0)
                 yield self.target
         finally:
-            self._end([])
+            self._end()
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:
@@ -109,10 +110,10 @@ class Session:
                 raise ClosedError("the runtime was closed during the reply", "load the model again")
             return next(steps, None)
 
-    def _end(self, tokens: list[int]) -> None:
+    def _end(self) -> None:
         with self._state:
             if not self._closed:
-                self._cached = tokens[: self.target.length]
+                self._cached = self._cached[: self.target.length]
                 self._interrupt(False)
             self._current = None
 
@@ -170,8 +171,12 @@ class Session:
 
     def _prefill(self, tokens: list[int], progress: Progress | None) -> int:
         """Bring the target's cache to all tokens but the last; how many of them it held already."""
-        self.target.truncate(min(common_prefix(self._cached, tokens), len(tokens) - 1))
+        # At every moment the target holds the beginning of `_cached`, or more than it: an interrupt may come
+        # between any two steps.
+        self._cached = self._cached[: min(common_prefix(self._cached, tokens), len(tokens) - 1)]
+        self.target.truncate(len(self._cached))
         kept = self.target.length
+        self._cached = tokens
         self.target.prefill(tokens[kept:-1], progress)
         return kept
 

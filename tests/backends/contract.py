@@ -16,7 +16,7 @@ from edgespec.engine.tree import TokenTree
 # matters most; elsewhere its quantised activations may round the other way.
 ROUNDING = {
     "tiny": 1e-4,
-    "window": 5e-3,
+    "window": 2e-2,
     "mamba": 1e-4,
     "hybrid": 5e-3,
     "short convolution": 5e-3,

@@ -154,9 +154,10 @@ class AttentionCache:
         rows = -(-(used - drop + added) // _STEP) * _STEP
         if self.window is not None and drop:
             rows += _STEP  # so that it is not moved again at once
-        self._keys = self._moved(self._keys, keys, drop, used, rows)
-        self._values = self._moved(self._values, values, drop, used, rows)
-        self.start += drop
+        moved_keys = self._moved(self._keys, keys, drop, used, rows)
+        moved_values = self._moved(self._values, values, drop, used, rows)
+        # All at once: an interrupt must not leave half of it.
+        self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     @staticmethod
     def _moved(held: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:

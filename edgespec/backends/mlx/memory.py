@@ -17,10 +17,23 @@ __all__ = ["Mark", "Memory"]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The memory at one moment. Recurrent states are never written into, so references keep them."""
+    """The memory at one moment. Recurrent states are never written into, so references keep them.
+
+    offsets: rows of each attention cache. states: the arrays of each recurrent one.
+    """
 
     length: int
+    offsets: tuple[int, ...]
     states: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The caches of one set, by kind."""
+
+    attention: list[AttentionCache]
+    recurrent: list[Any]
+    foreign: set[str]
 
 
 class Memory:
@@ -38,34 +51,39 @@ class Memory:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.length = 0
-        self.attention: list[AttentionCache] = []
-        self.recurrent: list[Any] = []
-        self.foreign: set[str] = set()
-        self.layers = [self._ours(cache) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
+        made = _Made([], [], set())
+        layers = [self._ours(cache, made) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
+        # All at once: an interrupt must not leave half of it.
+        self.layers, self.attention, self.recurrent, self.foreign, self.length = (
+            layers,
+            made.attention,
+            made.recurrent,
+            made.foreign,
+            0,
+        )
 
-    def _ours(self, cache: Any) -> Any:
+    def _ours(self, cache: Any, made: _Made) -> Any:
         """A cache of our own for one of mlx-lm's. By exact type: a subclass may mean something else."""
         kind = type(cache)
         if kind is mlx_lm_cache.KVCache:
-            return self._attention(None)
+            return self._attention(None, made)
         if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
-            return self._attention(cache.max_size)
+            return self._attention(cache.max_size, made)
         if kind is mlx_lm_cache.CacheList:
-            return mlx_lm_cache.CacheList(*(self._ours(part) for part in cache.caches))
+            return mlx_lm_cache.CacheList(*(self._ours(part, made) for part in cache.caches))
         if kind is mlx_lm_cache.ArraysCache:
-            self.recurrent.append(cache)
+            made.recurrent.append(cache)
         elif cache is not None:
-            self.foreign.add(kind.__name__)
+            made.foreign.add(kind.__name__)
         return cache
 
-    def _attention(self, window: int | None) -> AttentionCache:
+    def _attention(self, window: int | None, made: _Made) -> AttentionCache:
         if self._kv_bits is None:
-            made = AttentionCache(self._shape, window)
+            cache = AttentionCache(self._shape, window)
         else:
-            made = QuantizedAttentionCache(self._shape, window, self._kv_bits)
-        self.attention.append(made)
-        return made
+            cache = QuantizedAttentionCache(self._shape, window, self._kv_bits)
+        made.attention.append(cache)
+        return cache
 
     @property
     def windowed(self) -> bool:
@@ -123,7 +141,11 @@ class Memory:
 
     def mark(self) -> Mark:
         """The memory now; costs no copy."""
-        return Mark(self.length, tuple(tuple(cache.cache) for cache in self.recurrent))
+        return Mark(
+            self.length,
+            tuple(cache.offset for cache in self.attention),
+            tuple(tuple(cache.cache) for cache in self.recurrent),
+        )
 
     def reaches(self, mark: Mark) -> bool:
         """Whether the attention layers still hold what they need to go back there."""
@@ -133,4 +155,6 @@ class Memory:
         """Make the memory what it was; nothing before that moment may have been taken back since."""
         for cache, state in zip(self.recurrent, mark.states, strict=True):
             cache.cache = list(state)
-        self.rewind(mark.length)
+        for attention, offset in zip(self.attention, mark.offsets, strict=True):
+            attention.offset = offset
+        self.length = mark.length

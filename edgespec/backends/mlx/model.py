@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter as now
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.mlx.device import evaluated, launched, leave_thread, translated
@@ -44,6 +48,9 @@ class MlxModel:
     Everything comes down to `_forward`: tokens after the cache, in the shape that `PassShape` tells the
     layers. No call leaves anything unevaluated: MLX evaluates an array in the thread that made it only,
     and calls may come from different threads, one after another.
+
+    `_kept` marks what was committed. Whatever else is in the memory, the rows of a round or of a pass begun
+    early, or what an interrupt left there, is dropped by `_settle`, with which all new work begins.
     """
 
     def __init__(
@@ -63,12 +70,11 @@ class MlxModel:
         self._shape = PassShape()
         let_ropes_follow(self._net, self._shape)
         self.memory = Memory(self._net, self._shape, kv_bits)
-        self._fingerprint = f"{facts.architecture} {facts.parameters} {facts.quantisation} {kv_bits}"
-        self._length = 0
+        self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
+        self._kept = self.memory.mark()
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._tokens: list[int] = []
-        self._before_round: Mark | None = None
         self._ahead: _Ahead | None = None
         self._runs_ahead = False
         self._follower: MlxModel | None = None
@@ -81,11 +87,11 @@ class MlxModel:
 
     @property
     def length(self) -> int:
-        return self._length
+        return self._kept.length
 
     @property
     def room(self) -> int:
-        return self.facts.context_tokens - self._length
+        return self.facts.context_tokens - self.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Run tokens (integers [n]) after the cache: their logits, float32 [n, vocab], not yet computed."""
@@ -96,23 +102,22 @@ class MlxModel:
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
-        self._end_round()
+        self._settle()
         step = self._batch_tokens
         for start in range(0, len(tokens), step):
             self._check(0)
             if self._interrupted:
                 raise CancelledError("cancelled")
             chunk = list(tokens[start : start + step])
-            before = self.memory.mark()
-            self._shape.chain(self._length)
+            self._shape.chain(self.length)
             try:
                 self._forward(mx.array(chunk))
                 # The logits are never asked for, and so never computed.
                 evaluated(*self.memory.arrays)
             except BackendError:
-                self.memory.restore(before)
+                self._settle()
                 raise
-            self._length += len(chunk)
+            self._kept = self.memory.mark()
             mx.clear_cache()
             if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
                 raise CancelledError("cancelled")
@@ -125,13 +130,13 @@ class MlxModel:
                 self._check_shape(tree)
             if self._interrupted:
                 raise CancelledError("cancelled")
-            if first == 0:
-                self._begin_round(ahead)
+            if first == 0 and not ahead:
+                self._settle()
+                self._tidy()
             self._add_nodes(tree, first)
             return ahead.logits if ahead else self._run(tree, first)
         except (BackendError, CapabilityError, ContextFullError, CancelledError):
-            self._ahead = ahead
-            self._end_round()
+            self._settle()
             raise
 
     def _check_shape(self, tree: TokenTree) -> None:
@@ -143,14 +148,29 @@ class MlxModel:
         if not capabilities.tree and not tree.is_chain:
             raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
-    def _begin_round(self, ahead: _Ahead | None) -> None:
-        if not ahead:
-            self._end_round()
-        self._before_round = ahead.before if ahead else self.memory.mark()
-        if self._length >= self._tidy_at:
-            # Caches that grow leave buffers behind, which MLX would keep for another use.
+    def _settle(self) -> None:
+        """Drop what was not committed."""
+        self._ahead = None
+        self._parents, self._depths, self._tokens = [], [], []
+        if self.memory.foreign and self.memory.length != self.length:
+            self._forget()  # what we do not know cannot be taken back
+        elif self.length:
+            self.memory.restore(self._kept)
+        elif self.memory.length:
+            self.memory.clear()
+
+    def _forget(self) -> None:
+        """Empty the memory."""
+        self._kept = Mark(0, (), ())
+        self.memory.clear()
+        self._kept = self.memory.mark()
+        self._tidy_at = _TIDY_TOKENS
+
+    def _tidy(self) -> None:
+        """Caches that grow leave buffers behind, which MLX would keep for another use."""
+        if self.length >= self._tidy_at:
             mx.clear_cache()
-            self._tidy_at = self._length + _TIDY_TOKENS
+            self._tidy_at = self.length + _TIDY_TOKENS
 
     def _add_nodes(self, tree: TokenTree, first: int) -> None:
         for parent in tree.parents[first:]:
@@ -166,9 +186,9 @@ class MlxModel:
     def _run(self, tree: TokenTree, first: int) -> DeviceLogits:
         chain = self._is_chain
         if chain:
-            self._shape.chain(self._length)
+            self._shape.chain(self.length)
         else:
-            self._shape.tree(self._length, self._parents, self._depths, first)
+            self._shape.tree(self.length, self._parents, self._depths, first)
         rows = self._forward(mx.array(tree.tokens[first:]))
         launched(rows, *self.memory.background_arrays)
         return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
@@ -179,7 +199,7 @@ class MlxModel:
             self._begin((), token, source)
         elif self._follower and not self._follower._parents:
             # The draft may lag behind: what the target has cached is no part of its pass.
-            guessed = tuple(self._tokens[max(0, self._follower._length - self._length) :])
+            guessed = tuple(self._tokens[max(0, self._follower.length - self.length) :])
             if 0 < len(guessed) < self._follower.facts.capabilities.max_width:
                 self._follower._begin(guessed, token, source)
 
@@ -190,7 +210,7 @@ class MlxModel:
             return
         started = now()
         before = self.memory.mark()
-        self._shape.chain(self._length)
+        self._shape.chain(self.length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
         rows = self._forward(tokens)
         launched(rows, *self.memory.background_arrays)
@@ -209,11 +229,6 @@ class MlxModel:
         self.memory.restore(ahead.before)
         return None
 
-    def _drop_ahead(self) -> None:
-        if self._ahead:
-            self.memory.restore(self._ahead.before)
-            self._ahead = None
-
     def run_ahead(self, wanted: bool) -> None:
         self._runs_ahead = wanted
 
@@ -226,36 +241,32 @@ class MlxModel:
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept = [0, *path]
-        if len(self._parents) > 1 or path:
-            self._drop_ahead()
-        end = self._length + len(kept)
-        if kept != list(range(len(kept))):
-            self.memory.keep(self._length, kept)
-            launched(*self.memory.arrays)
-        elif len(kept) < len(self._parents):
-            if self.memory.recurrent:
-                raise CapabilityError("a recurrent state cannot be cut back", self.facts.capabilities.reason)
-            self.memory.rewind(end)
-        self._length = end
-        self._parents, self._depths, self._tokens = [], [], []
-
-    def _end_round(self) -> None:
-        """Drop what was not committed."""
-        self._drop_ahead()
-        if self._parents and self._before_round:
-            self.memory.restore(self._before_round)
+        kept, ahead = [0, *path], self._ahead
+        if len(self._parents) == 1 and ahead:
+            self._kept = ahead.before
+        else:
+            if ahead:
+                self.memory.restore(ahead.before)
+                self._ahead = None
+            if kept != list(range(len(kept))):
+                self.memory.keep(self.length, kept)
+                launched(*self.memory.arrays)
+            elif len(kept) < len(self._parents):
+                if self.memory.recurrent:
+                    reason = self.facts.capabilities.reason
+                    raise CapabilityError("a recurrent state cannot be cut back", reason)
+                self.memory.rewind(self.length + len(kept))
+            self._kept = self.memory.mark()
         self._parents, self._depths, self._tokens = [], [], []
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._end_round()
-        if 0 < length < self._length and self.memory.can_rewind(length):
+        self._settle()
+        if 0 < length < self.length and self.memory.can_rewind(length):
             self.memory.rewind(length)
-            self._length = length
-        elif length < self._length or length == 0:
-            self.memory.clear()
-            self._length, self._tidy_at = 0, _TIDY_TOKENS
+            self._kept = self.memory.mark()
+        elif length < self.length or length == 0:
+            self._forget()
 
     def taps(self) -> LayerTaps:
         """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""
@@ -264,33 +275,31 @@ class MlxModel:
     def checkpoint(self) -> Mark:
         """The memory now, to `rewind` to; costs no copy."""
         self._check(0)
-        self._end_round()
+        self._settle()
         return self.memory.mark()
 
     def rewind(self, checkpoint: Mark) -> None:
         """Make the memory what it was. CapabilityError when a window has moved on too far since."""
         self._check(0)
-        self._end_round()
+        self._settle()
         if not self.memory.reaches(checkpoint):
             raise CapabilityError(
-                f"{self.facts.name} cannot go back {self._length - checkpoint.length} tokens",
+                f"{self.facts.name} cannot go back {self.length - checkpoint.length} tokens",
                 "compute them again",
             )
         self.memory.restore(checkpoint)
-        self._length = checkpoint.length
+        self._kept = checkpoint
 
     def snapshot(self) -> Snapshot:
         self._check(0)
-        self._end_round()
-        return Snapshot(self._length, to_bytes(self.memory, self._fingerprint))
+        self._settle()
+        return Snapshot(self.length, to_bytes(self.memory, self._fingerprint))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._end_round()
-        self.memory.clear()
-        self._length = 0
-        from_bytes(self.memory, snapshot.data, self._fingerprint)
-        self._length = self.memory.length = snapshot.length
+        self._forget()
+        from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
+        self._kept = self.memory.mark()
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
@@ -304,7 +313,7 @@ class MlxModel:
         self.follow(None)
         if self._follower:
             self._follower.follow(None)
-        self._ahead = self._before_round = None
+        self._ahead = None
         del self._net, self.memory
         gc.collect()
         mx.clear_cache()
@@ -315,6 +324,13 @@ class MlxModel:
             raise ClosedError(f"{self.facts.name} is closed")
         if more > self.room:
             raise ContextFullError(
-                f"{self._length} + {more} tokens do not fit the context of {self.facts.context_tokens}",
+                f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}",
                 "use a larger --context",
             )
+
+
+def _trace(net: Any) -> int:
+    """A number that other weights would not have: a checksum over a few elements of each."""
+    weights: Any = tree_flatten(net.parameters())
+    few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
+    return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

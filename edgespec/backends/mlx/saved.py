@@ -45,13 +45,15 @@ def _described(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | N
     return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def from_bytes(memory: Memory, data: bytes, fingerprint: str) -> None:
+def from_bytes(memory: Memory, data: bytes, fingerprint: str, most_tokens: int) -> None:
     """Put what `to_bytes` gave into an empty memory. Raises BackendError; the memory is then empty."""
     try:
         line, _, rest = data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
             raise ValueError("it is another model's")
+        if not 0 <= header["length"] <= most_tokens:
+            raise ValueError(f"it holds {header['length']} tokens, and {most_tokens} fit")
         offset = 0
         for cache, part in zip([*memory.attention, *memory.recurrent], header["parts"], strict=True):
             arrays = []

@@ -27,7 +27,7 @@ from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
+from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 CHAINS_ONLY = {"mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba", "granitemoehybrid"}
@@ -419,6 +419,22 @@ class TestLoading:
             assert inner.memory.nbytes <= model.facts.kv_bytes
             if kind != "gemma3":  # windows have not used all they may
                 assert inner.memory.nbytes == model.facts.kv_bytes
+            model.close()
+
+    def test_a_snapshot_of_other_weights_or_too_many_tokens_is_refused(
+        self, folder: Path, llama: LanguageModel
+    ) -> None:
+        path = write_checkpoint(folder / "other weights", "llama", seed=5)
+        other = mlx.load(str(path), "other", LoadOptions(context_tokens=512))
+        short = mlx.load(str(folder / "llama"), "short", LoadOptions(context_tokens=8))
+        llama.truncate(0)
+        llama.prefill([5] * 20)
+        snapshot = llama.snapshot()
+        for model in (other, short):
+            with pytest.raises(BackendError, match="does not fit this model and context"):
+                model.restore(snapshot)
+            assert model.length == 0
+            row(model, TokenTree.chain(4))
             model.close()
 
     def test_memory_comes_back_when_models_are_closed(self) -> None:

@@ -1,0 +1,93 @@
+"""A KeyboardInterrupt may come between any two calls; what is said afterwards is as if it had not come."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import edgespec
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module", params=["MLX", "llama.cpp"])
+def runtimes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[edgespec.Runtime, edgespec.Runtime]]:
+    """A pair to be interrupted, and its target left in peace."""
+    if request.param == "MLX":
+        folder = tmp_path_factory.mktemp("pair")
+        target = str(write_checkpoint(folder / "target", "llama"))
+        draft = str(write_checkpoint(folder / "draft", "llama", quantisation=("affine", 4, 32)))
+    else:
+        target, draft = "demo", "demo-draft"
+    with (
+        edgespec.load(target, draft, context=400) as pair,
+        edgespec.load(target, "none", context=400) as alone,
+    ):
+        yield pair, alone
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt at one of the calls that a model or a drafter makes in here.
+
+    Not where locks are taken and given back: there Python itself sees to it that an interrupt does no harm.
+    """
+
+    def __init__(self, countdown: int) -> None:
+        self.left = countdown
+
+    def __enter__(self) -> Interrupted:
+        sys.setprofile(self._at_call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _at_call(self, frame: FrameType, event: str, _argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event not in ("call", "c_call") or path.name == "vocabulary.py":
+            return
+        if not {"backends", "drafters"} & set(path.parts):
+            return
+        self.left -= 1
+        if self.left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+def test_the_next_reply_is_a_fresh_one_s(runtimes: tuple[edgespec.Runtime, edgespec.Runtime]) -> None:
+    pair, alone = runtimes
+    chance = random.Random(0)
+    history = [chance.randrange(3, 200) for _ in range(40)]
+    interrupted = 0
+    for attempt in range(40):
+        options: dict[str, Any] = {
+            "max_tokens": 12,
+            "temperature": chance.choice([0.0, 0.8]),
+            "seed": attempt,
+        }
+        stream = pair.stream_tokens(
+            history, method=chance.choice(["none", "model", "model+ngram"]), **options
+        )
+        try:
+            with Interrupted(int(2 ** chance.uniform(0, 12))):
+                for _ in stream:
+                    pass
+        except KeyboardInterrupt:
+            interrupted += 1
+            stream.close()
+        history = [*history[: chance.randint(20, 200)], *(chance.randrange(3, 200) for _ in range(20))]
+        said = pair.stream_tokens(history, method=chance.choice(["none", "model"]), **options)
+        with alone.borrowed_target():
+            pass  # it forgets what it has cached
+        fresh = alone.stream_tokens(history, method="none", **options)
+        assert list(said)
+        assert list(fresh)
+        assert said.reply.tokens == fresh.reply.tokens
+    assert interrupted > 10
