@@ -62,14 +62,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_json(folder: Path, file: str) -> dict[str, Any]:
-    """The object in a file. Raises ModelFileError."""
+def read_json(folder: Path, file: str, hint: str = "download the model again") -> dict[str, Any]:
+    """The object in a file. Raises ModelFileError; `hint` is what to do when it is not there."""
     try:
         value = json.loads((folder / file).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if not folder.exists():
             raise ModelFileError(f"{folder} does not exist", "check the path") from error
-        raise ModelFileError(f"{folder} has no {file}", "download the model again") from error
+        raise ModelFileError(f"{folder} has no {file}", hint) from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{folder / file} is not JSON: {error}", "download it again") from error
     if not isinstance(value, dict):
@@ -94,10 +94,11 @@ def check_adapter(folder: Path) -> StoredWeights:
         raise ModelFileError(
             f"{folder} is an adapter of PEFT, not of mlx-lm", "train or convert it with mlx-lm"
         )
-    read_json(folder, "adapter_config.json")
+    hint = "give the folder that `mlx_lm.lora --adapter-path` wrote"
+    read_json(folder, "adapter_config.json", hint)
     weights = folder / "adapters.safetensors"
     if not weights.exists():
-        raise ModelFileError(f"{folder} has no {weights.name}", "give the folder that mlx-lm trained into")
+        raise ModelFileError(f"{folder} has no {weights.name}", hint)
     return _stored([weights])
 
 

@@ -213,6 +213,8 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
     (adapter / "adapter_model.safetensors").touch()
     with pytest.raises(ModelFileError, match="an adapter of PEFT"):
         _open(llama, adapter=str(adapter))
+    with pytest.raises(ModelFileError, match="has no adapter_config.json; give the folder that"):
+        _open(llama, adapter=str(llama))
 
 
 # Folders that are no checkpoint. Each breaks one thing and is told so in one line.
