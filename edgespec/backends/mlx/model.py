@@ -153,7 +153,7 @@ class MlxModel:
         self._ahead = None
         self._parents, self._depths, self._tokens = [], [], []
         if self.memory.foreign and self.memory.length != self.length:
-            self._forget()  # what we do not know cannot be taken back
+            self._forget()
         elif self.length:
             self.memory.restore(self._kept)
         elif self.memory.length:
@@ -207,6 +207,8 @@ class MlxModel:
         """Run a chain of known tokens and one that is being computed, before it is asked for."""
         width = len(known) + 1
         if self._ahead or self._closed or self._interrupted or len(self._parents) + width > self.room:
+            return
+        if self.memory.foreign:  # what we do not know cannot be taken back
             return
         started = now()
         before = self.memory.mark()

@@ -75,6 +75,15 @@ class TestProbe:
             model.verify(TokenTree.chain(7, [8]))
         model.truncate(0)
         np.testing.assert_array_equal(row(model, TokenTree.chain(5)), first)
+        model.commit(())
+        expected = row(model, TokenTree.chain(6))
+        # A step given up cannot be taken back, so all is forgotten; and none is begun in vain.
+        model.truncate(1)
+        assert model.length == 0
+        model.run_ahead(True)
+        model.verify(TokenTree.chain(5)).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+        model.commit(())
+        np.testing.assert_array_equal(row(model, TokenTree.chain(6)), expected)
         model.close()
 
     @pytest.mark.parametrize(
