@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.room import check_tokens_fit
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import BackendError, CapabilityError, ClosedError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
@@ -257,11 +258,7 @@ class ReplayModel:
     def _check(self, more: int) -> None:
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")
-        if more > self.room:
-            raise ContextFullError(
-                f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}",
-                "use a larger --context",
-            )
+        check_tokens_fit(self, more)
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

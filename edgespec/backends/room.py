@@ -1,11 +1,18 @@
-"""Whether a model and its context fit what is there for them, and the errors that say so."""
+"""Whether weights, a context and more tokens fit what is there for them, and the errors that say so."""
 
 from __future__ import annotations
 
-from edgespec.backends.base import LoadOptions
-from edgespec.errors import MemoryBudgetError
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.errors import ContextFullError, MemoryBudgetError
 
-__all__ = ["BLOCK_TOKENS", "cache_too_large", "check_weights_fit", "context_wanted", "readable"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "cache_too_large",
+    "check_tokens_fit",
+    "check_weights_fit",
+    "context_wanted",
+    "readable",
+]
 
 _USUAL_CONTEXT_TOKENS = 8192
 # Both libraries make their caches in blocks of so many tokens.
@@ -27,6 +34,15 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
             f"the weights of {name} take {readable(weight_bytes)}"
             f" and {readable(options.memory_bytes)} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
+        )
+
+
+def check_tokens_fit(model: LanguageModel, more: int) -> None:
+    """Raises ContextFullError when the context does not take so many tokens more."""
+    if more > model.room:
+        raise ContextFullError(
+            f"{model.length} + {more} tokens do not fit the context of {model.facts.context_tokens}",
+            "use a larger --context",
         )
 
 

@@ -24,6 +24,7 @@ from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.room import check_tokens_fit
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -254,8 +255,4 @@ class LlamaCppModel:
     def _check(self, more: int) -> None:
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")
-        if more > self.room:
-            raise ContextFullError(
-                f"{self._length} + {more} tokens do not fit the context of {self._context.tokens}",
-                "use a larger --context",
-            )
+        check_tokens_fit(self, more)

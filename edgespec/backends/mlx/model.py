@@ -22,6 +22,7 @@ from edgespec.backends.mlx.memory import Mark, Memory
 from edgespec.backends.mlx.saved import from_bytes, to_bytes
 from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.backends.room import check_tokens_fit
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
 
@@ -324,11 +325,7 @@ class MlxModel:
     def _check(self, more: int) -> None:
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")
-        if more > self.room:
-            raise ContextFullError(
-                f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}",
-                "use a larger --context",
-            )
+        check_tokens_fit(self, more)
 
 
 def _trace(net: Any) -> int:
