@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import Drafter
@@ -12,15 +15,30 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.errors import OptionError, VocabularyMismatchError
 from edgespec.reply import MethodReport
 
-__all__ = ["DRAFTER_NAMES", "Drafters", "check_vocabularies"]
+__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "check_vocabularies", "parse_method"]
 
-DRAFTER_NAMES = ("model", "ngram")
+# In the order in which their guesses are merged: a self-draft first, so that the target can take over what
+# it computed, and what is certain of its guesses after what is drawn.
+DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
+# Each drafts on the target's own memory, and there is one of it.
+SELF_DRAFTS = ("layerskip", "lowbit", "swift")
+# What `auto` uses of what is there.
+_AUTOMATIC = ("model", "ngram")
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Why a drafter cannot take part, and what would help."""
+
+    why: str
+    hint: str
 
 
 class Drafters:
     """The drafters a target has, made once and put together as a method asks.
 
     why_no_draft: said when `auto` has no draft model to use.
+    others: drafters beside the draft model's and n-gram lookup, or why they are missing, by name.
     """
 
     def __init__(
@@ -31,37 +49,53 @@ class Drafters:
         branches: tuple[int, ...] = (),
         min_confidence: float = 0.0,
         why_no_draft: str = "",
+        others: Mapping[str, Drafter | Missing] = MappingProxyType({}),
     ) -> None:
         self._target = target.facts
         self._why_no_draft = why_no_draft
-        self._made: dict[str, Drafter] = {}
+        self._made: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._missing: dict[str, Missing] = {
+            "model": Missing(
+                f"it needs a draft model: {why_no_draft}", "give --draft REF or use --method ngram"
+            )
+        }
         self._chains = draft if not branches else None
         if draft is not None:
             self._made["model"] = ModelDrafter(
                 draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
             )
-        self._made["ngram"] = NgramDrafter()
+        for name, drafter in others.items():
+            if isinstance(drafter, Missing):
+                self._missing[name] = drafter
+            else:
+                self._made[name] = drafter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The drafters that can take part."""
+        return tuple(name for name in DRAFTER_NAMES if name in self._made)
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
-        """The drafter for a method, and the report of what runs. Raises OptionError for an unknown method."""
+        """The drafter for a method, and the report of what runs.
+
+        Raises OptionError for an unknown method, and for one whose drafters are not all there.
+        """
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
             reason = f"{self._target.name} decodes plainly: {capabilities.reason}"
             return None, MethodReport(method, "none", reason)
         if method == "auto":
-            names = tuple(name for name in DRAFTER_NAMES if name in self._made)
+            names = tuple(name for name in names if name in self._made)
             reason = "all drafters present" if "model" in names else self._why_no_draft
         else:
             reason = "asked for"
-        missing = [name for name in names if name not in self._made]
-        if missing:
-            raise OptionError(
-                f"method {method!r} needs a draft model: {self._why_no_draft}",
-                "give --draft REF or use --method ngram",
-            )
+        for name in names:
+            if name not in self._made:
+                missing = self._missing.get(name, _NEVER)
+                raise OptionError(f"method {method!r} cannot be used: {missing.why}", missing.hint)
         effective = "+".join(names) or "none"
-        chosen = [self._made[name] for name in names]
+        chosen = [self._made[name] for name in sorted(names, key=DRAFTER_NAMES.index)]
         if len(chosen) < 2:
             return (chosen[0] if chosen else None), MethodReport(method, effective, reason)
         return CombinedDrafter(chosen, capabilities.tree), MethodReport(method, effective, reason)
@@ -81,12 +115,15 @@ class Drafters:
             drafter.close()
 
 
+_NEVER = Missing("this target has no such drafter", "choose another method")
+
+
 def parse_method(method: str) -> tuple[str, ...]:
-    """The drafters a method names; `auto` names all, `none` names none. Raises OptionError."""
+    """The drafters a method names; `auto` names those it may use, `none` none. Raises OptionError."""
     if method == "none":
         return ()
     if method == "auto":
-        return DRAFTER_NAMES
+        return _AUTOMATIC
     names = tuple(method.split("+"))
     for name in names:
         if name not in DRAFTER_NAMES:
@@ -98,6 +135,12 @@ def parse_method(method: str) -> tuple[str, ...]:
             )
     if len(set(names)) < len(names):
         raise OptionError(f"method {method!r} names a drafter twice", "name each once")
+    selves = [name for name in names if name in SELF_DRAFTS]
+    if len(selves) > 1:
+        raise OptionError(
+            f"method {method!r} drafts on the target's one memory in {len(selves)} ways",
+            f"name one of {', '.join(selves)}",
+        )
     return names
 
 

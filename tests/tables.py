@@ -72,7 +72,7 @@ def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:
     return Runtime(target, None, Chosen(target, drafter))
 
 
-class Saying:
+class Saying(Drafter):
     """A drafter that proposes what a function says: (tokens so far, draft length) -> a tree or tokens."""
 
     name = "saying"
@@ -91,9 +91,6 @@ class Saying:
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         self.tokens += tokens
-
-    def interrupt(self, wanted: bool) -> None:
-        pass
 
     def close(self) -> None:
         self.closed = True

@@ -4,23 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
 __all__ = [
     "Capabilities",
+    "EarlyExit",
     "LanguageModel",
     "LoadOptions",
+    "LowBit",
     "ModelFacts",
     "Progress",
+    "SelfDraft",
+    "SkippedLayers",
     "Snapshot",
     "Vocabulary",
 ]
 
 # Called with (what, fraction from 0 to 1); False asks for a stop.
 Progress = Callable[[str, float], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExit:
+    """Draft with the layers below `exit_layer`, the final norm and the head (LayerSkip, arXiv 2404.16710).
+
+    What those layers computed is not computed again when the target verifies.
+    """
+
+    exit_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class LowBit:
+    """Draft with the same weights at fewer bits on the target's keys and values (QSpec, arXiv 2410.11305).
+
+    copy: the file of a copy with fewer bits; None where the loaded weights hold both precisions.
+    sink_tokens, window_tokens: look at the first few and this many last tokens only (MagicDec,
+    arXiv 2408.11049); a window of None looks at everything.
+    """
+
+    copy: str | None = None
+    sink_tokens: int = 4
+    window_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedLayers:
+    """Draft without some layers, on the target's own keys and values (SWIFT, arXiv 2410.06916)."""
+
+    layers: tuple[int, ...]
+
+
+SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +229,15 @@ class LanguageModel(Protocol):
 
         Where both compute in the background on one device, the pass may then be started before the last
         guess has come back from it. What comes out is the same.
+        """
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        """This model as its own draft: a view that drafts on the target's memory.
+
+        The view's `length` is the target's. Its `verify` runs a round of its own, which the target's next
+        `verify`, `commit` or `truncate` ends, taking over what it can use; its own `prefill`, `commit`,
+        `truncate` and `close` leave the target as it is. One view drafts in a round.
+        Raises CapabilityError with the reason where this model cannot.
         """
 
     def interrupt(self, wanted: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.backends.room import check_tokens_fit
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
@@ -206,6 +206,9 @@ class ReplayModel:
 
     def follow(self, draft: LanguageModel | None) -> None:
         pass  # its passes begin with what is pending
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
 
     def interrupt(self, wanted: bool) -> None:
         self._inner.interrupt(wanted)

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import (
+    Capabilities,
+    EarlyExit,
+    LanguageModel,
+    ModelFacts,
+    Progress,
+    SelfDraft,
+    Snapshot,
+    Vocabulary,
+)
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
@@ -154,6 +164,12 @@ class TabularModel:
     def follow(self, draft: LanguageModel | None) -> None:
         pass  # nothing runs in the background
 
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        """A view whose logits are off by noise, less with each layer of an early exit."""
+        if not self.facts.capabilities.rollback:
+            raise CapabilityError("this model cannot draft for itself", self.facts.capabilities.reason)
+        return _TabularView(self, 1.0 / how.exit_layer if isinstance(how, EarlyExit) else 0.3)
+
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
 
@@ -169,3 +185,38 @@ class TabularModel:
             )
         if more and self._interrupted:
             raise CancelledError("cancelled")
+
+
+class _TabularView(TabularModel):
+    """A table near another one, on the other's tokens."""
+
+    def __init__(self, target: TabularModel, noise: float) -> None:
+        random = np.random.default_rng(7)
+        off = random.normal(0, noise, target._table.shape).astype(np.float32)
+        super().__init__(target._table + off, tree=target.facts.capabilities.tree)
+        self._target = target
+        self.facts = replace(target.facts, name=f"{target.facts.name} itself", weight_bytes=0)
+
+    @property
+    def length(self) -> int:
+        return self._target.length
+
+    @property
+    def room(self) -> int:
+        return self._target.room
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._tokens = list(self._target._tokens)
+        return super().verify(tree, first)
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        pass  # the target's tokens are its tokens
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        pass
+
+    def truncate(self, length: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,36 +1,56 @@
-"""The Protocol of a drafter."""
+"""What every drafter is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["Drafter"]
 
 
-class Drafter(Protocol):
-    """Guesses tokens. Whatever it proposes, the reply stays the same; only the speed changes."""
+class Drafter(ABC):
+    """Guesses tokens. Whatever it proposes, the reply stays the same; only the speed changes.
+
+    A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
+    without `propose`, and a proposal may be cut or joined with others before it is verified.
+    extra_weight_bytes, extra_kv_bytes: what it keeps in memory beside the target.
+    """
 
     name: str
+    extra_weight_bytes: int = 0
+    extra_kv_bytes: int = 0
 
+    @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
         """A reply begins after `tokens` (all of the prompt). What is already known is not computed again."""
 
+    @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """A tree of up to `draft_length` levels whose root is the last token; the root alone when no guess.
 
         `sampler` stands after the last token; it is left as it was found.
         """
 
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
+        """See what the target said of the tree it verified, before that is gone; row i is node i's.
+
+        `sampler` stands after the last token; it is left as it was found.
+        """
+
+    @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
 
-    def interrupt(self, wanted: bool) -> None:
+    def rest(self, wanted: Callable[[], bool]) -> None:  # noqa: B027
+        """No reply is being made: improve while `wanted()` stays true. The target may be used meanwhile."""
+
+    def interrupt(self, wanted: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free everything the drafter owns."""

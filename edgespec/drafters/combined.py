@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.distribution import Distribution
+from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter", "merged"]
 
 
-class CombinedDrafter:
+class CombinedDrafter(Drafter):
     """Asks every drafter each round and merges what they say.
 
     can_branch: False for a target that verifies chains only; then the first drafter with a guess wins.
@@ -23,6 +24,8 @@ class CombinedDrafter:
         self.name = "+".join(drafter.name for drafter in drafters)
         self._drafters = tuple(drafters)
         self._can_branch = can_branch
+        self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in drafters)
+        self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in drafters)
 
     def begin(self, tokens: Sequence[int]) -> None:
         for drafter in self._drafters:
@@ -37,9 +40,17 @@ class CombinedDrafter:
             trees.append(tree)
         return merged(trees)
 
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        for drafter in self._drafters:
+            drafter.observe(tree, logits, sampler)
+
     def commit(self, tokens: tuple[int, ...]) -> None:
         for drafter in self._drafters:
             drafter.commit(tokens)
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        for drafter in self._drafters:
+            drafter.rest(wanted)
 
     def interrupt(self, wanted: bool) -> None:
         for drafter in self._drafters:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgespec.backends.base import LanguageModel
+from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
@@ -24,10 +25,14 @@ __all__ = ["ModelDrafter"]
 
 @dataclass(slots=True)
 class _Growing:
-    """A tree while it grows, and how much of it the draft model has run."""
+    """A tree while it grows, and how much of it the draft model has run.
+
+    Its first nodes, up to `root`, are tokens that the draft model had not run yet.
+    """
 
     tokens: list[int]
     parents: list[int]
+    root: int
     laws: list[Distribution | None] = field(default_factory=list)
     run: int = 0
 
@@ -40,25 +45,23 @@ class _Growing:
     def tree(self) -> TokenTree:
         return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.laws))
 
-    def path(self, root: int, node: int) -> list[int]:
-        """The tokens after `root` down to `node`."""
+    def path(self, node: int) -> list[int]:
+        """The tokens after the root down to `node`."""
         path = []
-        while node > root:
+        while node > self.root:
             path.append(self.tokens[node])
             node = self.parents[node]
         return path[::-1]
 
 
-class ModelDrafter:
-    """Drafts with a LanguageModel.
+class ModelDrafter(Drafter):
+    """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
 
     branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain.
     min_confidence: stop below a drafted token of less probability. The token itself is kept: dropping
     it would bias rejection mode.
     vocab_size: the target's; ids beyond it are never drafted.
     """
-
-    name = "model"
 
     def __init__(
         self,
@@ -67,12 +70,15 @@ class ModelDrafter:
         *,
         branches: tuple[int, ...] = (),
         min_confidence: float = 0.0,
+        name: str = "model",
     ) -> None:
         if not model.facts.capabilities.rollback:
             raise CapabilityError(
                 f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
                 "choose a draft whose cache can be rolled back, or --draft none",
             )
+        self.name = name
+        self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         self._branches = branches if model.facts.capabilities.tree else ()
@@ -110,15 +116,15 @@ class ModelDrafter:
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
         lag = self._known(self._tokens[self._model.length :])
-        grown = self._grown = _Growing(lag, list(range(-1, len(lag) - 1)), [None] * len(lag))
         root = len(lag) - 1
+        grown = self._grown = _Growing(lag, list(range(-1, root)), root, [None] * len(lag))
         frontier = [root]
         for depth in range(draft_length):
             first, grown.run = grown.run, len(grown.tokens)
             self._model.run_ahead(not self._branches and depth + 1 < draft_length)
             logits = self._model.verify(grown.tree(), first).limited(self._vocab_size)
             rows = [(node, node - first) for node in frontier]
-            frontier = self._grow(grown, root, rows, logits, sampler, acceptance, depth)
+            frontier = self._grow(grown, rows, logits, sampler, acceptance, depth)
             if not frontier or len(grown.tokens) > widest:
                 break
         return TokenTree(
@@ -131,7 +137,6 @@ class ModelDrafter:
     def _grow(
         self,
         grown: _Growing,
-        root: int,
         rows: list[tuple[int, int]],
         logits: Logits,
         sampler: Sampler,
@@ -142,7 +147,7 @@ class ModelDrafter:
         count = self._branches[depth] if depth < len(self._branches) else 1
         frontier = []
         for node, row in rows:
-            path = grown.path(root, node)
+            path = grown.path(node)
             for token in path:
                 sampler.push(token)
             for token, law in acceptance.draw(sampler, logits, row, count):
@@ -168,7 +173,7 @@ class ModelDrafter:
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
         if self._grown and self._grown.run:
-            tree, node = self._grown.tree(), self._behind - 1
+            tree, node = self._grown.tree(), self._grown.root
             path = list(range(1, node + 1))
             for token in tokens[:-1]:
                 child = tree.child(node, token)

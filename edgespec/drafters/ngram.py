@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -14,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 __all__ = ["NgramDrafter"]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Looks the last `longest` to `shortest` tokens up in prompt and reply, longest match first.
 
     Of equal matches the latest wins. Cost: one dictionary entry per token and length; nothing is
@@ -58,9 +59,6 @@ class NgramDrafter:
                 if end >= length:
                     self._after[tuple(self._tokens[end - length :])] = end
             self._tokens.append(token)
-
-    def interrupt(self, wanted: bool) -> None:
-        """A proposal is too short to stop."""
 
     def close(self) -> None:
         self._tokens, self._after = [], {}

@@ -40,6 +40,9 @@ class Proposer(Protocol):
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """Guess up to `draft_length` levels of tokens after the last token."""
 
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        """See what the target said of the tree it verified, while that is there."""
+
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Take note of the tokens that were emitted."""
 
@@ -98,6 +101,9 @@ def decode(
         verdict = acceptance.accept(tree, logits, sampler)
         tokens = (*(tree.tokens[node] for node in verdict.path), verdict.token)
         sampled = now()
+        if drafter:
+            drafter.observe(tree, logits, sampler)
+        observed = now()
         stop_at = next((i for i, token in enumerate(tokens) if is_stop(token)), None)
         tokens = tokens if stop_at is None else tokens[: stop_at + 1]
         checked = now()
@@ -110,11 +116,11 @@ def decode(
         emitted_total += len(tokens)
         accepted = min(len(verdict.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
-        stats.draft_seconds += drafted - started - logits.begun_seconds
+        stats.draft_seconds += drafted - started - logits.begun_seconds + observed - sampled
         stats.verify_seconds += verified - drafted + logits.begun_seconds + logits.waited_seconds
         stats.sampling_seconds += sampled - verified - logits.waited_seconds
         stats.rollback_seconds += committed - checked
-        stats.overhead_seconds += now() - committed + checked - sampled
+        stats.overhead_seconds += now() - committed + checked - observed
         reason: FinishReason | None = "stop" if stop_at is not None else None
         yield Step(tokens, accepted, reason)
         if reason:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Chance, Rejection
@@ -41,7 +42,7 @@ def block_wise(chance: Chance) -> Rejection:
 RULES = [pytest.param(token_wise, id="token-wise"), pytest.param(block_wise, id="block")]
 
 
-class FixedGuess:
+class FixedGuess(Drafter):
     """A drafter that is certain, as an n-gram lookup is."""
 
     name = "fixed"
@@ -57,12 +58,6 @@ class FixedGuess:
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         self._last = tokens[-1]
-
-    def interrupt(self, wanted: bool) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def one_round(

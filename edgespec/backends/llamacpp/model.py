@@ -11,6 +11,7 @@ from edgespec.backends.base import (
     LoadOptions,
     ModelFacts,
     Progress,
+    SelfDraft,
     Snapshot,
     Vocabulary,
 )
@@ -239,6 +240,9 @@ class LlamaCppModel:
 
     def follow(self, draft: LanguageModel | None) -> None:
         pass  # nothing runs in the background
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
 
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted

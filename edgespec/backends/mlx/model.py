@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
 from edgespec.backends.mlx.device import evaluated, launched, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.layers import LayerTaps
@@ -303,6 +303,9 @@ class MlxModel:
         self._forget()
         from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
         self._kept = self.memory.mark()
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
