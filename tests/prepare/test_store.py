@@ -1,0 +1,205 @@
+"""The store of prepared files: whole or not there, kept after an interruption, refused when damaged."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import namedtuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
+from edgespec.prepare.store import Prepared, Workbench, check, find, make, read, store_folder
+
+_SETTINGS = {"exit_layer": 3}
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(256)) * 20_000)
+    return path
+
+
+class Writer:
+    """Writes two files and counts; stops before the file that is called `stop_at`."""
+
+    def __init__(self, stop_at: str = "", error: BaseException | None = None) -> None:
+        self.written: list[str] = []
+        self._stop_at, self._error = stop_at, error
+
+    def __call__(self, bench: Workbench) -> Mapping[str, Any]:
+        for name in ("first", "second"):
+            if name == self._stop_at and self._error:
+                raise self._error
+            bench.file(name, self._write)
+        return {"layers": 12}
+
+    def _write(self, path: Path) -> None:
+        self.written.append(path.name.removesuffix(".tmp"))
+        path.write_bytes(path.name.encode() * 100_000)
+
+
+def _made(source: Path, write: Writer | None = None, **options: Any) -> Prepared:
+    return make("layerskip", source, _SETTINGS, write or Writer(), needed_bytes=1000, **options)
+
+
+def test_what_was_made_is_found_and_right(source: Path) -> None:
+    made = _made(source)
+    assert find("layerskip", source, _SETTINGS) == read(made.folder) == made
+    assert find("layerskip", source) == made
+    assert find("layerskip", source, {"exit_layer": 4}) is None
+    assert find("lowbit", source) is None
+    assert made.folder.is_relative_to(store_folder())
+    assert {path.name for path in made.folder.iterdir()} == {"first", "second", "edgespec.json"}
+    check(made, source, full=True)
+
+
+def test_it_is_made_once(source: Path) -> None:
+    _made(source)
+    again = Writer()
+    _made(source, again)
+    assert again.written == []
+
+
+def test_a_folder_of_ones_own_is_found_too(source: Path, tmp_path: Path) -> None:
+    made = _made(source, to=tmp_path / "mine")
+    assert made.folder == tmp_path / "mine"
+    assert find("layerskip", source, _SETTINGS) == made
+    shutil.rmtree(made.folder)
+    assert find("layerskip", source, _SETTINGS) is None
+
+
+def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(OptionError, match="holds something else"):
+        _made(source, to=tmp_path / "mine")
+    made = _made(source, to=tmp_path / "empty")
+    with pytest.raises(OptionError, match="other settings"):
+        make("layerskip", source, {"exit_layer": 9}, Writer(), needed_bytes=1, to=made.folder)
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CancelledError("cancelled"), OSError(28, "full")])
+def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseException) -> None:
+    with pytest.raises((KeyboardInterrupt, CancelledError, ModelFileError)):
+        _made(source, Writer("second", error))
+    assert find("layerskip", source) is None
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["second"]
+
+
+def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) -> None:
+    with pytest.raises(CancelledError):
+        _made(source, Writer("second", CancelledError("cancelled")))
+    (kept,) = store_folder().rglob("first")
+    kept.write_bytes(b"x" * kept.stat().st_size)
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["first", "second"]
+
+
+def test_nothing_is_kept_when_the_source_changed_meanwhile(source: Path) -> None:
+    with pytest.raises(CancelledError):
+        _made(source, Writer("second", CancelledError("cancelled")))
+    source.write_bytes(b"GGUF" + b"other" * 1000)
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["first", "second"]
+
+
+def test_nothing_is_left_of_what_cannot_be_done(source: Path) -> None:
+    with pytest.raises(CapabilityError):
+        _made(source, Writer("second", CapabilityError("it cannot be split")))
+    assert not [path for path in store_folder().rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("damage", ["cut", "head", "gone"])
+def test_a_damaged_file_is_refused_and_made_again(source: Path, damage: str, full: bool) -> None:
+    made = _made(source)
+    path = made.path("first")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "head":
+        path.write_bytes(b"X" + path.read_bytes()[1:])
+    else:
+        path.unlink()
+    with pytest.raises(ModelFileError, match="damaged|missing") as failure:
+        check(made, full=full)
+    assert "run `edgespec prepare` again" in str(failure.value)
+    check(_made(source), source, full=True)
+
+
+def test_one_byte_anywhere_is_seen_by_a_full_check(source: Path) -> None:
+    made = _made(source)
+    path = made.path("second")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match="damaged"):
+        check(made, full=True)
+
+
+def test_a_changed_source_is_refused(source: Path) -> None:
+    made = _made(source)
+    source.write_bytes(b"GGUF" + source.read_bytes()[4:][::-1])
+    check(made)
+    with pytest.raises(ModelFileError, match="no longer the file"):
+        check(made, source)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 10**9))
+    write = Writer()
+    with pytest.raises(ModelFileError, match=r"7\.00 GB are needed in .* and 5\.00 GB are free"):
+        make("layerskip", source, _SETTINGS, write, needed_bytes=7 * 10**9)
+    assert write.written == []
+    assert not list(store_folder().rglob("first*"))
+
+
+def test_two_at_once_make_it_once(source: Path) -> None:
+    writers = [Writer() for _ in range(4)]
+    threads = [threading.Thread(target=_made, args=(source, writer)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(len(writer.written) for writer in writers) == [0, 0, 0, 2]
+
+
+def test_progress_can_stop_it(source: Path) -> None:
+    with pytest.raises(CancelledError):
+        _made(source, progress=lambda what, fraction: False)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", None])
+def test_a_source_that_is_no_model_is_refused(source: Path, content: bytes | None) -> None:
+    if content is None:
+        source.unlink()
+    else:
+        source.write_bytes(content)
+    with pytest.raises(ModelFileError, match="not a GGUF|cannot be read"):
+        _made(source)
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "kind": "other"}'])
+def test_a_manifest_that_is_none_is_refused(source: Path, manifest: str) -> None:
+    made = _made(source)
+    (made.folder / "edgespec.json").write_text(manifest)
+    with pytest.raises(ModelFileError, match="delete"):
+        read(made.folder)
+    assert find("layerskip", source) is None
