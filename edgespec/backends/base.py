@@ -18,6 +18,7 @@ __all__ = [
     "ModelFacts",
     "Progress",
     "SelfDraft",
+    "Skippable",
     "SkippedLayers",
     "Snapshot",
     "Vocabulary",
@@ -73,6 +74,8 @@ class LoadOptions:
     memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
     draft: it is to draft: `auto` choices need not care how exactly its passes round.
     adapter: a folder with a LoRA or DoRA adapter to put on the weights.
+    low_bits: be ready to draft at fewer bits (`LowBit` without a copy); plain decoding then uses the same
+    split weights that verification does.
     """
 
     context_tokens: int | None = None
@@ -87,6 +90,7 @@ class LoadOptions:
     memory_bytes: int | None = None
     draft: bool = False
     adapter: str | None = None
+    low_bits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Capabilities:
     reason: one line that says why something is missing; empty when nothing is.
     max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
     taps: hidden states between its layers can be read.
+    self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
+    `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
     """
 
     rollback: bool
@@ -106,6 +112,7 @@ class Capabilities:
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
     taps: bool = False
+    self_drafts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,14 @@ class LanguageModel(Protocol):
         can only go back to some of its moments keeps fewer, and none where it can go back to none.
         """
 
+    def forget(self, start: int, end: int) -> None:
+        """Take tokens [start, end) out of the cache: what follows them moves down to their place.
+
+        What follows was computed while they were there, and stays as it was but for its positions
+        (StreamingLLM, arXiv 2309.17453). Also ends the round. Raises CapabilityError where the memory
+        cannot do so; then nothing changed.
+        """
+
     def snapshot(self) -> Snapshot:
         """A copy of the cache."""
 
@@ -248,3 +263,24 @@ class LanguageModel(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+class Skippable(LanguageModel, Protocol):
+    """A model that drafts without some of its layers, and tells how well that would go.
+
+    `self_draft(SkippedLayers(layers))` costs next to nothing and may be called for every set that is tried.
+    """
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers there are; the first and the last may not be skipped."""
+
+    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+        """How often the best token is the same without these layers, from 0 to 1.
+
+        tokens: the last tokens of the cache, in order; one pass runs them again after what is before them.
+        What it says with all layers is kept for the next set, while cache and tokens stay the same.
+        The cache is left as it is, an open round is ended. Raises OptionError for the first layer, the last
+        or one that is not there, CapabilityError where layers cannot be skipped or more tokens were asked
+        for than the cache can look back on, and CancelledError.
+        """
