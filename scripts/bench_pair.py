@@ -1,10 +1,15 @@
 #!/usr/bin/env python3
-"""Speculative against plain decoding of one pair, interleaved prompt by prompt, as ratios.
+"""Methods against plain decoding of one target, interleaved prompt by prompt, as ratios.
 
     scripts/bench_pair.py --target big-target.gguf --draft big-draft.gguf --draft-lengths 3,4,6
+    scripts/bench_pair.py --target demo --methods model,ngram,model+ngram --skills copy,edit
 
-Every prompt is decoded plainly and with each draft length right after one another; a ratio compares times per
-token of the same prompt, prefill not counted. The tokens of all sides are compared as well.
+Every prompt is decoded plainly and in each way right after one another; a ratio compares times per token of
+the same prompt, prefill not counted. The tokens of all sides are compared as well.
+
+v: a verify pass in plain steps; c: a drafted token in plain steps. predicted: what the tokens per pass cost
+at those prices, tokens / (drafted * c + v), without sampling, rollback and the engine; share: how much of
+that was reached. limit: the same if every guess of the chains had been right.
 """
 
 from __future__ import annotations
@@ -12,7 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import edgespec
 from edgespec.catalog.catalogue import models_folder
@@ -24,56 +32,94 @@ def main() -> None:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="auto")
-    parser.add_argument("--method", default="model")
+    parser.add_argument("--methods", default="model")
     parser.add_argument("--draft-lengths", default="4")
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--acceptance", default="invariant")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
+    parser.add_argument("--skills", help="only prompts of these skills, such as copy,edit")
     parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
+    )
     args = parser.parse_args()
 
-    prompts = [json.loads(line) for line in args.prompts.read_text().splitlines()][:: args.every]
-    lengths = [int(k) for k in args.draft_lengths.split(",")]
-    with edgespec.load(args.target, args.draft, context=1024) as runtime:
+    skills = set(args.skills.split(",")) if args.skills else None
+    prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
+    prompts = [prompt for prompt in prompts if not skills or prompt["skill"] in skills][:: args.every]
+    methods = args.methods.split(",")
+    ways = [(method, int(k)) for method in methods for k in args.draft_lengths.split(",")]
+    with edgespec.load(
+        args.target, args.draft, context=1024, methods=tuple(methods), **args.options
+    ) as runtime:
         print(
-            f"{runtime.target.description}, method {args.method},"
-            f" draft {runtime.draft.description if runtime.draft else 'none'}"
+            f"{runtime.target.description}, draft {runtime.draft.description if runtime.draft else 'none'},"
+            f" {len(prompts)} prompts"
         )
         for temperature in map(float, args.temperatures.split(",")):
-            plain_speed: list[float] = []
-            rows: dict[int, list[edgespec.Reply]] = {k: [] for k in lengths}
-            ratios: dict[int, list[float]] = {k: [] for k in lengths}
-            different = 0
-            for prompt in prompts:
-                chat = runtime.chat(messages=[edgespec.Message(**m) for m in prompt["messages"][:-1]])
-                options = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": 1}
-                said = prompt["messages"][-1]["content"]
-                plain = chat.ask(said, method="none", **options)
-                plain_speed.append(plain.stats.tokens_per_second or 0.0)
-                for k in lengths:
-                    chat = runtime.chat(messages=[edgespec.Message(**m) for m in prompt["messages"][:-1]])
-                    reply = chat.ask(
-                        said, method=args.method, draft_length=k, acceptance=args.acceptance, **options
-                    )
-                    different += reply.tokens != plain.tokens
-                    rows[k].append(reply)
-                    ratios[k].append((reply.stats.tokens_per_second or 0.0) / plain_speed[-1])
-            print(
-                f"T {temperature:g}: plain {statistics.geometric_mean(plain_speed):.1f} tokens/s, "
-                f"{len(prompts)} prompts, replies that differ from plain: {different}"
+            how = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": 1}
+            _compare(runtime, prompts, ways, how, args.acceptance)
+
+
+def _compare(
+    runtime: edgespec.Runtime,
+    prompts: Sequence[dict[str, Any]],
+    ways: Sequence[tuple[str, int]],
+    how: dict[str, Any],
+    acceptance: str,
+) -> None:
+    plain: list[edgespec.Reply] = []
+    replies: dict[tuple[str, int], list[edgespec.Reply]] = defaultdict(list)
+    for prompt in prompts:
+        plain.append(_ask(runtime, prompt, method="none", **how))
+        for way in ways:
+            method, length = way
+            replies[way].append(
+                _ask(runtime, prompt, method=method, draft_length=length, acceptance=acceptance, **how)
             )
-            for k in lengths:
-                drafted = sum(r.stats.drafted_tokens for r in rows[k])
-                accepted = sum(r.stats.accepted_tokens for r in rows[k])
-                emitted = sum(r.stats.generated_tokens for r in rows[k])
-                passes = sum(r.stats.target_passes for r in rows[k])
-                print(
-                    f"  draft length {k:2}: {statistics.geometric_mean(ratios[k]):.2f}x plain "
-                    f"(geometric mean; worst {min(ratios[k]):.2f}x), "
-                    f"acceptance {accepted / max(1, drafted):.3f}, "
-                    f"tokens per pass {emitted / passes:.2f}"
-                )
+    speed = statistics.geometric_mean(reply.stats.tokens_per_second or 0.0 for reply in plain)
+    print(f"T {how['temperature']:g}: plain {speed:.1f} tokens/s")
+    skills = [prompt["skill"] for prompt in prompts]
+    for (method, length), got in replies.items():
+        print(f"  {method}, draft length {length}: {_line(skills, plain, got)}")
+
+
+def _ask(runtime: edgespec.Runtime, prompt: dict[str, Any], **how: Any) -> edgespec.Reply:
+    *before, last = [edgespec.Message(**message) for message in prompt["messages"]]
+    return runtime.chat(messages=before).ask(last.content, **how)
+
+
+def _line(skills: Sequence[str], plain: Sequence[edgespec.Reply], got: Sequence[edgespec.Reply]) -> str:
+    by_skill: dict[str, list[float]] = defaultdict(list)
+    for skill, one, other in zip(skills, plain, got, strict=True):
+        by_skill[skill].append((other.stats.tokens_per_second or 0.0) / (one.stats.tokens_per_second or 1.0))
+    means = {skill: statistics.geometric_mean(ratios) for skill, ratios in by_skill.items()}
+    worst = min(ratio for ratios in by_skill.values() for ratio in ratios)
+    mean = statistics.geometric_mean(means.values())
+    step = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
+    passes, emitted = _sum(got, "target_passes"), _sum(got, "generated_tokens")
+    drafted, accepted = _sum(got, "drafted_tokens"), _sum(got, "accepted_tokens")
+    v = _sum(got, "verify_seconds") / passes / step
+    c = _sum(got, "draft_seconds") / max(1, drafted) / step
+    cost = drafted / passes * c + v
+    differ = sum(one.tokens != other.tokens for one, other in zip(plain, got, strict=True))
+    stats = got[0].stats
+    return (
+        f"{mean:.2f}x plain (geometric mean of {len(means)} skills; worst reply {worst:.2f}x)\n"
+        f"    drafted {drafted}, accepted {accepted} ({accepted / max(1, drafted):.3f}),"
+        f" {emitted / passes:.2f} tokens per pass, v {v:.2f}, c {c:.3f},"
+        f" predicted {emitted / passes / cost:.2f}x, share {mean * cost * passes / emitted:.2f},"
+        f" limit {(drafted / passes + 1) / cost:.2f}x\n"
+        f"    extra weights {stats.draft_weight_bytes:,} bytes, extra cache {stats.draft_kv_bytes:,} bytes,"
+        f" rollback {_sum(got, 'rollback_seconds') / passes * 1e3:.2f} ms a pass,"
+        f" replies that differ from plain: {differ}\n"
+        "    " + ", ".join(f"{skill} {ratio:.2f}x" for skill, ratio in sorted(means.items()))
+    )
+
+
+def _sum(replies: Iterable[edgespec.Reply], name: str) -> Any:
+    return sum(getattr(reply.stats, name) for reply in replies)
 
 
 if __name__ == "__main__":
