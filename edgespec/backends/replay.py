@@ -186,6 +186,9 @@ class ReplayModel:
             length = self._inner.length
         del self._known[length - self._first_known :]
 
+    def forget(self, start: int, end: int) -> None:
+        raise CapabilityError(f"the state of {self.facts.name} cannot forget tokens {start} to {end}")
+
     def snapshot(self) -> Snapshot:
         self._check(0)
         self._end_round()

@@ -146,6 +146,13 @@ class TabularModel:
         del self._tokens[length:]
         self._round = []
 
+    def forget(self, start: int, end: int) -> None:
+        self._check(0)
+        if not self.facts.capabilities.rollback:
+            raise CapabilityError("this model's memory cannot be cut", self.facts.capabilities.reason)
+        del self._tokens[start:end]
+        self._round = []
+
     def snapshot(self) -> Snapshot:
         self._check(0)
         return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
@@ -217,6 +224,9 @@ class _TabularView(TabularModel):
 
     def truncate(self, length: int) -> None:
         pass
+
+    def forget(self, start: int, end: int) -> None:
+        raise CapabilityError(f"{self.facts.name} drafts on the target's memory, which is left whole")
 
     def close(self) -> None:
         pass

@@ -163,6 +163,16 @@ class LlamaContext:
         """Take positions from `start` on out of a sequence; False when this memory cannot."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
 
+    @property
+    def can_shift(self) -> bool:
+        """Whether cached keys can be turned to other positions."""
+        return bool(self._lib.llama_memory_can_shift(self._memory))
+
+    def close_up(self, start: int, end: int) -> None:
+        """Take positions [start, end) out of sequence 0; those after them move down at the next pass."""
+        self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
+        self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
+
     def clear(self) -> None:
         """Forget everything."""
         self._lib.llama_memory_clear(self._memory, False)

@@ -205,6 +205,16 @@ class LlamaCppModel:
         self._length = min(length, self._length)
         self._forget_after(self._length)
 
+    def forget(self, start: int, end: int) -> None:
+        self._check(0)
+        if self._recurrent or not self._context.can_shift:
+            raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
+        self._end_round()
+        end = min(end, self._length)
+        if start < end:
+            self._context.close_up(start, end)
+            self._length -= end - start
+
     def checkpoint(self) -> Moment:
         """The memory now; shared until it is written to."""
         self._check(0)

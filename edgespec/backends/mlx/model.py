@@ -271,6 +271,9 @@ class MlxModel:
         elif length < self.length or length == 0:
             self._forget()
 
+    def forget(self, start: int, end: int) -> None:
+        raise CapabilityError(f"{self.facts.name} cannot turn its keys to other positions ({start} to {end})")
+
     def taps(self) -> LayerTaps:
         """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""
         return LayerTaps(self._net)

@@ -1,0 +1,84 @@
+"""Tokens out of the middle of a cache: what follows them moves down to their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
+from tests.backends.contract import fresh, step, tokens_for
+from tests.backends.tiny_models import write_gemma2, write_llama
+from tests.tables import table
+
+
+def loaded(path: Path, **options: str) -> LanguageModel:
+    return llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=256, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_a_round", [False, True])
+def test_one_layer_knows_no_difference(tmp_path: Path, in_a_round: bool) -> None:
+    """Keys and values of one layer depend on their own token alone: forgotten is as never been."""
+    model = loaded(write_llama(tmp_path / "tiny.gguf"))
+    tokens = tokens_for(model, 60)
+    expected = fresh(model, [*tokens[:4], *tokens[30:]])
+    model.truncate(0)
+    model.prefill(tokens[:-1])
+    if in_a_round:
+        model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
+    model.forget(4, 30)
+    assert (model.length, model.room) == (33, 223)
+    got = step(model, tokens[-1])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-2)
+    # And the cache goes on as any other: branches, rollback, more to forget.
+    model.verify(TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4))
+    model.commit((2, 3))
+    model.forget(10, 20)
+    model.truncate(20)
+    kept = [*tokens[:4], *tokens[30:36], *tokens[46:56]]
+    got = step(model, 9)
+    np.testing.assert_allclose(got, fresh(model, [*kept, 9]), rtol=0, atol=1e-2)
+    model.close()
+
+
+def test_forgetting_the_end_is_cutting_it_off(tmp_path: Path) -> None:
+    model = loaded(write_gemma2(tmp_path / "tiny.gguf"))
+    tokens = tokens_for(model, 40)
+    expected = fresh(model, [*tokens[:20], 5])
+    model.truncate(0)
+    model.prefill(tokens)
+    model.forget(20, 100)
+    np.testing.assert_allclose(step(model, 5), expected, rtol=0, atol=2e-2)
+    assert model.length == 21
+    model.close()
+
+
+def test_quantised_keys_turn_too(demo_target: Path) -> None:
+    rows = {}
+    for kv_type in ("f16", "q8_0"):
+        model = loaded(demo_target, kv_type=kv_type)
+        model.prefill(tokens_for(model, 100))
+        model.forget(4, 60)
+        rows[kv_type] = step(model, 7)
+        model.close()
+    assert np.corrcoef(rows["f16"], rows["q8_0"])[0, 1] > 0.95
+
+
+def test_a_table_forgets() -> None:
+    model = table(1)
+    model.prefill([0, 1, 2, 3, 4])
+    model.forget(1, 4)
+    assert model.length == 2
+    np.testing.assert_array_equal(step(model, 2), fresh(model, [0, 4, 2]))
+
+
+def test_who_cannot_says_so_and_changes_nothing() -> None:
+    model = table(1, rollback=False)
+    model.prefill([0, 1, 2])
+    with pytest.raises(CapabilityError, match="cannot be cut"):
+        model.forget(0, 1)
+    assert model.length == 3
