@@ -15,6 +15,7 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
@@ -61,15 +62,12 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 class LlamaCppModel:
     """One GGUF model with one KV cache.
 
-    Sequence 0 holds the committed tokens. In a round every branch of the tree is a sequence of its own
-    that shares the cells of its ancestors: the first child goes on with its parent's sequence, each
-    further child opens a new one. Committing keeps one sequence as the new sequence 0.
-    With a recurrent memory there are chains only, and the other sequences hold checkpoints.
+    Where its tokens are is kept by `Cells`. With a recurrent memory there are chains only, and the
+    sequences beside sequence 0 hold checkpoints.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
         self._weights = weights
-        self._max_branches = options.max_branches
         self._closed = False
         self._vocabulary = LlamaVocabulary(weights)
         self.vocabulary: Vocabulary = self._vocabulary
@@ -87,133 +85,75 @@ class LlamaCppModel:
         except BaseException:
             self._context.close()
             raise
-        self._length = 0
+        self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
         self._recurrent = plan.recurrent
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
         self._chosen = False
-        self._sequence_of: list[int] = []
-        self._position_of: list[int] = []
 
     @property
     def length(self) -> int:
-        return self._length
+        return self._cells.length
 
     @property
     def room(self) -> int:
-        return self._context.tokens - self._length
+        return self._context.tokens - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
-        self._end_round()
+        self._cells.end_round()
         step = self._context.batch_tokens
         for start in range(0, len(tokens), step):
             chunk = tokens[start : start + step]
             self._chosen = False
             try:
-                self._context.append(chunk, self._length)
+                self._context.append(chunk, self.length)
             except (BackendError, ContextFullError, CancelledError):
-                self._forget_after(self._length)
+                self._cells.cut(self.length)
                 raise
-            self._length += len(chunk)
+            self._cells.length += len(chunk)
             if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
                 raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:
             self._check(tree.width)
+            self._check_shape(tree)
             if first == 0:
-                self._end_round()
-            sequences = self._place(tree, first)
+                self._cells.end_round()
+            positions, sequences = self._cells.place(tree, first)
             self._chosen = False
-            rows = self._context.run(tree.tokens[first:], self._position_of[first:], sequences)
+            rows = self._context.run(tree.tokens[first:], positions, sequences)
         except (BackendError, ContextFullError, CancelledError):
-            self._end_round()
+            self._cells.end_round()
             raise
         return HostLogits(rows)
 
-    def _place(self, tree: TokenTree, first: int) -> list[list[int]]:
-        """Give nodes from `first` on a position and a sequence; the sequences that pass through each."""
+    def _check_shape(self, tree: TokenTree) -> None:
         able = self.facts.capabilities
         if not (able.rollback or tree.width == 1 or (self.found.replays and tree.is_chain)):
             raise CapabilityError(f"{self.facts.name} cannot verify drafts", able.reason)
         if tree.width > self._context.max_width:
             raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
-        passing: list[list[int]] = []
-        parented = set(tree.parents[1:first])
-        used = max(self._sequence_of, default=0)
-        for node in range(first, tree.width):
-            parent = tree.parents[node]
-            self._position_of.append(self._length if parent < 0 else self._position_of[parent] + 1)
-            if parent < 0 or parent not in parented:
-                parented.add(parent)
-                sequence = 0 if parent < 0 else self._sequence_of[parent]
-            else:
-                used += 1
-                sequence = used
-                self._branch(tree, parent, sequence, first, passing)
-            self._sequence_of.append(sequence)
-            passing.append([sequence])
-        return passing
-
-    def _branch(
-        self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]
-    ) -> None:
-        """Open a sequence that shares all ancestors from `parent` up."""
-        if sequence >= self._max_branches:
-            self._end_round()
-            raise CapabilityError(
-                f"the tree has more than the {self._max_branches} branches the model was loaded for"
-            )
-        while parent >= first:
-            passing[parent - first].append(sequence)
-            parent = tree.parents[parent]
-        source, end = (
-            (0, self._length) if parent < 0 else (self._sequence_of[parent], self._position_of[parent] + 1)
-        )
-        self._context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept = path[-1] if path else 0
-        length = self._position_of[kept] + 1
-        if kept == len(path):
-            # The path is the first nodes of the pass: their cells lie in order already.
-            self._chosen = self.found.replays and length < self._position_of[-1] + 1
-            self._forget_after(length)
-        else:
-            self._context.close_ranks(self._sequence_of[kept], self._length, length)
-            self._sequence_of, self._position_of = [], []
-        self._length = length
-
-    def _end_round(self) -> None:
-        if self._sequence_of:
-            self._forget_after(self._length)
-
-    def _forget_after(self, length: int) -> None:
-        """Keep `length` tokens of sequence 0 and nothing of any branch."""
-        for sequence in range(1, max(self._sequence_of, default=0) + 1):
-            self._context.drop(sequence, 0)
-        if not self._context.drop(0, length) and not self.found.replays:
-            # A memory that cannot be cut back: what is left of it is not the beginning of anything.
-            self._context.clear()
-            self._length = 0
-        self._sequence_of, self._position_of = [], []
+        whole = self._cells.commit(path)
+        self._chosen = self.found.replays and not whole
 
     def truncate(self, length: int) -> None:
         self._check(0)
         self._moments.tidy()
-        self._length = min(length, self._length)
-        self._forget_after(self._length)
+        self._cells.cut(min(length, self.length))
 
     def forget(self, start: int, end: int) -> None:
         self._check(0)
         if self._recurrent or not self._context.can_shift:
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
-        self._end_round()
-        end = min(end, self._length)
+        self._cells.end_round()
+        end = min(end, self.length)
         if start < end:
             self._context.close_up(start, end)
-            self._length -= end - start
+            self._cells.length -= end - start
 
     def checkpoint(self) -> Moment:
         """The memory now; shared until it is written to."""
@@ -221,29 +161,29 @@ class LlamaCppModel:
         if self._chosen:
             self._context.settle()
             self._chosen = False
-        return self._moments.take(self._length)
+        return self._moments.take(self.length)
 
     def rewind(self, checkpoint: Moment) -> None:
         """Make the memory what it was; ends the round, whatever became of it."""
         self._check(0)
         self._moments.go_back(checkpoint)
-        self._length, self._chosen = checkpoint.length, False
-        self._sequence_of, self._position_of = [], []
+        self._cells.length, self._chosen = checkpoint.length, False
+        self._cells.forget_round()
 
     def snapshot(self) -> Snapshot:
         self._check(0)
-        self._end_round()
-        return Snapshot(self._length, to_bytes(self._context, self._length, self._recurrent))
+        self._cells.end_round()
+        return Snapshot(self.length, to_bytes(self._context, self.length, self._recurrent))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._end_round()
-        self._length = 0
+        self._cells.end_round()
+        self._cells.length = 0
         self._context.clear()
         if not from_bytes(self._context, snapshot.data, snapshot.length, self._recurrent):
             self._context.clear()
             raise BackendError("the saved state does not fit this model and context", "compute it again")
-        self._length = snapshot.length
+        self._cells.length = snapshot.length
 
     def run_ahead(self, wanted: bool) -> None:
         pass  # nothing runs in the background
