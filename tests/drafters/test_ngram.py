@@ -70,3 +70,17 @@ def test_examples() -> None:
     assert guess([1, 2, 3]) == []
     assert guess([5]) == []
     assert guess([7, 7, 7, 7]) == [7, 7, 7, 7]
+
+
+def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
+    drafter = NgramDrafter()
+    assert drafter.microseconds_per_token is None
+    text = [*range(300_000), 7, 8]
+    drafter.begin(text)
+    tree = drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3)
+    assert tree.tokens == (8,), "only the end of a very long text is kept"
+    drafter.begin([1, *text[:100], 7, 8])
+    assert drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3).tokens == (8, 9, 10, 11)
+    drafter.commit((9, 10))
+    assert drafter.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
+    assert 0 < drafter.extra_kv_bytes < 2_000_000

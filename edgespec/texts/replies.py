@@ -1,0 +1,173 @@
+"""Earlier replies as tokens, one private file for each vocabulary, so that later chats can guess from them.
+
+A file is a header and records appended under a lock. Every record says where it begins and what it must sum
+to, so one that was cut short or damaged is skipped and the others stay.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from errno import ENOSPC
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import numpy as np
+
+from edgespec.chat.store import data_folder
+from edgespec.drafters.text import Tokens
+from edgespec.texts.files import private_folder, reason_of, write_private
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+__all__ = ["ReplyStore", "forget_replies"]
+
+VERSION = 1
+_MAGIC = b"\xe5RPL"
+_RECORD = struct.Struct("<4sII")  # magic, tokens, crc32 of the tokens
+_LOCK_SECONDS = 1.0
+_SUFFIX = ".replies"
+
+
+class ReplyStore:
+    """The replies of one vocabulary on disk. It never raises for what is wrong there: see `notice`.
+
+    most_tokens: what is kept; the oldest replies go first. notice: what could not be read or written.
+    """
+
+    def __init__(
+        self, fingerprint: str, vocab_size: int, folder: Path | None = None, most_tokens: int = 1 << 20
+    ) -> None:
+        self.path = (folder or _default_folder()) / f"{fingerprint[:32]}{_SUFFIX}"
+        self.notice = ""
+        self._header = f"edgespec replies {VERSION} {fingerprint} {vocab_size}\n".encode()
+        self._vocab_size = vocab_size
+        self._most_tokens = most_tokens
+        self._mending = self._off = False
+        self._waiting: list[Tokens] = []
+
+    def load(self) -> list[Tokens]:
+        """The replies kept so far, the oldest first."""
+        from filelock import Timeout
+
+        try:
+            if not self.path.exists():
+                return []
+            with self._lock():
+                data = self.path.read_bytes()
+        except (OSError, Timeout):
+            # Where nothing can be locked nothing is written either.
+            try:
+                data = self.path.read_bytes()
+            except OSError as error:
+                self.notice = f"earlier replies cannot be read from {self.path}: {reason_of(error)}"
+                return []
+        replies, damaged_bytes = self._parsed(data)
+        if damaged_bytes:
+            self._mending = True
+            self.notice = (
+                f"{damaged_bytes:,} of {len(data):,} bytes of earlier replies in {self.path} are not"
+                " readable; they are left out, and dropped when the next reply is kept"
+            )
+        return self._newest(replies)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append a reply; while another process holds the file it waits for the next one."""
+        from filelock import Timeout
+
+        if self._off or not tokens:
+            return
+        self._waiting.append(np.array(tokens, np.int32))
+        try:
+            private_folder(self.path.parent)
+            with self._lock():
+                self._write(self._waiting)
+            self._waiting = []
+        except Timeout:
+            self._waiting = self._newest(self._waiting)
+        except OSError as error:
+            self._off = True
+            self._waiting = []
+            self.notice = f"replies are not remembered in {self.path}: {reason_of(error)}"
+
+    def _write(self, replies: list[Tokens]) -> None:
+        """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
+        try:
+            with self.path.open("rb") as file:
+                header, size_bytes = file.read(len(self._header)), os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            header, size_bytes = b"", 0
+        if self._mending or header != self._header or size_bytes > 5 * self._most_tokens:
+            known = self._parsed(self.path.read_bytes())[0] if size_bytes else []
+            kept = self._newest([*known, *replies])
+            write_private(self.path, self._header + b"".join(map(_record, kept)))
+            self._mending = False
+            return
+        handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+        try:
+            payload = b"".join(map(_record, replies))
+            if os.write(handle, payload) < len(payload):
+                raise OSError(ENOSPC, "there is no space left")
+        finally:
+            os.close(handle)
+
+    def _parsed(self, data: bytes) -> tuple[list[Tokens], int]:
+        """The whole records of a file, and how many bytes are none."""
+        if not data.startswith(self._header):
+            return [], len(data)
+        replies: list[Tokens] = []
+        at, damaged_bytes = len(self._header), 0
+        while at < len(data):
+            reply = self._reply_at(data, at)
+            if reply is not None:
+                replies.append(reply)
+                at += _RECORD.size + reply.nbytes
+                continue
+            following = data.find(_MAGIC, at + 1)
+            following = following if following >= 0 else len(data)
+            damaged_bytes += following - at
+            at = following
+        return replies, damaged_bytes
+
+    def _reply_at(self, data: bytes, at: int) -> Tokens | None:
+        start = at + _RECORD.size
+        if start > len(data):
+            return None
+        magic, count, checksum = _RECORD.unpack_from(data, at)
+        payload = data[start : start + 4 * count]
+        if magic != _MAGIC or not count or len(payload) < 4 * count or crc32(payload) != checksum:
+            return None
+        tokens = np.frombuffer(payload, "<i4").astype(np.int32)
+        return tokens if tokens.min() >= 0 and tokens.max() < self._vocab_size else None
+
+    def _newest(self, replies: list[Tokens]) -> list[Tokens]:
+        """The last replies that fit the bound."""
+        total = 0
+        for i in range(len(replies) - 1, -1, -1):
+            total += len(replies[i]) + _RECORD.size // 4
+            if total > self._most_tokens:
+                return replies[i + 1 :]
+        return replies
+
+    def _lock(self) -> BaseFileLock:
+        from filelock import FileLock
+
+        return FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600)
+
+
+def forget_replies(folder: Path | None = None) -> None:
+    """Delete all remembered replies, of every vocabulary. Raises OSError."""
+    for path in (folder or _default_folder()).glob(f"*{_SUFFIX}"):
+        path.unlink(missing_ok=True)
+
+
+def _record(tokens: Tokens) -> bytes:
+    payload = tokens.astype("<i4").tobytes()
+    return _RECORD.pack(_MAGIC, len(tokens), crc32(payload)) + payload
+
+
+def _default_folder() -> Path:
+    return data_folder() / "replies"
