@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from weakref import WeakSet
+
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["Cells"]
+__all__ = ["Cells", "Unchanged"]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Unchanged:
+    """The cells before `until` are still those that somebody looked at when it was set."""
+
+    until: int = 0
 
 
 class Cells:
@@ -20,12 +30,35 @@ class Cells:
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
-        self.length = 0
+        self._length = 0
+        self._watched: WeakSet[Unchanged] = WeakSet()
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
         self._sequence_of: list[int] = []
         self._position_of: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """How many committed tokens there are."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._length = length
+        for unchanged in self._watched:
+            unchanged.until = min(unchanged.until, length)
+
+    def watch(self) -> Unchanged:
+        """What is kept right while whoever asked for it keeps it."""
+        unchanged = Unchanged()
+        self._watched.add(unchanged)
+        return unchanged
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody keeps copies of these cells."""
+        return len(self._watched) > 0
 
     @property
     def open(self) -> int:

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.tap import Tap
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
 __all__ = ["ContextPlan", "LlamaContext"]
@@ -41,9 +43,22 @@ class ContextPlan:
 
 
 class LlamaContext:
-    """One context with a unified KV memory."""
+    """One context with a unified KV memory.
 
-    def __init__(self, model: Any, options: LoadOptions, plan: ContextPlan, threads: int) -> None:
+    tap: reads hidden states out of its passes. takes_hidden: its passes may be given hidden states in
+    place of tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: LoadOptions,
+        plan: ContextPlan,
+        threads: int,
+        *,
+        tap: Tap | None = None,
+        takes_hidden: bool = False,
+    ) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
         params = lib.llama_context_default_params()
@@ -60,6 +75,9 @@ class LlamaContext:
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
+        self._tap = tap
+        if tap is not None:
+            params.cb_eval = tap.callback
         recent_errors(clear=True)
         self._context = lib.llama_init_from_model(model, params)
         if not self._context:
@@ -84,47 +102,35 @@ class LlamaContext:
         self.window: int = lib.llama_model_n_swa(model)
         # How many earlier states of a pass are kept: none where the library cannot.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
-        self._make_batch(options.batch_tokens, plan.sequences)
+        self._batch = Batch(options.batch_tokens, plan.sequences)
+        self._hidden = (
+            Batch(options.batch_tokens, plan.sequences, lib.llama_model_n_embd(model))
+            if takes_hidden
+            else None
+        )
         self.interrupt.attach(self._context)
-
-    def _make_batch(self, size: int, sequences: int) -> None:
-        """The batch is made once; numpy views let a pass fill it without a ctypes call per token."""
-        self._batch = batch = self._lib.llama_batch_init(size, 0, sequences)
-        self._token = np.ctypeslib.as_array(batch.token, (size,))
-        self._position = np.ctypeslib.as_array(batch.pos, (size,))
-        self._sequence_count = np.ctypeslib.as_array(batch.n_seq_id, (size,))
-        self._wants_logits = np.ctypeslib.as_array(batch.logits, (size,))
-        self._sequences = [batch.seq_id[i] for i in range(size)]
 
     @property
     def remembers(self) -> bool:
         """False for models without a memory of past tokens, which cannot generate."""
         return bool(self._memory)
 
-    def append(self, tokens: Sequence[int], position: int) -> None:
-        """Run tokens from `position` on in sequence 0, without logits."""
-        count = len(tokens)
-        self._token[:count] = tokens
-        self._position[:count] = np.arange(position, position + count)
-        self._sequence_count[:count] = 1
-        for i in range(count):
-            self._sequences[i][0] = 0
-        self._wants_logits[:count] = 0
-        self._decode(count)
+    def append(self, inputs: Inputs, position: int) -> None:
+        """Run tokens, or hidden states, from `position` on in sequence 0, without logits."""
+        batch = self._batch_of(inputs)
+        batch.append(inputs, position)
+        self._decode(batch)
 
     def run(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
-        """Run tokens, each part of some sequences: logits float32 [n, vocab], a view until the next pass."""
-        count = len(tokens)
-        self._token[:count] = tokens
-        self._position[:count] = positions
-        self._wants_logits[:count] = 1
-        for i, ids in enumerate(sequences):
-            self._sequence_count[i] = len(ids)
-            for j, sequence in enumerate(ids):
-                self._sequences[i][j] = sequence
-        self._decode(count)
+        """Run tokens, or hidden states, each part of some sequences.
+
+        Returns logits float32 [n, vocab], a view until the next pass.
+        """
+        batch = self._batch_of(inputs)
+        batch.put(inputs, positions, sequences, logits=True)
+        self._decode(batch)
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:
@@ -132,14 +138,34 @@ class LlamaContext:
         if address != self._logits_address:
             self._logits_address = address
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
-        return self._logits[:count]
+        return self._logits[: len(inputs)]
 
-    def _decode(self, count: int) -> None:
+    def hidden(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        """Run tokens up to what the tap reads, no further: float32 [n, embd]. At most `max_width` tokens."""
+        assert self._tap is not None
+        # A row whose logits are not wanted is dropped before the end of the last layer.
+        self._batch.put(tokens, positions, sequences, logits=True)
+        self._tap.last = True
+        try:
+            self._decode(self._batch)
+        finally:
+            self._tap.last = False
+        return self._tap.take(len(tokens))
+
+    def _batch_of(self, inputs: Inputs) -> Batch:
+        if not isinstance(inputs, np.ndarray):
+            return self._batch
+        assert self._hidden is not None
+        return self._hidden
+
+    def _decode(self, batch: Batch) -> None:
         if self.interrupt.wanted:
             raise CancelledError("cancelled")
-        self._batch.n_tokens = count
+        count = batch.native.n_tokens
         recent_errors(clear=True)
-        status = self._lib.llama_decode(self._context, self._batch)
+        status = self._lib.llama_decode(self._context, batch.native)
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.wanted:
@@ -159,9 +185,9 @@ class LlamaContext:
         """
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
-    def drop(self, sequence: int, start: int) -> bool:
-        """Take positions from `start` on out of a sequence; False when this memory cannot."""
-        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+    def drop(self, sequence: int, start: int, end: int = -1) -> bool:
+        """Take positions [start, end), or all from `start` on, out of a sequence; False when it cannot."""
+        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
 
     @property
     def can_shift(self) -> bool:
@@ -198,6 +224,8 @@ class LlamaContext:
         no longer looks at, and that is needed again when the sequence is cut back.
         """
         parts = []
+        # An interrupt may have left something there.
+        self.drop(self._spare, 0)
         for begin, stop in self._stretches(start, end):
             self.copy(source, self._spare, begin, stop)
             parts.append(self.state(self._spare))
@@ -251,7 +279,9 @@ class LlamaContext:
     def close(self) -> None:
         """Free context and batch."""
         self._logits = np.empty((0, self._vocab_size), np.float32)
-        self._lib.llama_batch_free(self._batch)
+        self._batch.free()
+        if self._hidden is not None:
+            self._hidden.free()
         self._lib.llama_free(self._context)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["default_threads", "describe", "load_weights"]
+__all__ = ["check_file", "default_threads", "describe", "load_parts", "load_weights"]
 
 _SMALL_MODEL_BYTES = 64 * 2**20
 
@@ -60,6 +61,40 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     size = check_file(path)
     check_weights_fit(name, size, options)
     lib = library()
+    return _loaded(
+        lambda params: lib.llama_model_load_from_file(os.fsencode(path), params),
+        path,
+        name,
+        size,
+        options,
+        progress,
+    )
+
+
+def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:
+    """A llama_model of files that are its parts, whatever they are called; see `load_weights`."""
+    size = sum(map(check_file, paths))
+    lib = library()
+    parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+    return _loaded(
+        lambda params: lib.llama_model_load_from_splits(parts, len(paths), params),
+        paths[0],
+        name,
+        size,
+        options,
+        progress,
+    )
+
+
+def _loaded(
+    load: Callable[[Any], Any],
+    path: str,
+    name: str,
+    size: int,
+    options: LoadOptions,
+    progress: Progress | None,
+) -> Any:
+    lib = library()
     params = lib.llama_model_default_params()
     # llama.cpp reads any negative number as all layers.
     params.n_gpu_layers = -1 if options.gpu_layers is None else options.gpu_layers
@@ -79,7 +114,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     recent_errors(clear=True)
-    weights = lib.llama_model_load_from_file(os.fsencode(path), params)
+    weights = load(params)
     if weights:
         return weights
     if cancelled:

@@ -41,6 +41,14 @@ class KvTypes:
         return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
 
     @property
+    def keys_turn(self) -> bool:
+        """Whether cached keys can be moved to other positions.
+
+        The library has no kernel for bf16, and crashes on quantised keys whose heads are not of 64 elements.
+        """
+        return self.keys in ("f32", "f16")
+
+    @property
     def numbers(self) -> tuple[int, int]:
         """ggml's numbers of both."""
         return _TYPES[self.keys][0], _TYPES[self.values][0]

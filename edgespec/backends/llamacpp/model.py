@@ -87,6 +87,7 @@ class LlamaCppModel:
             raise
         self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
         self._recurrent = plan.recurrent
+        self._forgets = plan.kv_types.keys_turn and not plan.recurrent and self._context.can_shift
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
         self._chosen = False
 
@@ -147,7 +148,7 @@ class LlamaCppModel:
 
     def forget(self, start: int, end: int) -> None:
         self._check(0)
-        if self._recurrent or not self._context.can_shift:
+        if not self._forgets:
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
         self._cells.end_round()
         end = min(end, self.length)

@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
-__all__ = ["plan_context"]
+__all__ = ["plan_context", "plan_halves"]
 
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
@@ -47,13 +47,39 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
         per_token = kv_bytes_per_token(weights, types)
         # One sequence for each branch, and a spare one for moving cells.
         plan, fixed = ContextPlan(wanted, types, options.max_branches + 1), 0
-    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - library().llama_model_size(weights))
     plan = replace(plan, kv_bytes=wanted * per_token + fixed)
-    if plan.kv_bytes > left:
-        fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
-        raise cache_too_large(asked, plan.kv_bytes, left, fits)
+    _check_room(plan.kv_bytes, asked, per_token, fixed, library().llama_model_size(weights), options)
     return plan
+
+
+def plan_halves(
+    lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
+) -> tuple[ContextPlan, ContextPlan]:
+    """What contexts to make for a model in two halves, the same as for the whole one; see `plan_context`.
+
+    weight_bytes: of both halves, what they share counted once.
+    """
+    asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
+    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
+    halves = (lower, upper)
+    types = choose_kv_types(options, sum(kv_bytes_per_token(half, _F16) for half in halves) * wanted)
+    per_token = [kv_bytes_per_token(half, types) for half in halves]
+    _check_room(sum(per_token) * wanted, asked, sum(per_token), 0, weight_bytes, options)
+    first, second = (
+        ContextPlan(wanted, types, options.max_branches + 1, kv_bytes=size * wanted) for size in per_token
+    )
+    return first, second
+
+
+def _check_room(
+    kv_bytes: int, asked: int, per_token: int, fixed: int, weight_bytes: int, options: LoadOptions
+) -> None:
+    """Raises MemoryBudgetError when a cache does not fit beside its weights."""
+    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+    left = max(0, limit - weight_bytes)
+    if kv_bytes > left:
+        fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
+        raise cache_too_large(asked, kv_bytes, left, fits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,252 @@
+"""A copy of a model with fewer bits that drafts on the keys and values of the model itself.
+
+Source: QSpec (arXiv 2410.11305): the verified keys and values overwrite what the draft wrote, so that it
+never prefills and never runs a token again. With a window it looks at the first few and the last tokens
+only, and its memory does not grow with the text (MagicDec, arXiv 2408.11049).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import psutil
+
+from edgespec.backends.base import LanguageModel, LowBit, Progress, SelfDraft, Snapshot
+from edgespec.backends.llamacpp.cells import Cells
+from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.files import check_file, default_threads, load_weights
+from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
+from edgespec.backends.llamacpp.lending import Lender
+from edgespec.backends.llamacpp.likeness import check_same_model
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, check_tokens_fit, check_weights_fit
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
+
+__all__ = ["LowBitView", "draft_at_low_bits"]
+
+# Tokens of drafts that a window leaves room for, at least.
+_DRAFT_ROOM_TOKENS = 64
+# So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
+_HANDED_TOKENS = 256
+
+
+def draft_at_low_bits(target: Lender, how: LowBit) -> LowBitView:
+    """A view of `target` that drafts with the copy of `how`.
+
+    Raises CapabilityError when this target cannot lend its memory or the file is no copy of it,
+    MemoryBudgetError, and ModelFileError for a file that cannot be loaded.
+    """
+    if how.copy is None:
+        raise CapabilityError(
+            f"{target.facts.name} holds its weights at one precision",
+            "make a copy with fewer bits: edgespec prepare lowbit",
+        )
+    if how.sink_tokens < 0 or (how.window_tokens is not None and how.window_tokens < 1):
+        raise CapabilityError(
+            f"a window of {how.window_tokens} tokens after {how.sink_tokens} cannot be drafted from",
+            "a window has at least 1 token",
+        )
+    if "lowbit" not in target.facts.capabilities.self_drafts:
+        raise CapabilityError(
+            f"{target.facts.name} cannot lend its memory: {target.facts.capabilities.reason or 'it failed'}",
+            "choose another method",
+        )
+    options = target.options
+    if options.memory_bytes is not None:
+        left = options.memory_bytes - target.facts.weight_bytes - target.facts.kv_bytes
+        options = replace(options, memory_bytes=max(0, left))
+    name = f"{target.facts.name} at low bits"
+    # Before minutes of loading, not after.
+    check_weights_fit(name, check_file(how.copy), options)
+    weights = load_weights(how.copy, name, options, None)
+    try:
+        check_same_model(target.weights, weights, how.copy)
+        return LowBitView(target, weights, how, replace(options, adapter=None), name)
+    except BaseException:
+        library().llama_model_free(weights)
+        raise
+
+
+def _plan(target: Lender, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
+    """A context of the target's kind, as large or as large as the window and what is drafted after it."""
+    tokens = target.context.tokens
+    if how.window_tokens is not None:
+        looked_at = how.sink_tokens + how.window_tokens + _DRAFT_ROOM_TOKENS
+        tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
+    per_token = kv_bytes_per_token(weights, target.plan.kv_types)
+    plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token)
+    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+    left = max(0, limit - library().llama_model_size(weights))
+    if plan.kv_bytes > left:
+        fitting = left // per_token // BLOCK_TOKENS * BLOCK_TOKENS
+        raise cache_too_large(tokens, plan.kv_bytes, left, fitting)
+    return plan
+
+
+class LowBitView:
+    """The target as its own draft, with the weights of a low-bit copy.
+
+    Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
+    after them. Without a window `begin` stays at the sinks' end.
+    """
+
+    def __init__(self, target: Lender, weights: Any, how: LowBit, options: LoadOptions, name: str) -> None:
+        self._target = target
+        self._weights = weights
+        self._closed = False
+        self.vocabulary = target.vocabulary
+        plan = _plan(target, weights, how, options)
+        whole = how.window_tokens is None or plan.tokens == target.context.tokens
+        self._sinks = 0 if whole else how.sink_tokens
+        self._window = target.context.tokens if whole or how.window_tokens is None else how.window_tokens
+        self._begin = self._sinks
+        threads = options.threads or default_threads(library().llama_model_size(weights))
+        self._context = LlamaContext(weights, options, plan, threads)
+        # Its length counts what was dropped between sinks and window too: it is where drafts go on.
+        self._cells = Cells(self._context, options.max_branches)
+        self._same = target.cells.watch()
+        try:
+            self._try()
+        except BaseException:
+            self._context.close()
+            raise
+        able = target.facts.capabilities
+        width = self._context.max_width if whole else min(MAX_WIDTH, plan.tokens - self._sinks - self._window)
+        self.facts = replace(
+            target.facts,
+            name=name,
+            path=how.copy,
+            file_bytes=check_file(how.copy),
+            weight_bytes=library().llama_model_size(weights),
+            kv_bytes=plan.kv_bytes,
+            quantisation=library().llama_ftype_name(library().llama_model_ftype(weights)).decode(),
+            capabilities=replace(able, max_width=min(width, able.max_width), self_drafts=frozenset()),
+            notice="",
+        )
+
+    def _try(self) -> None:
+        """Hand two tokens over and run a third. Raises CapabilityError when they do not come out as they were."""
+        lent = self._target
+        if made := lent.length == 0:
+            lent.context.append([0, 0], 0)
+        count = 2 if made else min(2, lent.length)
+        try:
+            parts = lent.context.lift(0, 0, count)
+        finally:
+            if made:
+                lent.cells.cut(0)
+        handed = self._context.put_down(parts, 0, count) and self._context.lift(0, 0, count) == parts
+        if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
+            raise CapabilityError(
+                f"the copy cannot take over what {lent.facts.name} remembers",
+                "make the copy again: edgespec prepare lowbit",
+            )
+        self._cells.cut(0)
+
+    @property
+    def length(self) -> int:
+        return self._target.length
+
+    @property
+    def room(self) -> int:
+        return self._target.room
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        pass  # what the target remembers is handed over
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        self._check()
+        try:
+            check_tokens_fit(self, tree.width)
+            if tree.width > self.facts.capabilities.max_width:
+                raise CapabilityError(
+                    f"a draft of {tree.width} tokens is wider than {self.facts.capabilities.max_width}"
+                )
+            if first == 0:
+                self._take_over()
+            positions, sequences = self._cells.place(tree, first)
+            return HostLogits(self._context.run(tree.tokens[first:], positions, sequences))
+        except (BackendError, ContextFullError, CancelledError):
+            self._cells.end_round()
+            raise
+
+    def _take_over(self) -> None:
+        """Take the target's new cells, and drop what it has no longer and what was drafted."""
+        cells, length = self._cells, self._target.length
+        try:
+            if self._begin > self._sinks and self._same.until < cells.length:
+                # What the window let go may be looked at again.
+                cells.cut(0)
+            # Ends the round too.
+            cells.cut(min(cells.length, self._same.until))
+            if cells.length <= self._sinks:
+                self._begin = self._sinks
+                self._hand_over(cells.length, min(self._sinks, length))
+            begin = max(self._sinks, length - self._window)
+            if begin > self._begin:
+                self._context.drop(0, self._begin, min(begin, cells.length))
+                self._begin = begin
+            self._hand_over(max(begin, cells.length), length)
+        except BaseException:
+            # Stopped between two steps: nothing that is there is counted on.
+            self._context.clear()
+            cells.cut(0)
+            raise
+        cells.length = self._same.until = length
+
+    def _hand_over(self, start: int, end: int) -> None:
+        """Cells [start, end) of the target, after what is there."""
+        for begin in range(start, end, _HANDED_TOKENS):
+            if self._context.interrupt.wanted:
+                raise CancelledError("cancelled")
+            stop = min(begin + _HANDED_TOKENS, end)
+            if not self._context.put_down(self._target.context.lift(0, begin, stop), begin, stop):
+                raise BackendError(
+                    f"{stop - begin} cells of {self._target.facts.name} could not be handed over",
+                    "use another method",
+                )
+            self._cells.length = stop
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        pass  # the target's own cells overwrite what was drafted
+
+    def truncate(self, length: int) -> None:
+        pass  # only the target can be cut back
+
+    def forget(self, start: int, end: int) -> None:
+        raise CapabilityError(f"{self.facts.name} looks at what the target remembers", "use its window")
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.length, b"")
+
+    def restore(self, snapshot: Snapshot) -> None:
+        pass  # what the target remembers is handed over
+
+    def run_ahead(self, wanted: bool) -> None:
+        pass  # nothing runs in the background
+
+    def follow(self, draft: LanguageModel | None) -> None:
+        pass  # nothing runs in the background
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        raise CapabilityError(f"{self.facts.name} is a draft already")
+
+    def interrupt(self, wanted: bool) -> None:
+        self._context.interrupt.wanted = wanted
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._context.close()
+        library().llama_model_free(self._weights)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.facts.name} is closed")
+        self._target.check()

@@ -1,0 +1,71 @@
+"""Reading a tensor out of a running pass."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendError
+
+__all__ = ["Tap"]
+
+
+class Tap:
+    """Copies one tensor of every pass: float32 [rows, row_size].
+
+    llama.cpp asks for each node of a pass whether it is wanted, so a tapped context is slower by about a
+    microsecond a node. `last`: nothing after the tensor is computed.
+    """
+
+    def __init__(self, name: str, row_size: int) -> None:
+        self.last = False
+        self._name = name.encode()
+        self._row_size = row_size
+        self._rows: NDArray[np.float32] | None = None
+        self._ggml = _ggml()
+        # ctypes keeps no reference to a callback that C holds.
+        self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
+
+    def _on_node(self, tensor: int, asks: bool, _user_data: object) -> bool:
+        if asks:
+            return bool(self._ggml.ggml_get_name(tensor) == self._name)
+        size = self._ggml.ggml_nbytes(tensor)
+        rows = np.empty(size // 4, np.float32)
+        self._ggml.ggml_backend_tensor_get(tensor, rows.ctypes.data, 0, size)
+        self._rows = rows.reshape(-1, self._row_size)
+        return not self.last
+
+    def take(self, count: int) -> NDArray[np.float32]:
+        """The rows of the last pass. Raises BackendError when it had no such tensor with `count` rows."""
+        rows, self._rows = self._rows, None
+        if rows is None or len(rows) != count:
+            raise BackendError(
+                f"llama.cpp gave {0 if rows is None else len(rows)} rows of {self._name.decode()}"
+                f" where {count} were run",
+                "this kind of model cannot be read between its layers",
+            )
+        return rows
+
+
+@cache
+def _ggml() -> Any:
+    """ggml's own functions: llama_cpp loads the library but names few of them."""
+    from llama_cpp._ggml import libggml
+
+    libggml.ggml_get_name.restype = ctypes.c_char_p
+    libggml.ggml_get_name.argtypes = [ctypes.c_void_p]
+    libggml.ggml_nbytes.restype = ctypes.c_size_t
+    libggml.ggml_nbytes.argtypes = [ctypes.c_void_p]
+    libggml.ggml_backend_tensor_get.restype = None
+    libggml.ggml_backend_tensor_get.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ]
+    return libggml
