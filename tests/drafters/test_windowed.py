@@ -1,0 +1,286 @@
+"""A draft with a window: what its cache holds, and that no text is too long for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.windowed import Window, WindowedModel
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ClosedError,
+    ContextFullError,
+    OptionError,
+)
+from tests.backends.contract import step
+from tests.backends.rewindable import StateModel, replayed_table
+from tests.tables import near, runtime, table
+
+WINDOW = Window(sink_tokens=3, window_tokens=16)
+INNER = 3 + 16 + 4 + 8  # sinks, window, slack, and room for a round of 8
+CONTEXT = 400
+VOCAB = 11
+
+
+class Forgetless(TabularModel):
+    """A table whose tokens can be dropped from the end only."""
+
+    def forget(self, start: int, end: int) -> None:
+        raise CapabilityError("not this one")
+
+
+def a_table(kind: type[TabularModel] = TabularModel) -> TabularModel:
+    logits = np.random.default_rng(0).normal(size=(VOCAB**2, VOCAB)).astype(np.float32)
+    return kind(logits, context_tokens=INNER)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "forgets": a_table,
+    "cannot forget": lambda: a_table(Forgetless),
+    "cannot roll back": lambda: replayed_table(StateModel(context_tokens=INNER)),
+}
+
+
+def held_by(model: Any) -> list[int]:
+    """The tokens in the inner cache."""
+    tokens: list[int] = model._tokens if isinstance(model, TabularModel) else model._known
+    return tokens
+
+
+def check_cache(model: Any, text: list[int], at_least: int) -> None:
+    """The inner cache holds sinks and the end of the text, `at_least` of it."""
+    held = held_by(model)
+    sinks, recent = held[:3], held[3:]
+    assert sinks == text[: len(sinks)]
+    assert recent == text[len(text) - len(recent) :]
+    assert len(recent) >= min(at_least, len(text) - 3)
+
+
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=60)
+ROUNDS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), TOKENS),
+        st.tuples(st.just("truncate"), st.integers(0, 120)),
+        st.tuples(st.just("round"), st.tuples(st.integers(1, 8), st.integers(0, 7))),
+        st.tuples(st.just("snapshot"), st.integers(0, 120)),
+        st.tuples(st.just("interrupt"), TOKENS),
+    ),
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+@settings(max_examples=120, deadline=None)
+@given(rounds=ROUNDS)
+def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds: list[Any]) -> None:
+    inner = make()
+    model = WindowedModel(inner, WINDOW, CONTEXT)
+    text: list[int] = []
+    for what, how in rounds:
+        if what == "prefill" and len(text) + len(how) <= CONTEXT:
+            model.prefill(how)
+            text += how
+        elif what == "truncate":
+            model.truncate(how)
+            text = text[:how]
+        elif what == "snapshot":
+            saved = model.snapshot()
+            model.truncate(how)
+            model.restore(saved)
+        elif what == "interrupt":
+            model.interrupt(True)
+            if how:
+                with pytest.raises(CancelledError):
+                    model.prefill(how)
+            model.interrupt(False)
+            # What was given up counts as done; nothing was run.
+            text = (text + how)[: model.length]
+        elif what == "round":
+            width, kept = how
+            tree = TokenTree.chain(1, [(i * 7 + len(text)) % VOCAB for i in range(width - 1)])
+            logits = model.verify(tree)
+            # Sinks and window were brought up to the text before the pass.
+            seen = (text + [1])[-2:] if len(text) else [0, 1]
+            table_row = seen[0] * VOCAB + seen[1]
+            np.testing.assert_array_equal(
+                logits.at(0, np.arange(VOCAB)), a_table()._table[table_row].astype(np.float64)
+            )
+            path = tuple(range(1, min(kept, width - 1) + 1))
+            model.commit(path)
+            text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
+            check_cache(inner, text, at_least=4)
+        assert model.length == len(text)
+        assert model.room == CONTEXT - len(text)
+        assert inner.length <= INNER
+
+
+def test_rolling_back_inside_the_window_computes_nothing() -> None:
+    inner = a_table()
+    model = WindowedModel(inner, WINDOW, CONTEXT)
+    model.prefill([i % VOCAB for i in range(200)])
+    assert held_by(inner) == [0, 1, 2, *(i % VOCAB for i in range(184, 200))]
+    model.truncate(195)
+    assert held_by(inner) == [0, 1, 2, *(i % VOCAB for i in range(184, 195))]
+
+
+def test_only_what_is_kept_of_a_prompt_is_run() -> None:
+    run: list[int] = []
+
+    class Counting(TabularModel):
+        def prefill(self, tokens: Any, progress: Any = None) -> None:
+            run.append(len(tokens))
+            super().prefill(tokens, progress)
+
+    model = WindowedModel(a_table(Counting), WINDOW, CONTEXT)
+    model.prefill([1] * 300)
+    assert sum(run) == 19
+
+
+def test_a_window_too_short_is_made_anew() -> None:
+    inner = a_table()
+    model = WindowedModel(inner, WINDOW, CONTEXT)
+    text = [i % VOCAB for i in range(200)]
+    model.prefill(text)
+    model.truncate(186)
+    step(model, 5)
+    assert held_by(inner) == [*text[:3], *text[170:186], 5]
+
+
+def test_branches() -> None:
+    inner = a_table()
+    model = WindowedModel(inner, WINDOW, CONTEXT)
+    text = [i % VOCAB for i in range(100)]
+    model.prefill(text)
+    model.verify(TokenTree((1, 2, 3), (-1, 0, 0), (None,) * 3))
+    model.verify(TokenTree((1, 2, 3, 4, 5), (-1, 0, 0, 2, 2), (None,) * 5), 3)
+    model.commit((2, 4))
+    assert model.length == 103
+    check_cache(inner, [*text, 1, 3, 5], at_least=16)
+
+
+class TestWhatIsRefused:
+    def test_too_small_a_context(self) -> None:
+        with pytest.raises(OptionError, match="--draft-window"):
+            WindowedModel(a_table(), Window(3, 100), CONTEXT)
+
+    def test_more_than_the_text_may_have(self) -> None:
+        model = WindowedModel(a_table(), WINDOW, CONTEXT)
+        model.prefill([1] * 399)
+        with pytest.raises(ContextFullError):
+            model.prefill([1, 2])
+        with pytest.raises(ContextFullError):
+            model.verify(TokenTree.chain(1, [2]))
+        assert (model.length, model.room) == (399, 1)
+        step(model, 1)
+
+    def test_a_tree_wider_than_a_round_may_be(self) -> None:
+        model = WindowedModel(a_table(), WINDOW, CONTEXT)
+        assert model.facts.capabilities.max_width == 8
+        with pytest.raises(CapabilityError, match="wider than 8"):
+            model.verify(TokenTree.chain(1, [2] * 8))
+
+    def test_a_state_that_is_none(self) -> None:
+        model = WindowedModel(a_table(), WINDOW, CONTEXT)
+        for snapshot in (Snapshot(2, b"nothing"), Snapshot(3, b"[1, 2]"), Snapshot(401, b"[1]")):
+            with pytest.raises(BackendError, match="does not fit"):
+                model.restore(snapshot)
+        assert model.length == 0
+
+    def test_anything_after_closing(self) -> None:
+        model = WindowedModel(a_table(), WINDOW, CONTEXT)
+        model.close()
+        with pytest.raises(ClosedError):
+            model.prefill([1])
+        with pytest.raises(ClosedError):
+            model.verify(TokenTree.chain(1))
+
+
+@pytest.mark.parametrize("trained", [256, 300, 512, 1000, 1412, 5000, 0])
+def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
+    window = Window().within(trained)
+    if not trained or trained >= Window().context_tokens:
+        assert window == Window()
+    else:
+        assert trained - 4 <= window.context_tokens <= trained
+
+
+class TestInARuntime:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    @pytest.mark.parametrize("branches", [(), (2, 2)])
+    def test_the_same_tokens_and_a_draft_to_the_end(
+        self, temperature: float, branches: tuple[int, ...]
+    ) -> None:
+        target = table(1, end=-30.0)
+        small = TabularModel(near(target, 2, noise=0.3)._table, context_tokens=40)
+        draft = WindowedModel(small, WINDOW, target.facts.context_tokens)
+        options: dict[str, Any] = {"max_tokens": 150, "seed": 4, "temperature": temperature}
+        with runtime(target, draft, branches=branches) as pair:
+            plain = pair.generate("abcab" * 20, method="none", **options)
+            for _ in range(2):
+                got = pair.generate("abcab" * 20, method="model", **options)
+                assert got.tokens == plain.tokens
+                assert (got.stats.acceptance_rate or 0.0) > (0.3 if not branches else 0.15)
+            assert small.length <= 40
+
+
+def llama(path: Path, context: int, **options: Any) -> LanguageModel:
+    return llamacpp.load(str(path), path.stem, LoadOptions(context_tokens=context, **options))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None:
+    """Prompt and reply longer than the window: the target's own tokens, in memory that stays as it is."""
+    window = Window(4, 24)
+    with runtime(
+        llama(demo_target, 512),
+        WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, draft=True), window, 512),
+    ) as pair:
+        assert pair.draft is not None
+        kv_bytes = pair.draft.kv_bytes
+        prompt = "List the files of a folder by size, the largest first. " * 10
+        options: dict[str, Any] = {"max_tokens": 90, "seed": 3, "temperature": 0.0}
+        plain = pair.generate(prompt, method="none", **options)
+        got = pair.generate(prompt, method="model", **options)
+        assert got.tokens == plain.tokens
+        assert got.stats.drafted_tokens > 50
+        assert got.stats.accepted_tokens > 0
+        assert pair.draft.kv_bytes == kv_bytes == got.stats.draft_kv_bytes
+
+
+def test_on_mlx() -> None:
+    """Nothing can be forgotten there: the window is computed again."""
+    pytest.importorskip("mlx.core")
+    from edgespec.backends import mlx
+    from edgespec.catalog.catalogue import models_folder
+
+    folder, window = models_folder(), Window(4, 24)
+    with runtime(
+        mlx.load(str(folder / "demo-mlx"), "demo-mlx", LoadOptions(context_tokens=320)),
+        WindowedModel(
+            mlx.load(
+                str(folder / "demo-mlx-draft"),
+                "demo-mlx-draft",
+                LoadOptions(context_tokens=window.context_tokens, draft=True),
+            ),
+            window,
+            320,
+        ),
+    ) as pair:
+        prompt = "List the files of a folder by size. " * 8
+        options: dict[str, Any] = {"max_tokens": 50, "seed": 3, "temperature": 0.0}
+        plain = pair.generate(prompt, method="none", **options)
+        got = pair.generate(prompt, method="model", **options)
+        assert got.tokens == plain.tokens
+        assert got.stats.accepted_tokens > 0
