@@ -6,14 +6,16 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192); trees as in SpecInfer (arXiv 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.growing import Growing, Ran
+from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.distribution import Distribution
+from edgespec.engine.chain import Candidates
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
@@ -23,41 +25,11 @@ from edgespec.errors import CapabilityError
 __all__ = ["ModelDrafter"]
 
 
-@dataclass(slots=True)
-class _Growing:
-    """A tree while it grows, and how much of it the draft model has run.
-
-    Its first nodes, up to `root`, are tokens that the draft model had not run yet.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    root: int
-    laws: list[Distribution | None] = field(default_factory=list)
-    run: int = 0
-
-    def add(self, parent: int, token: int, law: Distribution | None) -> int:
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.laws.append(law)
-        return len(self.tokens) - 1
-
-    def tree(self) -> TokenTree:
-        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.laws))
-
-    def path(self, node: int) -> list[int]:
-        """The tokens after the root down to `node`."""
-        path = []
-        while node > self.root:
-            path.append(self.tokens[node])
-            node = self.parents[node]
-        return path[::-1]
-
-
 class ModelDrafter(Drafter):
     """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
 
-    branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain.
+    branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain. A
+    Growth, of this drafter alone, decides as it goes; it has to know what both models take.
     min_confidence: stop below a drafted token of less probability. The token itself is kept: dropping
     it would bias rejection mode.
     vocab_size: the target's; ids beyond it are never drafted.
@@ -68,7 +40,7 @@ class ModelDrafter(Drafter):
         model: LanguageModel,
         vocab_size: int,
         *,
-        branches: tuple[int, ...] = (),
+        branches: tuple[int, ...] | Growth = (),
         min_confidence: float = 0.0,
         name: str = "model",
     ) -> None:
@@ -81,10 +53,18 @@ class ModelDrafter(Drafter):
         self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
-        self._branches = branches if model.facts.capabilities.tree else ()
+        if isinstance(branches, tuple):
+            branches = branches if model.facts.capabilities.tree else ()
+            self._single = set(branches) <= {1}
+            self._growth: Growth = FixedShape(branches)
+        else:
+            self._single = branches.siblings == 1
+            self._growth = branches
+        # The best token of each pass is the next one to run, and nothing has to be known in between.
+        self._straight = branches == ()
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        self._grown: _Growing | None = None
+        self._grown: Growing | None = None
 
     @property
     def _behind(self) -> int:
@@ -112,50 +92,54 @@ class ModelDrafter(Drafter):
         if self._behind > 2:
             self._catch_up()
         widest = min(self._model.room, self._model.facts.capabilities.max_width)
-        if self._behind > min(2, widest):
+        if self._behind > min(2, widest) or not self._growth.begins(draft_length):
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
-        lag = self._known(self._tokens[self._model.length :])
-        root = len(lag) - 1
-        grown = self._grown = _Growing(lag, list(range(-1, root)), root, [None] * len(lag))
-        frontier = [root]
+        ran = Ran(self._known(self._tokens[self._model.length :]))
+        grown = self._grown = Growing(ran, [self._tokens[-1]], place=[len(ran.tokens) - 1])
+        frontier = [0]
         for depth in range(draft_length):
-            first, grown.run = grown.run, len(grown.tokens)
-            self._model.run_ahead(not self._branches and depth + 1 < draft_length)
-            logits = self._model.verify(grown.tree(), first).limited(self._vocab_size)
-            rows = [(node, node - first) for node in frontier]
-            frontier = self._grow(grown, rows, logits, sampler, acceptance, depth)
-            if not frontier or len(grown.tokens) > widest:
+            first, ran.done = ran.done, len(ran.tokens)
+            self._model.run_ahead(self._straight and depth + 1 < draft_length)
+            logits = self._model.verify(ran.tree(), first).limited(self._vocab_size)
+            frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
+            if not frontier or len(ran.tokens) > widest:
                 break
-        return TokenTree(
-            (self._tokens[-1], *grown.tokens[root + 1 :]),
-            (-1, *(parent - root for parent in grown.parents[root + 1 :])),
-            (None, *grown.laws[root + 1 :]),
-            block=all(count == 1 for count in self._branches[:draft_length]),
-        )
+        self._growth.ends()
+        return grown.tree(self._single)
 
     def _grow(
         self,
-        grown: _Growing,
-        rows: list[tuple[int, int]],
+        grown: Growing,
+        frontier: list[int],
+        first: int,
         logits: Logits,
         sampler: Sampler,
         acceptance: Acceptance,
-        depth: int,
     ) -> list[int]:
         """One level more: children of the frontier. Returns the children worth growing further."""
-        count = self._branches[depth] if depth < len(self._branches) else 1
-        frontier = []
-        for node, row in rows:
+        rows = [place - first for node in frontier if (place := grown.place[node]) is not None]
+        probs = [_NOT_LOOKED_AT] * len(rows)
+
+        def look(i: int) -> NDArray[np.float64]:
+            probs[i] = np.sort(_sureness(logits, rows[i])[1])[::-1]
+            return probs[i]
+
+        values = [grown.values[node] for node in frontier]
+        grows = []
+        for i, children in enumerate(self._growth.level(values, look)):
+            node, wanted = frontier[i], len(children.values)
             path = grown.path(node)
             for token in path:
                 sampler.push(token)
-            for token, law in acceptance.draw(sampler, logits, row, count):
-                child = grown.add(node, token, law)
-                if self._goes_on(logits, row, token):
-                    frontier.append(child)
+            draws = acceptance.draw(sampler, logits, rows[i], max(wanted, self._growth.siblings))
             sampler.pop(len(path))
-        return frontier
+            grown.looked_at[node] = probs[i], [token for token, _ in draws]
+            for rank, ((token, law), value) in enumerate(zip(draws, children.values, strict=False)):
+                child = grown.add(node, token, law, value, rank < children.run)
+                if rank < children.run and self._goes_on(logits, rows[i], token):
+                    grows.append(child)
+        return grows
 
     def _goes_on(self, logits: Logits, row: int, token: int) -> bool:
         """False after an end of the reply, and after a token the draft is not sure of; both stay drafted.
@@ -166,27 +150,44 @@ class ModelDrafter(Drafter):
             return False
         if self._min_confidence <= 0.0:
             return True
-        tokens, values = logits.top(row, 64)
-        weights = np.exp(values - values.max())
-        return bool(weights[tokens == token].sum() >= self._min_confidence * weights.sum())
+        tokens, probs = _sureness(logits, row)
+        return bool(probs[tokens == token].sum() >= self._min_confidence)
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        self._growth.verified(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
-        if self._grown and self._grown.run:
-            tree, node = self._grown.tree(), self._grown.root
-            path = list(range(1, node + 1))
-            for token in tokens[:-1]:
-                child = tree.child(node, token)
-                if child is None or child >= self._grown.run:
-                    break
-                path.append(child)
-                node = child
-            self._model.commit(tuple(path))
+        if self._grown and self._grown.ran.done:
+            self._model.commit(self._grown.ran_path(tokens[:-1]))
+            self._learn(self._grown, tokens)
+        else:
+            self._growth.idle()
         self._grown = None
         self._tokens.extend(tokens)
+
+    def _learn(self, grown: Growing, tokens: tuple[int, ...]) -> None:
+        """Which of the children looked at came true, down the emitted path."""
+        node: int | None = 0
+        for token in tokens:
+            if node is None or node not in grown.looked_at:
+                break
+            probs, drawn = grown.looked_at[node]
+            self._growth.learn(probs, drawn.index(token) if token in drawn else None)
+            node = grown.child(node, token)
 
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)
 
     def close(self) -> None:
         self._model.close()
+
+
+_NOT_LOOKED_AT: NDArray[np.float64] = np.zeros(0)
+
+
+def _sureness(logits: Logits, row: int) -> Candidates:
+    """The model's own probabilities of its 64 best tokens, at temperature 1: (ids ascending, float64)."""
+    tokens, values = logits.top(row, 64)
+    weights = np.exp(values - values.max())
+    return tokens, weights / weights.sum()
