@@ -1,0 +1,135 @@
+"""What a verify pass costs on this machine, and how much to draft at that cost.
+
+Everything is reckoned in plain steps: v(m) is what a pass of m rows costs over a pass of one. The curve
+is measured because it is not even monotone: it differs by machine, quantisation and kernel.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
+from statistics import median
+from time import perf_counter as now
+
+import numpy as np
+
+from edgespec.backends.base import LanguageModel
+from edgespec.engine.tree import TokenTree
+
+__all__ = ["WIDTHS", "CostCurve", "best_chain", "best_tree_size", "measure"]
+
+# Close together where kernels change from one width to the next.
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """How long one verify pass takes at some widths.
+
+    widths: rows of a pass, ascending from 1. seconds: what each took.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what is no curve."""
+        if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
+            raise ValueError(f"widths {self.widths} do not begin with 1 or do not fit {self.seconds}")
+        if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
+            raise ValueError(f"widths {self.widths} must ascend and seconds {self.seconds} be positive")
+
+    @property
+    def plain_step_seconds(self) -> float:
+        """What a plain step takes."""
+        return self.seconds[0]
+
+    def v(self, width: int) -> float:
+        """The cost of a pass of `width` rows in plain steps.
+
+        Straight lines between measured widths; beyond the last as steep as at the end, but never falling.
+        Where only plain steps were measured, every row is taken to cost one.
+        """
+        if len(self.widths) == 1:
+            return float(width)
+        at = bisect_left(self.widths, width)
+        at = min(max(at, 1), len(self.widths) - 1)
+        left, right = self.widths[at - 1], self.widths[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (right - left)
+        if width > right:
+            return (self.seconds[at] + max(slope, 0.0) * (width - right)) / self.plain_step_seconds
+        return (self.seconds[at - 1] + slope * (width - left)) / self.plain_step_seconds
+
+
+def measure(
+    model: LanguageModel, widths: Sequence[int] = WIDTHS, repeats: int = 5, budget_seconds: float = 2.0
+) -> CostCurve:
+    """Time real verify passes after what the model has cached; the cache is left as it was.
+
+    Chains of `widths` rows as far as the model and its context take them, the narrow ones first. The
+    first pass of a width pays for cold memory and counts only where there is no other. Repeats are
+    interleaved, so that drift touches all widths alike. No pass is begun after `budget_seconds`, but
+    a plain step is always timed.
+    Raises CancelledError after `interrupt`, ContextFullError where not even one token fits.
+    """
+    able = model.facts.capabilities
+    most = min(able.max_width, model.room) if able.rollback else 1
+    chosen = [1, *(width for width in sorted(set(widths)) if 1 < width <= most)]
+    started = now()
+    seconds: dict[int, list[float]] = {1: [_pass_seconds(model, 1), _pass_seconds(model, 1)]}
+    # Half of the time to reach wide passes, the other half to be sure of them.
+    for width in chosen[1:]:
+        if now() - started > budget_seconds / 2:
+            break
+        seconds[width] = [_pass_seconds(model, width)]
+    for _ in range(repeats):
+        for width, taken in seconds.items():
+            if now() - started > budget_seconds:
+                break
+            taken.append(_pass_seconds(model, width))
+    return CostCurve(tuple(seconds), tuple(median(taken[1:] or taken) for taken in seconds.values()))
+
+
+def _pass_seconds(model: LanguageModel, width: int) -> float:
+    """The time of one pass, its logits included: they may be computed only when they are read."""
+    length = model.length
+    chain = TokenTree.chain(0, [0] * (width - 1))
+    started = now()
+    try:
+        model.verify(chain).at(width - 1, np.array([0]))
+        return now() - started
+    finally:
+        model.truncate(length)
+
+
+def best_chain(curve: CostCurve, draft_cost: float, acceptance: Sequence[float]) -> tuple[int, float]:
+    """How many tokens to draft, and the speed-up over plain decoding that is to be expected.
+
+    S(k) = E(k) / (k c + v(k + 1)) with E(k) = 1 + the sum over i <= k of a_1 ... a_i (Leviathan et al.
+    2023, arXiv 2211.17192, with a measured v). All k up to len(acceptance) are looked at, because v has
+    steps. draft_cost: plain steps for each drafted token. acceptance: a_i, given that all before were
+    accepted. 0 and 1.0 where nothing is gained.
+    """
+    best = (0, 1.0)
+    expected = 1.0
+    for k, reached in enumerate(accumulate(acceptance, mul), 1):
+        expected += reached
+        speed_up = expected / (k * draft_cost + curve.v(k + 1))
+        if speed_up > best[1]:
+            best = (k, speed_up)
+    return best
+
+
+def best_tree_size(curve: CostCurve, path_probabilities: Sequence[float], draft_cost: float = 0.0) -> int:
+    """How many nodes of a drafted tree to verify (Sequoia, arXiv 2402.12374, with a measured v).
+
+    The number n >= 0 that maximises (1 + the sum of the first n) / (draft_cost + v(n + 1)), the least of
+    equals. path_probabilities: for each node the chance that it is accepted, descending. draft_cost: what
+    the whole draft cost already, in plain steps.
+    """
+    sums = list(accumulate(path_probabilities, initial=1.0))
+    gains = [total / (draft_cost + curve.v(n + 1)) for n, total in enumerate(sums)]
+    return gains.index(max(gains))

@@ -1,0 +1,224 @@
+"""The cost curve: what it says between and beyond what was measured, and what to draft by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp, mlx
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.catalog.catalogue import models_folder
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, ContextFullError
+from edgespec.policy import curve as module
+from edgespec.policy.curve import WIDTHS, CostCurve, best_chain, best_tree_size, measure
+from tests.tables import table
+
+MEASURED = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# 1.1 B parameters on two cores.
+CURVES = {
+    "F16": CostCurve(MEASURED, (1, 1.27, 1.27, 1.35, 1.48, 1.56, 1.97, 2.29, 2.83)),
+    "Q8_0": CostCurve(MEASURED, (1, 1.89, 2.15, 2.29, 3.47, 3.72, 3.01, 3.86, 5.06)),
+    "Q4_0": CostCurve(MEASURED, (1, 1.88, 2.49, 1.57, 2.63, 3.01, 3.01, 4.25, 4.47)),
+    "Q2_K": CostCurve(MEASURED, (1, 1.77, 2.55, 3.40, 3.95, 4.71, 5.26, 6.36, 7.08)),
+}
+
+curves = st.lists(st.floats(0.05, 50), min_size=1, max_size=6).flatmap(
+    lambda seconds: st.lists(st.integers(1, 12), min_size=len(seconds) - 1, max_size=len(seconds) - 1).map(
+        lambda steps: CostCurve(tuple(np.cumsum([1, *steps]).tolist()), tuple(seconds))
+    )
+)
+
+
+class TestBetweenAndBeyond:
+    @given(curves)
+    def test_what_was_measured_is_said_again(self, curve: CostCurve) -> None:
+        for width, seconds in zip(curve.widths, curve.seconds, strict=True):
+            assert curve.v(width) == pytest.approx(seconds / curve.seconds[0])
+
+    @given(curves, st.integers(1, 60))
+    def test_straight_lines_between(self, curve: CostCurve, width: int) -> None:
+        if len(curve.widths) > 1 and width <= curve.widths[-1]:
+            expected = np.interp(width, curve.widths, curve.seconds) / curve.seconds[0]
+            assert curve.v(width) == pytest.approx(float(expected))
+
+    def test_beyond_the_last_width(self) -> None:
+        assert CURVES["F16"].v(20) == pytest.approx(2.83 + 0.54)
+        assert CostCurve((1, 2, 4), (2.0, 6.0, 4.0)).v(9) == 2.0, "what falls at the end falls no further"
+        assert CostCurve((1,), (0.1,)).v(5) == 5.0
+
+    @pytest.mark.parametrize(
+        ("widths", "seconds"),
+        [((), ()), ((2, 3), (1, 1)), ((1, 1), (1, 1)), ((1, 3, 2), (1, 1, 1)), ((1,), (0,)), ((1, 2), (1,))],
+    )
+    def test_what_is_no_curve(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+        with pytest.raises(ValueError, match="widths"):
+            CostCurve(widths, seconds)
+
+
+def expected_tokens(acceptance: list[float]) -> float:
+    """The mean of what a chain emits, by going through where it may break."""
+    total, reached = 0.0, 1.0
+    for i, a in enumerate(acceptance):
+        total += reached * (1 - a) * (i + 1)
+        reached *= a
+    return total + reached * (len(acceptance) + 1)
+
+
+rates = st.lists(st.floats(0, 1), max_size=14)
+
+
+class TestHowMuchToDraft:
+    @given(st.sampled_from(list(CURVES.values())), st.floats(0, 1), rates)
+    def test_the_best_chain_by_trying_all(
+        self, curve: CostCurve, cost: float, acceptance: list[float]
+    ) -> None:
+        tried = [
+            expected_tokens(acceptance[:k]) / (k * cost + curve.v(k + 1)) for k in range(len(acceptance) + 1)
+        ]
+        k, speed_up = best_chain(curve, cost, acceptance)
+        assert speed_up == pytest.approx(max(tried))
+        assert tried[k] == pytest.approx(speed_up)
+
+    def test_a_chain_reaches_over_a_hill_into_a_dip(self) -> None:
+        """v(2) and v(3) do not pay, v(4) does: the curve is not monotone."""
+        assert best_chain(CURVES["Q4_0"], 0.0, [0.7] * 3) == (3, pytest.approx(2.533 / 1.57))
+        assert best_chain(CURVES["Q4_0"], 0.0, [0.7] * 2) == (0, 1.0)
+        assert best_chain(CURVES["Q2_K"], 0.1, [0.7] * 15)[0] == 0
+        assert best_chain(CURVES["F16"], 0.0, []) == (0, 1.0)
+
+    @given(
+        st.sampled_from(list(CURVES.values())),
+        st.floats(0, 2),
+        st.lists(st.floats(0, 1), max_size=20).map(lambda p: sorted(p, reverse=True)),
+    )
+    def test_the_best_tree_by_trying_all(self, curve: CostCurve, cost: float, probs: list[float]) -> None:
+        tried = [(1 + sum(probs[:n])) / (cost + curve.v(n + 1)) for n in range(len(probs) + 1)]
+        n = best_tree_size(curve, probs, cost)
+        assert tried[n] == pytest.approx(max(tried))
+
+    def test_a_tree_as_large_as_the_curve_is_flat(self) -> None:
+        flat = CostCurve((1, 8, 9), (1.0, 1.0, 90.0))
+        assert best_tree_size(flat, [0.5] * 20) == 7
+        assert best_tree_size(flat, []) == 0
+        assert best_tree_size(CostCurve((1,), (1.0,)), [0.9] * 5) == 0
+
+
+PROMPT = [3, 1, 4, 1, 5, 2, 6]
+
+
+@pytest.fixture(params=["table", "llama.cpp", "MLX"])
+def model(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[LanguageModel]:
+    options = LoadOptions(context_tokens=64, max_branches=4)
+    made: LanguageModel
+    if request.param == "table":
+        made = table(1, context_tokens=64)
+    elif request.param == "llama.cpp":
+        made = llamacpp.load(str(demo_target), "demo", options)
+    else:
+        made = mlx.load(str(models_folder() / "demo-mlx"), "demo-mlx", options)
+    yield made
+    made.close()
+
+
+def rows(model: LanguageModel) -> Any:
+    logits = model.verify(TokenTree.chain(7, [2, 1]))
+    read = np.stack([logits.at(row, np.arange(logits.vocab_size)) for row in range(3)])
+    model.truncate(model.length)
+    return read
+
+
+class TestMeasuring:
+    @pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "after a prompt"])
+    def test_the_memory_is_left_as_it_was(self, model: LanguageModel, prompt: list[int]) -> None:
+        model.prefill(prompt)
+        before = rows(model)
+        curve = measure(model, (1, 2, 5), repeats=2)
+        assert curve.widths == (1, 2, 5)
+        assert model.length == len(prompt)
+        assert np.array_equal(rows(model), before)
+
+    def test_no_wider_than_the_context_has_room(self, model: LanguageModel) -> None:
+        model.prefill([1] * (model.room - 5))
+        assert measure(model, repeats=1).widths == (1, 2, 3, 4, 5)
+
+    def test_an_interrupt_leaves_the_memory_as_it_was(self, model: LanguageModel) -> None:
+        model.prefill(PROMPT)
+        model.interrupt(True)
+        with pytest.raises(CancelledError):
+            measure(model)
+        model.interrupt(False)
+        assert model.length == len(PROMPT)
+
+    def test_an_interrupt_between_passes(self) -> None:
+        model = table(1)
+        counted = iter(range(100))
+        whole = model.verify
+
+        def verify(tree: TokenTree, first: int = 0) -> Any:
+            if next(counted) == 4:
+                model.interrupt(True)
+            return whole(tree, first)
+
+        model.verify = verify  # type: ignore[method-assign]
+        with pytest.raises(CancelledError):
+            measure(model)
+        assert next(counted) == 5
+
+    def test_a_full_context(self) -> None:
+        model = table(1, context_tokens=4)
+        model.prefill([1] * 4)
+        with pytest.raises(ContextFullError):
+            measure(model)
+
+    def test_a_model_that_cannot_go_back_is_timed_at_one_row(self) -> None:
+        assert measure(table(1, rollback=False)).widths == (1,)
+
+
+class Clock:
+    """A clock that passes advance: each width costs its share."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, list[float]]) -> None:
+        self.at = 0.0
+        self.widths: list[int] = []
+        monkeypatch.setattr(module, "now", lambda: self.at)
+        self._model = table(1)
+        self._whole = self._model.verify
+        self._seconds = seconds
+        self._model.verify = self.verify  # type: ignore[method-assign]
+
+    def verify(self, tree: TokenTree, first: int = 0) -> Any:
+        self.widths.append(tree.width)
+        queue = self._seconds[tree.width]
+        self.at += queue.pop(0) if len(queue) > 1 else queue[0]
+        logits = self._whole(tree, first)
+        return SimpleNamespace(at=logits.at)
+
+    def measure(self, **options: Any) -> CostCurve:
+        return measure(self._model, **options)
+
+
+class TestItsTime:
+    def test_medians_of_interleaved_repeats(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch, {1: [9.0, 2.0, 1.0, 3.0], 2: [9.0, 4.0, 6.0, 5.0]})
+        curve = clock.measure(widths=(1, 2), repeats=3, budget_seconds=1e9)
+        assert curve == CostCurve((1, 2), (2.5, 5.0))
+        assert clock.widths == [1, 1, 2, 1, 2, 1, 2, 1, 2]
+
+    def test_narrow_widths_come_first_when_time_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch, {width: [0.1 * width] for width in WIDTHS})
+        curve = clock.measure(budget_seconds=2.0)
+        assert curve.widths == (1, 2, 3, 4)
+        assert clock.at < 2.0 + 0.4 + 1e-9
+        assert curve.v(4) == pytest.approx(4.0)
+
+    def test_a_plain_step_is_always_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = Clock(monkeypatch, {1: [7.0, 5.0]})
+        assert clock.measure(budget_seconds=0.0) == CostCurve((1,), (5.0,))
