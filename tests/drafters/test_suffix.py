@@ -222,7 +222,7 @@ class TestCombining:
     """The best-scoring source first; others fill what it leaves open."""
 
     def guess(self, paths: Paths) -> Guess:
-        nodes = {(): 0}
+        nodes: dict[tuple[int, ...], int] = {(): 0}
         tokens, parents, probs = [9], [-1], [1.0]
         for path, prob in sorted(paths.items(), key=lambda item: len(item[0])):
             nodes[path] = len(tokens)
@@ -335,7 +335,7 @@ def test_texts_given_beforehand_are_guessed_from() -> None:
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
     drafter = SuffixDrafter(index)
-    assert drafter.microseconds_per_token is None
+    assert SuffixDrafter().microseconds_per_token is None
     drafter.begin([1, 2, 3])
     tree(drafter, 4)
     drafter.commit((4, 5))
