@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakSet
-
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
@@ -12,7 +10,7 @@ from edgespec.errors import CapabilityError
 __all__ = ["Cells", "Unchanged"]
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class Unchanged:
     """The cells before `until` are still those that somebody looked at when it was set."""
 
@@ -31,7 +29,7 @@ class Cells:
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
         self._length = 0
-        self._watched: WeakSet[Unchanged] = WeakSet()
+        self._watched: list[Unchanged] = []
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
@@ -50,15 +48,19 @@ class Cells:
             unchanged.until = min(unchanged.until, length)
 
     def watch(self) -> Unchanged:
-        """What is kept right while whoever asked for it keeps it."""
+        """What is kept right until it is given to `unwatch`."""
         unchanged = Unchanged()
-        self._watched.add(unchanged)
+        self._watched.append(unchanged)
         return unchanged
+
+    def unwatch(self, unchanged: Unchanged) -> None:
+        """Nobody looks at it any more."""
+        self._watched.remove(unchanged)
 
     @property
     def watched(self) -> bool:
         """Whether somebody keeps copies of these cells."""
-        return len(self._watched) > 0
+        return bool(self._watched)
 
     @property
     def open(self) -> int:

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from edgespec.backends.base import LanguageModel, LowBit, Progress, SelfDraft, Snapshot
+from edgespec.backends.base import LanguageModel, LoadOptions, LowBit, Progress, SelfDraft, Snapshot
 from edgespec.backends.llamacpp.cells import Cells
-from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import check_file, default_threads, load_weights
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.lending import Lender
 from edgespec.backends.llamacpp.likeness import check_same_model
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, check_tokens_fit, check_weights_fit
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -66,7 +67,7 @@ def draft_at_low_bits(target: Lender, how: LowBit) -> LowBitView:
     weights = load_weights(how.copy, name, options, None)
     try:
         check_same_model(target.weights, weights, how.copy)
-        return LowBitView(target, weights, how, replace(options, adapter=None), name)
+        return LowBitView(target, weights, how.copy, how, replace(options, adapter=None), name)
     except BaseException:
         library().llama_model_free(weights)
         raise
@@ -95,7 +96,9 @@ class LowBitView:
     after them. Without a window `begin` stays at the sinks' end.
     """
 
-    def __init__(self, target: Lender, weights: Any, how: LowBit, options: LoadOptions, name: str) -> None:
+    def __init__(
+        self, target: Lender, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
+    ) -> None:
         self._target = target
         self._weights = weights
         self._closed = False
@@ -113,24 +116,17 @@ class LowBitView:
         try:
             self._try()
         except BaseException:
+            target.cells.unwatch(self._same)
             self._context.close()
             raise
         able = target.facts.capabilities
-        width = self._context.max_width if whole else min(MAX_WIDTH, plan.tokens - self._sinks - self._window)
-        self.facts = replace(
-            target.facts,
-            name=name,
-            path=how.copy,
-            file_bytes=check_file(how.copy),
-            weight_bytes=library().llama_model_size(weights),
-            kv_bytes=plan.kv_bytes,
-            quantisation=library().llama_ftype_name(library().llama_model_ftype(weights)).decode(),
-            capabilities=replace(able, max_width=min(width, able.max_width), self_drafts=frozenset()),
-            notice="",
-        )
+        width = self._context.max_width if whole else plan.tokens - self._sinks - self._window
+        able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
+        facts = describe(weights, path, name, plan, self.vocabulary, Findings(able, "overwritten"))
+        self.facts = replace(facts, context_tokens=target.context.tokens, notice="")
 
     def _try(self) -> None:
-        """Hand two tokens over and run a third. Raises CapabilityError when they do not come out as they were."""
+        """Hand two tokens over and run a third. Raises CapabilityError when they do not arrive as they were."""
         lent = self._target
         if made := lent.length == 0:
             lent.context.append([0, 0], 0)
@@ -219,7 +215,10 @@ class LowBitView:
         pass  # only the target can be cut back
 
     def forget(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} looks at what the target remembers", "use its window")
+        self._check()
+        raise CapabilityError(
+            f"{self.facts.name} has no memory of its own to take {end - start} tokens out of"
+        )
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.length, b"")
@@ -234,7 +233,7 @@ class LowBitView:
         pass  # nothing runs in the background
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} is a draft already")
+        raise CapabilityError(f"{self.facts.name} is a draft already and has no draft ({how})")
 
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted
@@ -243,6 +242,7 @@ class LowBitView:
         if self._closed:
             return
         self._closed = True
+        self._target.cells.unwatch(self._same)
         self._context.close()
         library().llama_model_free(self._weights)
 

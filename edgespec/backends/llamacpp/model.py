@@ -9,6 +9,7 @@ from typing import Any
 from edgespec.backends.base import (
     LanguageModel,
     LoadOptions,
+    LowBit,
     ModelFacts,
     Progress,
     SelfDraft,
@@ -19,6 +20,8 @@ from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.lending import Lender
+from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_context
@@ -86,6 +89,7 @@ class LlamaCppModel:
             self._context.close()
             raise
         self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
+        self._options, self._plan = options, plan
         self._recurrent = plan.recurrent
         self._forgets = plan.kv_types.keys_turn and not plan.recurrent and self._context.can_shift
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
@@ -150,6 +154,8 @@ class LlamaCppModel:
         self._check(0)
         if not self._forgets:
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
+        if self._cells.watched:
+            raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
         self._cells.end_round()
         end = min(end, self.length)
         if start < end:
@@ -193,7 +199,22 @@ class LlamaCppModel:
         pass  # nothing runs in the background
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
+        self._check(0)
+        if not isinstance(how, LowBit):
+            raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
+        return draft_at_low_bits(
+            Lender(
+                self._weights,
+                self._context,
+                self._cells,
+                self._plan,
+                self._options,
+                self.facts,
+                self.vocabulary,
+                lambda: self._check(0),
+            ),
+            how,
+        )
 
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted

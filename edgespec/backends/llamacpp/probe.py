@@ -55,10 +55,21 @@ def _cut_back(context: LlamaContext, options: LoadOptions) -> Findings:
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _plain("its memory cannot be rolled back")
+    parts = context.lift(0, 0, 1)
+    context.clear()
+    movable = context.put_down(parts, 0, 1) and context.lift(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded for one branch"
     return Findings(
-        Capabilities(True, tree, reason, context.max_width, options.max_branches),
+        Capabilities(
+            True,
+            tree,
+            reason,
+            context.max_width,
+            options.max_branches,
+            # A copy with fewer bits drafts on cells that were moved to it.
+            self_drafts=frozenset({"lowbit"}) if movable else frozenset(),
+        ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )
 
