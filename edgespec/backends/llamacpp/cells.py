@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError

@@ -126,7 +126,7 @@ class LowBitView:
         self.facts = replace(facts, context_tokens=target.context.tokens, notice="")
 
     def _try(self) -> None:
-        """Hand two tokens over and run a third. Raises CapabilityError when they do not arrive as they were."""
+        """Hand two tokens over and run a third. Raises CapabilityError when they arrive changed."""
         lent = self._target
         if made := lent.length == 0:
             lent.context.append([0, 0], 0)

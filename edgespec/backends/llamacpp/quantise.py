@@ -26,6 +26,8 @@ __all__ = ["QuantisedSize", "file_type", "needs_matrix", "quantise", "quantised_
 
 # Of the library's types, those that are for keeping a model as it is, and those for training experiments.
 _NOT_FOR_DRAFTS = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
+# What the library refuses without an importance matrix; each refusal is its own, this only shortens a hint.
+_NEED_MATRIX = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
 _BEAT_SECONDS = 0.2
 _WORDS = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -55,7 +57,8 @@ def file_type(name: str) -> str:
     upper = name.upper()
     upper = _WORDS.get(upper, upper)
     if upper not in types():
-        raise OptionError(f"the type is {name!r}", f"choose one of {', '.join(types())}")
+        usable = (known for known in types() if not known.startswith(_NEED_MATRIX))
+        raise OptionError(f"the type is {name!r}", f"choose one of {', '.join(usable)}")
     return upper
 
 
