@@ -66,7 +66,7 @@ def test_one_file(folder: Path, read: Read) -> None:
 def test_a_relative_path_and_a_home(folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert words(read("project")) == words(read("~/project")) == ["bbb", "aa", "c"]  # type: ignore[arg-type]
+    assert words(read("project")) == words(read("~/project")) == ["bbb", "aa", "c"]
 
 
 def test_what_is_no_text_is_left_out_and_counted(folder: Path, read: Read) -> None:

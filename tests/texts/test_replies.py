@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from filelock import FileLock
@@ -23,7 +26,7 @@ def store(folder: Path, mark: str = MARK, most_tokens: int = 1000, size: int = S
     return ReplyStore(mark, size, folder, most_tokens)
 
 
-def kept(folder: Path, **options: int) -> list[list[int]]:
+def kept(folder: Path, **options: Any) -> list[list[int]]:
     """What a new process finds."""
     return [reply.tolist() for reply in store(folder, **options).load()]
 
@@ -147,12 +150,12 @@ def test_damage_costs_the_replies_it_hits(
         del content[at:]
         end = len(path.read_bytes())
     path.write_bytes(content)
-    record = (path.stat().st_size, start)
     size = (len(fill(tmp_path_factory.mktemp("whole"), texts).read_bytes()) - start) // len(texts)
     hit = set(range((at - start) // size, (end - 1 - start) // size + 1))
     again = store(folder)
     found = [reply.tolist() for reply in again.load()]
-    assert found == [text for number, text in enumerate(texts) if number not in hit], record
+    # What was lost may have been zeros among zeros: a record that is hit may still be whole.
+    assert [text for number, text in enumerate(texts) if number not in hit or text in found] == found
     again.add([50])
     assert kept(folder) == [*found, [50]]
 
@@ -239,6 +242,20 @@ def test_many_writers_lose_nothing(folder: Path) -> None:
     found = kept(folder)
     for writer in range(6):
         assert [number for who, number in found if who == writer] == list(range(20))
+
+
+def test_two_processes_at_once(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from edgespec.texts import ReplyStore\n"
+        "store = ReplyStore('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
+        "for number in range(30): store.add([int(sys.argv[2]), number])\n"
+        "assert not store.notice"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(folder), str(who)]) for who in (1, 2)]
+    assert [process.wait(60) for process in processes] == [0, 0]
+    found = kept(folder)
+    for writer in (1, 2):
+        assert [number for who, number in found if who == writer] == list(range(30))
 
 
 def test_forgetting_forgets_everything(folder: Path) -> None:
