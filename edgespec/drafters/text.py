@@ -33,7 +33,7 @@ SEPARATOR = -1
 LONGEST = 32
 DEEPEST = 64
 # How many occurrences of one match are counted.
-SAMPLE = 128
+SAMPLE = 64
 
 # Up to so many occurrences are told apart at once.
 FEW = 256
@@ -110,6 +110,11 @@ class GrowingText:
             return []
         # Backwards from the last place that has a successor.
         found = self._end - 1 - np.flatnonzero(self.text[LONGEST : self._end - 1][::-1] == recent[0])
+        if len(found) > FEW:
+            latest = nested_matches(self.text, recent, [], found[:SAMPLE])
+            if latest[0].length == len(recent):
+                # A loop: shorter matches have the same latest occurrences.
+                return latest
         sets = []
         for length in range(1, len(recent) + 1):
             if len(found) <= FEW:

@@ -23,6 +23,8 @@ __all__ = ["Corpus", "read_corpus"]
 VERSION = 1
 _LARGEST_FILE_BYTES = 2 * 1024 * 1024
 _MOST_FILES = 20_000
+_MOST_CACHES = 16
+_SUFFIX = ".corpus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class _Cache:
 
     def __init__(self, folder: Path, root: Path, fingerprint: str, vocab_size: int) -> None:
         name = sha256(f"{fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        self._path = folder / f"{name}.corpus"
+        self._path = folder / f"{name}{_SUFFIX}"
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
         self.known = self._load()
@@ -191,6 +193,9 @@ class _Cache:
         }
         try:
             write_private(self._path, json.dumps(head).encode() + b"\n" + payload)
+            caches = sorted(self._path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
+            for path in caches[_MOST_CACHES:]:
+                path.unlink()
         except OSError:
             # A cache that cannot be written costs time, and nothing else.
             return

@@ -55,6 +55,7 @@ def write_private(path: Path, payload: bytes) -> None:
         raise
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: Exception) -> str:
     """What the system said, in its words."""
-    return (error.strerror or type(error).__name__).lower()
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return (said or type(error).__name__).lower()

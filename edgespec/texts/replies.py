@@ -51,14 +51,12 @@ class ReplyStore:
 
     def load(self) -> list[Tokens]:
         """The replies kept so far, the oldest first."""
-        from filelock import Timeout
-
         try:
             if not self.path.exists():
                 return []
             with self._lock():
                 data = self.path.read_bytes()
-        except (OSError, Timeout):
+        except (OSError, NotImplementedError):
             # Where nothing can be locked nothing is written either.
             try:
                 data = self.path.read_bytes()
@@ -88,7 +86,7 @@ class ReplyStore:
             self._waiting = []
         except Timeout:
             self._waiting = self._newest(self._waiting)
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._off = True
             self._waiting = []
             self.notice = f"replies are not remembered in {self.path}: {reason_of(error)}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Rule, SuffixDrafter, TextIndex
 from edgespec.drafters.suffix.guess import Guess, best_guess, combined, grow
-from edgespec.drafters.text import LONGEST, SEPARATOR, GrowingText, Match
+from edgespec.drafters.text import LONGEST, SAMPLE, SEPARATOR, GrowingText, Match
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
@@ -141,7 +141,7 @@ class TestMatches:
             assert matches[-1].length >= 25
             assert source.text[int(matches[-1].after[0]) :][:15].tolist() == needle[25:]
             expected = expected_matches([whole if source is chat else [*needle, *text]], whole[-LONGEST:])
-            few = {length: those for length, those in expected.items() if len(those) <= 100}
+            few = {length: those for length, those in expected.items() if len(those) <= SAMPLE}
             found = lengths_and_places(matches, source)
             assert {length: found[length] for length in few} == few
             assert set(found) == set(expected)
@@ -150,6 +150,14 @@ class TestMatches:
         chat = growing([5, 1, 5, 2, 5, 3, 5])
         (match,) = chat.matches(chat.recent())
         assert chat.text[match.after].tolist() == [3, 2, 1]
+
+    def test_a_loop_is_followed(self) -> None:
+        for period in (1, 2, 3):
+            chat = growing([7, *(list(range(period)) * 400)])
+            matches = chat.matches(chat.recent())
+            guess = best_guess(chat.text, matches, period - 1, 9, Rule(), never)
+            assert guess.tokens[1:] == [i % period for i in range(9)]
+            assert [match.length for match in matches] == [LONGEST]
 
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
     def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(

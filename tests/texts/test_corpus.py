@@ -135,6 +135,16 @@ def test_a_broken_cache_is_made_again(
     assert words(read(folder)) == ["bbb", "aa", "c"]
 
 
+def test_old_caches_make_room(tmp_path: Path, read: Read) -> None:
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("abc")
+        read(tmp_path / f"{number}.txt")
+    assert len(list((tmp_path / "cache").iterdir())) == 16
+    again = Counting()
+    read(tmp_path / "19.txt", again)
+    assert again.tokenized == []
+
+
 def test_the_cache_is_for_its_owner_only(folder: Path, read: Read, tmp_path: Path) -> None:
     read(folder)
     (cache,) = (tmp_path / "cache").iterdir()

@@ -244,6 +244,19 @@ def test_many_writers_lose_nothing(folder: Path) -> None:
         assert [number for who, number in found if who == writer] == list(range(20))
 
 
+def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    fill(folder)
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    unlocked = store(folder)
+    assert len(unlocked.load()) == 3
+    unlocked.add([7])
+    assert "not remembered" in unlocked.notice
+    assert "does not appear to support" in unlocked.notice
+
+
 def test_two_processes_at_once(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from edgespec.texts import ReplyStore\n"

@@ -84,11 +84,10 @@ def grow(
 
     def look(node: int, at: int, rows: list[list[int]]) -> None:
         nonlocal found
-        counts = Counter(row[at] for row in rows)
-        del counts[SEPARATOR]
-        total = counts.total()
-        for token, count in counts.most_common(None if rule.can_branch else 1):
-            probability = guess.probs[node] * count / total
+        seen = [row[at] for row in rows if row[at] != SEPARATOR]
+        counts = Counter(seen).most_common() if len(seen) > 1 else [(token, 1) for token in seen]
+        for token, count in counts if rule.can_branch else counts[:1]:
+            probability = guess.probs[node] * count / len(seen)
             if probability < rule.min_probability:
                 break
             there = rows if count == len(rows) else [row for row in rows if row[at] == token]
@@ -114,7 +113,7 @@ def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
     rest, if that leaves them probable enough.
     """
     first, *others = sorted(guesses, key=lambda guess: -guess.score)
-    if not rule.can_branch:
+    if not others or not rule.can_branch:
         return first
     tokens, parents, probs = list(first.tokens), list(first.parents), list(first.probs)
     children = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}

@@ -54,15 +54,16 @@ class TextIndex:
         Of several lengths with the same occurrences only the longest is there. Of too many occurrences an
         even sample is kept.
         """
-        low, high = 0, len(self._order)
+        tokens, places = self.text.data, self._order.data
+        low, high = 0, len(places)
         sets: list[tuple[int, Match]] = []
         for back, token in enumerate(recent.tolist(), 1):
 
-            def before(position: np.int32, back: int = back) -> int:
-                return int(self.text[position - back])
+            def before(place: int, back: int = back) -> int:
+                return tokens[place - back]
 
-            low = bisect_left(self._order, token, low, high, key=before)
-            high = bisect_right(self._order, token, low, high, key=before)
+            low = bisect_left(places, token, low, high, key=before)
+            high = bisect_right(places, token, low, high, key=before)
             if high - low <= FEW:
                 return nested_matches(self.text, recent, sets, self._order[low:high].astype(np.int64))
             sets.append((high - low, Match(back, self._sample(low, high))))
