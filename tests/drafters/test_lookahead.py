@@ -1,0 +1,504 @@
+"""Lookahead decoding: its window and its pool are the paper's, and nothing it guesses changes a reply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import Reply
+from edgespec.backends import llamacpp, mlx
+from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
+from edgespec.backends.tabular import TabularModel
+from edgespec.catalog.catalogue import models_folder
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram_pool import NgramPool
+from edgespec.engine.acceptance import Dice, Invariant, Rejection
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import OptionError
+from edgespec.policy.curve import CostCurve
+from edgespec.policy.window import Window
+from tests.engine.exact import (
+    AllChances,
+    ExactLogits,
+    ExactModel,
+    ExactSampler,
+    assert_law,
+    random_table,
+)
+from tests.engine.test_rejection import SAMPLERS, SIGNIFICANT, exact_law, g_test, replies
+from tests.tables import END, PROMPT, VOCAB, near, runtime, table, with_drafter
+
+FREE = Capabilities(True, True)
+SHAPES = [
+    Window(2, 3, 2),
+    Window(1, 2, 1),
+    Window(5, 4, 3),
+    Window(3, 2, 5),
+    Window(1, 5, 4),
+    Window(4, 3, 1),
+]
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "penalty_window": 7,
+    "logit_bias": {1: 0.8, 3: -1.0},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
+    for temperature in (0.0, 0.8, 1.2)
+    for penalties in ({}, PENALTIES)
+}
+
+
+def forced(window: Window, able: Capabilities = FREE) -> LookaheadDrafter:
+    return LookaheadDrafter(able, window=window)
+
+
+def same(got: Reply, expected: Reply) -> None:
+    assert got.tokens == expected.tokens
+    assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+
+
+class TestTables:
+    @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
+    @pytest.mark.parametrize("window", SHAPES, ids=str)
+    def test_every_shape(self, window: Window, sampling: dict[str, Any]) -> None:
+        accepted = 0
+        for seed in range(3):
+            with with_drafter(table(seed), forced(window)) as pair:
+                asked: dict[str, Any] = {"seed": seed, "max_tokens": 60, **sampling}
+                expected = pair.generate(PROMPT, method="none", **asked)
+                for draft_length in (1, 2, 4, 8):
+                    got = pair.generate(PROMPT, method="lookahead", draft_length=draft_length, **asked)
+                    same(got, expected)
+                    accepted += got.stats.accepted_tokens
+                if sampling["temperature"] == 0:
+                    got = pair.generate(PROMPT, method="lookahead", acceptance="rejection", **asked)
+                    same(got, expected)
+        assert accepted
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_any_shape_limit_and_end(self, data: st.DataObject) -> None:
+        window = Window(
+            data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5)), data.draw(st.integers(1, 5))
+        )
+        context = data.draw(st.integers(7, 40))
+        asked: dict[str, Any] = {
+            "seed": data.draw(st.integers(0, 5)),
+            "max_tokens": data.draw(st.integers(1, 40)),
+            "temperature": data.draw(st.sampled_from([0.0, 0.8, 1.2])),
+        }
+        target = table(data.draw(st.integers(0, 3)), context_tokens=context)
+        with with_drafter(target, forced(window)) as pair:
+            expected = pair.generate(PROMPT, method="none", **asked)
+            got = pair.generate(
+                PROMPT, method="lookahead", draft_length=data.draw(st.integers(1, 9)), **asked
+            )
+        same(got, expected)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.sampled_from(SHAPES), st.integers(1, 12), st.integers(1, 5), st.integers(0, 4))
+    def test_cut_to_any_width(self, window: Window, width: int, branches: int, seed: int) -> None:
+        """What a pass does not take is cut off by the loop, and the window goes on with what is left."""
+        said = []
+        for drafter in (None, forced(window)):
+            target = table(seed)
+            tokens = [0, 1, 2, 0, 1]
+            target.prefill(tokens[:-1])
+            if drafter:
+                drafter.begin(tokens)
+            steps = decode(
+                target,
+                drafter,
+                Invariant(),
+                Sampler(SamplingParams(temperature=0.8), seed, tokens),
+                tokens[-1],
+                vocab_size=VOCAB,
+                max_width=width,
+                max_branches=branches,
+                draft_length=7,
+                max_tokens=50,
+                is_stop=lambda token: False,
+                is_cancelled=lambda: False,
+                stats=Stats(),
+            )
+            said.append([token for step in steps for token in step.tokens])
+        assert said[0] == said[1]
+
+    @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
+    def test_beside_a_draft_model(self, sampling: dict[str, Any]) -> None:
+        target = table(2)
+        both = CombinedDrafter([ModelDrafter(near(table(2), 3), VOCAB), forced(Window(3, 3, 2))], True)
+        with with_drafter(target, both) as pair:
+            asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, **sampling}
+            expected = pair.generate(PROMPT, method="none", **asked)
+            same(pair.generate(PROMPT, method="lookahead", draft_length=6, **asked), expected)
+
+    def test_a_target_that_cannot_branch_gets_chains(self) -> None:
+        target = table(1, tree=False)
+        drafter = forced(Window(0, 3, 1), target.facts.capabilities)
+        assert "n-grams of the text only: made so" in drafter.status
+        with with_drafter(target, drafter) as pair:
+            asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
+            expected = pair.generate(PROMPT, method="none", **asked)
+            got = pair.generate(PROMPT, method="lookahead", **asked)
+        same(got, expected)
+        assert got.stats.accepted_tokens
+
+    def test_a_reply_does_not_depend_on_the_one_before(self) -> None:
+        asked: dict[str, Any] = {"seed": 4, "max_tokens": 40, "temperature": 1.0, "acceptance": "rejection"}
+        with with_drafter(table(1), forced(Window(4, 3, 3))) as pair:
+            first = pair.generate(PROMPT, method="lookahead", **asked)
+            pair.generate("fedcba", method="lookahead", **asked)
+            assert pair.generate(PROMPT, method="lookahead", **asked).tokens == first.tokens
+
+
+@pytest.fixture(scope="module", params=["llama.cpp", "MLX"])
+def demo(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[LanguageModel]:
+    options = LoadOptions(context_tokens=512, max_branches=8)
+    made: LanguageModel
+    if request.param == "MLX":
+        made = mlx.load(str(models_folder() / "demo-mlx"), "demo-mlx", options)
+    else:
+        made = llamacpp.load(str(demo_target), "demo", options)
+    yield made
+    made.close()
+
+
+class _Kept:
+    """A model that outlives its runtime."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def close(self) -> None:
+        self._model.truncate(0)
+
+
+HOWTO = "How do I list files by size?"
+
+
+@pytest.mark.parametrize("window", [Window(4, 3, 3), Window(3, 4, 4)], ids=str)
+class TestRealModels:
+    def run(self, demo: LanguageModel, window: Window) -> Any:
+        target: Any = _Kept(demo)
+        return with_drafter(target, LookaheadDrafter(demo.facts.capabilities, window=window))
+
+    @pytest.mark.parametrize("sampling", [SETTINGS[name] for name in ("T 0.0", "T 0.8", "T 1.2, penalties")])
+    def test_the_reply_stays_the_same(
+        self, demo: LanguageModel, window: Window, sampling: dict[str, Any]
+    ) -> None:
+        with self.run(demo, window) as pair:
+            asked: dict[str, Any] = {"seed": 3, "max_tokens": 24, **sampling}
+            expected = pair.generate(HOWTO, method="none", **asked)
+            got = pair.generate(HOWTO, method="lookahead", draft_length=8, **asked)
+            same(got, expected)
+            assert got.stats.drafted_tokens > got.stats.target_passes
+
+    def test_rejection(self, demo: LanguageModel, window: Window) -> None:
+        with self.run(demo, window) as pair:
+            asked: dict[str, Any] = {"seed": 3, "max_tokens": 16, "temperature": 0.0}
+            expected = pair.generate(HOWTO, method="none", **asked)
+            got = pair.generate(HOWTO, method="lookahead", draft_length=8, acceptance="rejection", **asked)
+            same(got, expected)
+            drawn = pair.generate(HOWTO, method="lookahead", acceptance="rejection", seed=1, max_tokens=12)
+            assert drawn.tokens
+
+
+class _TokenSampler(ExactSampler):
+    """Draws what the window asks for: the likeliest token."""
+
+    def token(self, logits: ExactLogits, row: int) -> int:
+        assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
+        return self.ranked(logits, row, 1)[0]
+
+
+class TestItIsUnbiased:
+    """In rejection mode the window and the pool come from earlier rounds, which had dice of their own."""
+
+    @pytest.mark.parametrize("window", [Window(1, 2, 1), Window(2, 2, 2), Window(2, 3, 2)], ids=str)
+    @pytest.mark.parametrize("seed", range(2))
+    def test_exactly(self, window: Window, seed: int) -> None:
+        target = random_table(seed + 5, 2, zeros=0)
+        chance = AllChances()
+        drafted = 0
+
+        def experiment() -> tuple[int, ...]:
+            nonlocal drafted
+            drafter, stats = forced(window), Stats()
+            drafter.begin((0,))
+            steps = decode(
+                ExactModel(target, 2),  # type: ignore[arg-type]
+                drafter,
+                Rejection(chance),
+                _TokenSampler((0,)),  # type: ignore[arg-type]
+                0,
+                vocab_size=2,
+                draft_length=3,
+                max_tokens=4,
+                is_stop=lambda token: False,
+                is_cancelled=lambda: False,
+                stats=stats,
+            )
+            said = tuple(token for step in steps for token in step.tokens)
+            drafted += stats.drafted_tokens
+            return said
+
+        emitted: dict[tuple[int, ...], Fraction] = chance.outcomes(experiment)
+        assert drafted
+        assert_law(emitted, target, (0,), 2)
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_with_real_dice(self, sampler: str) -> None:
+        def rule(seed: int) -> Rejection:
+            return Rejection(Dice(seed))
+
+        drawn = Counter(replies(rule, forced(Window(2, 3, 2)), SAMPLERS[sampler], 1500))
+        assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(SAMPLERS)
+
+
+class _Watched(LookaheadDrafter):
+    """Keeps what was proposed."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(FREE, window=window)
+        self.trees: list[TokenTree] = []
+
+    def propose(self, sampler: Sampler, acceptance: Any, draft_length: int) -> TokenTree:
+        tree = super().propose(sampler, acceptance, draft_length)
+        self.trees.append(tree)
+        return tree
+
+
+def columns(drafter: LookaheadDrafter) -> list[list[int]]:
+    return [list(column.tokens) for column in drafter._columns]
+
+
+def pool_of(drafter: LookaheadDrafter) -> set[tuple[int, ...]]:
+    return {(token, *rest) for token in range(VOCAB) for rest in drafter._pool.after(token, NgramPool.EACH)}
+
+
+def best(model: TabularModel, tokens: Sequence[int]) -> int:
+    """The greedy token after a text, by the table itself."""
+    a, b = tokens[-2:]
+    return int(model._table[a * VOCAB + b].argmax())
+
+
+class TestJacobi:
+    """Every step held against the definition, worked out from the table alone."""
+
+    @pytest.mark.parametrize("window", [Window(3, 3, 2), Window(4, 4, 2), Window(2, 2, 2)], ids=str)
+    @pytest.mark.parametrize("seed", range(3))
+    def test_window_and_pool_by_brute_force(self, window: Window, seed: int) -> None:
+        target = table(seed)
+        drafter = forced(window)
+        params = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
+        tokens = [0, 1, 2, 0, 1]
+        target._table[:, END] = -50
+        drafter.begin(tokens)
+        text_ngrams = {tuple(tokens[i : i + window.size]) for i in range(len(tokens) - window.size + 1)}
+        assert pool_of(drafter) == text_ngrams
+        target.prefill(tokens[:-1])
+        ages: list[int] = []
+        long_rounds = 0
+        for _ in range(25):
+            sampler = Sampler(params, 0, tokens)
+            known = drafter._pool.after(tokens[-1], window.candidates)
+            tree = drafter.propose(sampler, Invariant(), 12)
+            before = columns(drafter)
+            ages += [0] * (window.columns - len(ages))
+            # Every column hangs below the guesses nearer than it, every candidate below the root.
+            paths = {path_of(tree, node) for node in range(tree.width)}
+            expected_paths: set[tuple[int, ...]] = {()}
+            for w, column in enumerate(before):
+                trunk = [other[0] for other in before[: w + 1]]
+                expected_paths |= prefixes((*trunk, *column[1:]))
+            for candidate in known:
+                expected_paths |= prefixes(candidate)
+            assert paths == expected_paths
+            assert tree.width == len(paths) <= window.rows
+            assert tree.leaves <= window.leaves
+            assert max(tree.depths) <= window.depth
+            logits = target.verify(tree)
+            verdict = Invariant().accept(tree, logits, sampler)
+            drafter.observe(tree, logits, sampler)
+            assert sampler.position == len(tokens)
+            emitted = (*(tree.tokens[node] for node in verdict.path), verdict.token)
+            target.commit(verdict.path)
+            drafter.commit(emitted)
+            said = [
+                best(target, [*tokens, *(other[0] for other in before[: w + 1]), *column[1:]])
+                for w, column in enumerate(before)
+            ]
+            ages = [age + 1 for age in ages]
+            jacobi = {
+                (*column, new)
+                for column, new, age in zip(before, said, ages, strict=True)
+                if age >= window.levels
+            }
+            tokens += emitted
+            text_ngrams |= {
+                tuple(tokens[i : i + window.size]) for i in range(len(tokens) - window.size + 1)
+            } | jacobi
+            assert pool_of(drafter) == text_ngrams
+            shifted = [[*column[1:], new] for column, new in zip(before, said, strict=True)]
+            assert columns(drafter) == shifted[len(emitted) - 1 :]
+            ages = ages[len(emitted) - 1 :]
+            long_rounds += len(emitted) > 1
+        assert all(best(target, tokens[:i]) == tokens[i] for i in range(5, len(tokens)))
+        assert long_rounds, "nothing shifted by more than one: this shows nothing"
+
+    def test_a_text_that_repeats_itself_is_soon_foreseen(self) -> None:
+        """Order one: once every n-gram has been seen, whole n-grams are accepted."""
+        logits = np.full((VOCAB, VOCAB), -5.0, np.float32)
+        for token in range(VOCAB - 1):
+            logits[token, (token * 3 + 1) % (VOCAB - 1)] = 5.0
+        with with_drafter(TabularModel(logits), forced(Window(4, 4, 4))) as pair:
+            reply = pair.generate("b", method="lookahead", temperature=0.0, max_tokens=60)
+        assert (reply.stats.tokens_per_target_pass or 0) > 2.5
+
+    def test_guesses_for_each_place_have_the_noise_of_that_place(self) -> None:
+        """With temperature, a column that stood on the true text says the very token plain decoding draws."""
+        target, tokens = table(1), [0, 1, 2, 0, 1]
+        sampling: dict[str, Any] = {
+            "temperature": 1.2,
+            "presence_penalty": 1.0,
+            "penalty_window": 4,
+            "logit_bias": {END: -np.inf},
+        }
+        params = SamplingParams(**sampling)
+        with runtime(table(1)) as pair:
+            truth = pair.generate(PROMPT, method="none", seed=5, max_tokens=4, **sampling).tokens
+        drafter = forced(Window(2, 3, 1))
+        drafter.begin(tokens)
+        drafter.propose(Sampler(params, 5, tokens), Invariant(), 9)
+        for w, column in enumerate(drafter._columns):
+            column.tokens = list(truth[w : w + 2])
+        tree = drafter.propose(Sampler(params, 5, tokens), Invariant(), 9)
+        target.prefill(tokens[:-1])
+        drafter.observe(tree, target.verify(tree), Sampler(params, 5, tokens))
+        assert [column.next for column in drafter._columns] == list(truth[2:4])
+
+
+def path_of(tree: TokenTree, node: int) -> tuple[int, ...]:
+    path: list[int] = []
+    while node:
+        path.append(tree.tokens[node])
+        node = tree.parents[node]
+    return tuple(reversed(path))
+
+
+def prefixes(path: tuple[int, ...]) -> set[tuple[int, ...]]:
+    return {path[:end] for end in range(1, len(path) + 1)}
+
+
+FLAT = CostCurve((1, 64), (1.0, 1.01))
+STEEP = CostCurve((1, 2, 64), (1.0, 2.0, 64.0))
+
+
+class TestWhetherItPays:
+    def rounds(self, drafter: Drafter, tokens: list[int], emit: Sequence[int], length: int = 8) -> list[int]:
+        """Emit a text one token a round; how much was drafted in each."""
+        drafter.begin(tokens)
+        drafted = []
+        text = list(tokens)
+        for token in emit:
+            drafted.append(drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), length).drafted)
+            drafter.commit((token,))
+            text.append(token)
+        return drafted
+
+    def test_off_where_every_row_costs(self) -> None:
+        drafter = LookaheadDrafter(FREE, STEEP)
+        assert drafter.status.startswith(
+            "lookahead is off: no window is worth its rows here (7 rows cost 7.00"
+        )
+        assert self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 40) == [0] * 120
+
+    @pytest.mark.parametrize(
+        "able", [Capabilities(True, True, max_branches=2), Capabilities(True, True, max_width=4)]
+    )
+    def test_off_where_no_window_fits(self, able: Capabilities) -> None:
+        drafter = LookaheadDrafter(able, FLAT)
+        assert "more than the target takes" in drafter.status
+        assert self.rounds(drafter, [1, 2], [1, 2, 1, 2]) == [0] * 4
+
+    def test_off_where_the_draft_is_too_short_and_on_again(self) -> None:
+        drafter = LookaheadDrafter(FREE, FLAT)
+        assert self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=2) == [0] * 4
+        assert drafter.status == "lookahead is off: its smallest draft is 3 deep, the draft length 2"
+        assert all(self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=3))
+
+    def test_without_a_curve_it_is_off(self) -> None:
+        assert "is off" in LookaheadDrafter(FREE).status
+
+    def test_on_where_rows_are_free(self) -> None:
+        drafter = LookaheadDrafter(Capabilities(True, True, max_branches=8), FLAT)
+        assert drafter.status.startswith("lookahead runs W ")
+        assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
+
+    def test_luck_turns_it_off_and_on(self) -> None:
+        """Off after a text that never repeats; on again, for the price of looking, where it repeats."""
+        curve = CostCurve((1, 64), (1.0, 3.0))
+        drafter = LookaheadDrafter(FREE, curve)
+        drafted = self.rounds(drafter, [0], range(1, 600))
+        assert drafted[0] > 0
+        assert drafted[-1] == 0
+        assert "is off" in drafter.status
+        drafted = self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 200)
+        assert drafted[0] == 0
+        assert drafted[-1] > 0
+
+    def test_a_window_too_large_for_the_target(self) -> None:
+        narrow = Capabilities(True, True, max_width=20, max_branches=8)
+        with pytest.raises(
+            OptionError, match="W 6, N 4, G 3 needs 28 rows and 9 branches; the target takes 20 and 8"
+        ):
+            LookaheadDrafter(narrow, window=Window(6, 4, 3))
+
+
+class TestThePool:
+    def test_the_latest_come_first_and_the_oldest_go(self) -> None:
+        pool = NgramPool()
+        for last in range(NgramPool.EACH + 4):
+            pool.add((7, 1, last))
+        pool.add((7, 1, 5))
+        assert pool.after(7, 2) == [(1, 5), (1, NgramPool.EACH + 3)]
+        assert len(pool.after(7, 99)) == len(pool) == NgramPool.EACH
+        assert pool.after(8, 3) == []
+
+    def test_it_is_bounded(self) -> None:
+        pool = NgramPool()
+        for token in range(NgramPool.MOST + 10):
+            pool.add((token, 1))
+        pool.add((0, 1))
+        assert len(pool) == NgramPool.MOST
+        assert pool.after(10, 1) == []
+        assert pool.after(11, 1) == pool.after(0, 1) == [(1,)]
+
+    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=60))
+    def test_it_counts_right(self, ngrams: list[tuple[int, int, int]]) -> None:
+        pool = NgramPool()
+        for ngram in ngrams:
+            pool.add(ngram)
+        assert len(pool) == sum(len(pool.after(token, 99)) for token in range(4)) == len(set(ngrams))
