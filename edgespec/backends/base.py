@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -13,6 +16,8 @@ __all__ = [
     "Capabilities",
     "EarlyExit",
     "LanguageModel",
+    "Learner",
+    "Lesson",
     "LoadOptions",
     "LowBit",
     "ModelFacts",
@@ -21,6 +26,7 @@ __all__ = [
     "Skippable",
     "SkippedLayers",
     "Snapshot",
+    "Teachable",
     "Vocabulary",
 ]
 
@@ -104,6 +110,7 @@ class Capabilities:
     taps: hidden states between its layers can be read.
     self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
     `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
+    learns: as a draft it can be adapted to what a target says (such a model is Teachable).
     """
 
     rollback: bool
@@ -113,6 +120,7 @@ class Capabilities:
     max_branches: int = 1 << 20
     taps: bool = False
     self_drafts: frozenset[str] = frozenset()
+    learns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,3 +292,60 @@ class Skippable(LanguageModel, Protocol):
         or one that is not there, CapabilityError where layers cannot be skipped or more tokens were asked
         for than the cache can look back on, and CancelledError.
         """
+
+    def leave_thread(self) -> None:
+        """Let go of what is kept for this thread, which may be about to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """A piece of text and what a target said at some places of it.
+
+    tokens: the text. rows: after which of them. best: the target's best tokens there, int [rows, k], and
+    probs: how likely they are among themselves, float [rows, k].
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    best: NDArray[np.int64]
+    probs: NDArray[np.float32]
+
+
+class Learner(Protocol):
+    """What changes a draft model a little, beside its weights, which stay as they are (OSD, arXiv 2310.07177).
+
+    Between calls the model runs as `adapted` says. Its cache is not looked at: what is in there stays
+    computed as it was. The methods belong to the model's thread.
+    """
+
+    identity: str
+    """Tells the model apart from others, its weights included."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the model runs with what was learnt."""
+
+    def adapt(self, wanted: bool) -> None:
+        """Run with what was learnt, or exactly as loaded."""
+
+    def step(self, lesson: Lesson) -> float:
+        """Learn from one lesson: the loss before. Raises BackendError when the model cannot be trained."""
+
+    def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+        """How many of `tokens` from index `first` on are the model's best after those before them."""
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        """What was learnt."""
+
+    def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+        """Go on from what `weights` gave; False when it does not fit, and nothing changed."""
+
+    def leave_thread(self) -> None:
+        """Let go of what is kept for this thread, which may be about to end."""
+
+
+class Teachable(LanguageModel, Protocol):
+    """A model whose `facts.capabilities.learns`."""
+
+    def learner(self) -> Learner:
+        """The one that teaches this model. Raises CapabilityError where it has no layers to adapt."""
