@@ -121,8 +121,8 @@ class LookaheadDrafter(Drafter):
 
     def _why_off(self) -> str:
         if not self._least.fits(self._able):
-            least = self._least
-            return f"its smallest tree, {least.rows} rows and {least.leaves} branches, is more than the target takes"
+            rows, leaves = self._least.rows, self._least.leaves
+            return f"its smallest tree, {rows} rows and {leaves} branches, is more than the target takes"
         if 0 < self._depth < self._least.depth:
             return f"its smallest draft is {self._least.depth} deep, the draft length {self._depth}"
         return f"no window is worth its rows here ({self._reckoning(self._least)})"
