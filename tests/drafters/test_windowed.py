@@ -112,7 +112,7 @@ def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds:
             tree = TokenTree.chain(1, [(i * 7 + len(text)) % VOCAB for i in range(width - 1)])
             logits = model.verify(tree)
             # Sinks and window were brought up to the text before the pass.
-            seen = (text + [1])[-2:] if len(text) else [0, 1]
+            seen = [*text, 1][-2:] if text else [0, 1]
             table_row = seen[0] * VOCAB + seen[1]
             np.testing.assert_array_equal(
                 logits.at(0, np.arange(VOCAB)), a_table()._table[table_row].astype(np.float64)

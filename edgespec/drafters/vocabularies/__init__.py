@@ -1,0 +1,12 @@
+"""Drafts whose vocabulary is not the target's: how much is shared, and two ways to use them.
+
+Source: "Accelerating LLM inference with lossless speculative decoding for heterogeneous vocabularies"
+(arXiv 2502.05202).
+"""
+
+from edgespec.drafters.vocabularies.comparison import Comparison, compare
+from edgespec.drafters.vocabularies.retokenised import RetokenisedDrafter
+from edgespec.drafters.vocabularies.translated import TranslatedModel
+from edgespec.drafters.vocabularies.translation import Translation
+
+__all__ = ["Comparison", "RetokenisedDrafter", "TranslatedModel", "Translation", "compare"]

@@ -1,0 +1,91 @@
+"""Two vocabularies, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from edgespec.backends.base import Vocabulary
+from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.errors import VocabularyMismatchError
+
+__all__ = ["Comparison", "Way", "compare"]
+
+# Padding at the end of an embedding table is no difference.
+_MOST_PADDING = 1024
+# From this share of the target's tokens on a draft's ids are translated; below it, its text is.
+_TRANSLATED_FROM = 0.5
+# Below this share the user is told to expect less of the draft.
+_POOR_BELOW = 0.9
+
+Way = Literal["same", "translated", "retokenised"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a draft's vocabulary relates to the target's.
+
+    first_difference: in words; empty when ids mean the same in both. shared_share: of the target's tokens,
+    those that the draft has too, under whatever id. translation: None when ids mean the same in both.
+    """
+
+    target_name: str
+    draft_name: str
+    first_difference: str
+    shared_share: float
+    translation: Translation | None
+
+    @property
+    def way(self) -> Way:
+        """How the draft can be used: as it is, with its ids translated, or its text tokenized again."""
+        if self.translation is None:
+            return "same"
+        return "translated" if self.shared_share >= _TRANSLATED_FROM else "retokenised"
+
+    @property
+    def explanation(self) -> str:
+        """One line about what the difference means; empty when there is none."""
+        share = f"{100 * self.shared_share:.0f} % of {self.target_name}'s tokens"
+        if self.way == "same":
+            return ""
+        if self.way == "retokenised":
+            return (
+                f"{self.draft_name} has only {share}: its text is put into the target's tokens, so expect"
+                " fewer of them to be accepted than of a draft of the same family"
+            )
+        less = ", so expect less of it than of a draft of the same family"
+        return (
+            f"{self.draft_name} has {share}, under other ids: only those are drafted"
+            f"{less if self.shared_share < _POOR_BELOW else ''}"
+        )
+
+
+def compare(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> Comparison:
+    """Compare two vocabularies. Raises VocabularyMismatchError when they have no token in common.
+
+    One may be longer than the other by some padding; ids only one of them knows are never drafted.
+    """
+    difference = _first_difference(target, draft, target_name, draft_name)
+    if not difference:
+        return Comparison(target_name, draft_name, "", 1.0, None)
+    translation = Translation(target, draft)
+    if not len(translation.targets):
+        raise VocabularyMismatchError(
+            f"{draft_name} cannot draft for {target_name}: they have no token in common, {difference}",
+            "choose a draft of the same family, or --draft none",
+        )
+    share = len(translation.targets) / translation.target_tokens
+    return Comparison(target_name, draft_name, difference, share, translation)
+
+
+def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> str:
+    for token in range(min(target.size, draft.size)):
+        mine, its = target.raw_piece(token), draft.raw_piece(token)
+        if mine != its:
+            return (
+                f"token {token} is {mine.decode('utf-8', 'replace')!r} in {target_name}"
+                f" and {its.decode('utf-8', 'replace')!r} in {draft_name}"
+            )
+    if abs(target.size - draft.size) > _MOST_PADDING:
+        return f"{target_name} has {target.size} tokens and {draft_name} has {draft.size}"
+    return ""

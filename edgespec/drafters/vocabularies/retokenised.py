@@ -1,0 +1,169 @@
+"""A draft model of another vocabulary, heard through its text (arXiv 2502.05202, section 4).
+
+The text so far is read to the draft in its own tokens; what it goes on with is put into the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.backends.base import LanguageModel, Vocabulary
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.vocabularies.reading import Reading
+from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.logits import Logits
+from edgespec.engine.prefix import common_prefix
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
+
+__all__ = ["RetokenisedDrafter"]
+
+_GREEDY = SamplingParams(temperature=0.0)
+# So many of the last tokens are tokenized again together with what follows them.
+_CONTEXT_TOKENS = 8
+
+
+class RetokenisedDrafter(Drafter):
+    """Drafts chains for certain: the draft's best text, in the target's tokens.
+
+    Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
+    model holds the beginning of `_run`, its tokens of an earlier moment.
+    min_confidence: stop after a token of the draft of less probability.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocabulary: Vocabulary,
+        translation: Translation,
+        *,
+        min_confidence: float = 0.0,
+    ) -> None:
+        if not model.facts.capabilities.rollback:
+            raise CapabilityError(
+                f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
+                "choose a draft whose cache can be rolled back, or --draft none",
+            )
+        self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
+        self._model = model
+        self._vocabulary = vocabulary
+        self._translation = translation
+        self._min_confidence = min_confidence
+        self._tokens: list[int] = []
+        self._reading = Reading(vocabulary, translation)
+        self._run: list[int] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        known = len(self._tokens)
+        if self._tokens != list(tokens[:known]):
+            self._reading, known = Reading(self._vocabulary, self._translation), 0
+        self._reading.add(tokens[known:])
+        self._tokens = list(tokens)
+        self._catch_up()
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        self._reading.add(tokens)
+        self._tokens += tokens
+
+    def _catch_up(self) -> bool:
+        """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
+        wanted = self._reading.tokens
+        if not wanted:
+            return False
+        held = min(common_prefix(self._run[: self._model.length], wanted), len(wanted) - 1)
+        self._model.truncate(held)
+        held = self._model.length
+        self._run = wanted[:held]
+        lag = wanted[held:-1]
+        if len(lag) >= self._model.room:
+            return False
+        if lag:
+            self._model.prefill(lag)
+            self._run += lag
+        return True
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        last = self._tokens[-1]
+        if not self._catch_up():
+            return TokenTree.chain(last)
+        said, ends = self._say(draft_length)
+        return TokenTree.chain(last, self._heard(said, ends)[:draft_length])
+
+    def _say(self, count: int) -> tuple[bytes, bool]:
+        """What the draft goes on with for up to `count` of its tokens, and whether it ended its reply."""
+        said, ended = b"", False
+        chain = [self._reading.tokens[-1]]
+        most = min(count, self._model.room, self._model.facts.capabilities.max_width)
+        for done in range(most):
+            self._model.run_ahead(done + 1 < most)
+            logits = self._model.verify(TokenTree.chain(chain[0], chain[1:]), done)
+            token = logits.best(0, 1, _GREEDY, 0, 0)[0][0]
+            piece = self._model.vocabulary.piece(token)
+            ended = self._model.vocabulary.is_end(token)
+            if ended or not piece:
+                break
+            said += piece
+            chain.append(token)
+            if not self._sure(logits, token):
+                break
+        if most:
+            self._model.commit(tuple(range(1, done + 1)))
+            self._run += chain[: done + 1]
+        return said, ended
+
+    def _sure(self, logits: Logits, token: int) -> bool:
+        """Whether the token had enough of the draft's own probability, over its 64 best tokens."""
+        if self._min_confidence <= 0.0:
+            return True
+        tokens, values = logits.top(0, 64)
+        weights = np.exp(values - values.max())
+        return bool(weights[tokens == token].sum() >= self._min_confidence * weights.sum())
+
+    def _heard(self, said: bytes, ended: bool) -> list[int]:
+        """What the draft said, in tokens of the target that go on from its last ones."""
+        begun = self._reading.unread
+        if not said.startswith(begun):
+            return []  # not how the character goes on that the target is in the middle of
+        said = _whole(said[len(begun) :], begun)
+        tokens = self._in_context(said) if said else []
+        if ended and self._translation.target_end is not None:
+            tokens.append(self._translation.target_end)
+        return tokens
+
+    def _in_context(self, said: bytes) -> list[int]:
+        """Tokenized together with the last tokens, where those come out as they were."""
+        spell = self._translation.target_text.spell
+        before: list[int] = []
+        for token in reversed(self._tokens[-_CONTEXT_TOKENS:]):
+            if not self._vocabulary.piece(token):
+                break
+            before.insert(0, token)
+        whole = spell(b"".join(map(self._vocabulary.raw_piece, before)) + said)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return spell(said)
+
+    def interrupt(self, wanted: bool) -> None:
+        self._model.interrupt(wanted)
+
+    def close(self) -> None:
+        self._model.close()
+
+
+def _whole(said: bytes, begun: bytes) -> bytes:
+    """`said` up to the last character that is there as a whole; `begun` is the start of its first one."""
+    for cut in range(4):
+        kept = said[: len(said) - cut]
+        try:
+            (begun + kept).decode()
+        except UnicodeDecodeError:
+            continue
+        return kept
+    return said

@@ -1,0 +1,87 @@
+"""Two vocabularies: what they share, how a draft can be used, and what is said about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.drafters.vocabularies import compare
+from edgespec.errors import VocabularyMismatchError
+from tests.backends.tiny_models import WORDS, write_llama
+from tests.drafters.vocabularies.pieces import Pieces
+
+
+def load(path: Path) -> LanguageModel:
+    return llamacpp.load(str(path), path.stem, LoadOptions(context_tokens=64))
+
+
+class TestOfFiles:
+    def test_the_same_but_for_padding(self, tmp_path: Path) -> None:
+        mine = load(write_llama(tmp_path / "mine.gguf"))
+        other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
+        for target, draft in ((mine, other), (other, mine)):
+            found = compare(target.vocabulary, draft.vocabulary, "mine", "other")
+            assert (found.way, found.explanation, found.translation) == ("same", "", None)
+
+    def test_one_other_word(self, tmp_path: Path) -> None:
+        mine = load(write_llama(tmp_path / "mine.gguf"))
+        words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
+        other = load(write_llama(tmp_path / "other.gguf", words=words))
+        found = compare(mine.vocabulary, other.vocabulary, "mine", "other")
+        assert found.way == "translated"
+        assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
+        assert found.shared_share == pytest.approx(266 / 267)
+        assert found.explanation.endswith("100 % of mine's tokens, under other ids: only those are drafted")
+        assert found.translation is not None
+        said = [other.vocabulary.raw_piece(i) for i in found.translation.spell(261, first=False)]
+        assert b"".join(said) == b" file"
+
+    def test_a_byte_and_a_word_of_the_same_letter(self, tmp_path: Path) -> None:
+        """The token that the tokenizer uses is the one that counts."""
+        mine = load(write_llama(tmp_path / "mine.gguf"))
+        other = load(write_llama(tmp_path / "other.gguf", words=("a", *WORDS)))
+        found = compare(mine.vocabulary, other.vocabulary, "mine", "other").translation
+        assert found is not None
+        target = mine.vocabulary.tokenize("a", special=False, start=False)[-1]
+        used = other.vocabulary.tokenize("a", special=False, start=False)[-1]
+        assert other.vocabulary.raw_piece(used) == b"a"
+        assert found.draft_of[target] == used
+
+    def test_the_demo_and_a_stranger(self, tmp_path: Path, demo_target: Path) -> None:
+        target = load(demo_target)
+        draft = load(write_llama(tmp_path / "stranger.gguf"))
+        found = compare(target.vocabulary, draft.vocabulary, "demo", "stranger")
+        assert found.way == "retokenised"
+        assert 0.0 < found.shared_share < 0.1
+        assert "expect fewer of them to be accepted" in found.explanation
+        assert found.translation is not None
+        ends = [token for token in range(target.facts.vocab_size) if target.vocabulary.is_end(token)]
+        for end in ends:
+            (its,) = found.translation.spell(end, first=False)
+            assert draft.vocabulary.is_end(its)
+
+
+class TestOfPieces:
+    def test_less_than_half(self) -> None:
+        found = compare(Pieces([*"abcdef", "!"]), Pieces([*"bcxyzw", "!"]), "one", "two")
+        assert found.way == "retokenised"
+        assert found.shared_share == pytest.approx(3 / 7)
+
+    def test_more_than_half(self) -> None:
+        found = compare(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
+        assert found.way == "translated"
+        assert found.explanation == (
+            "two has 71 % of one's tokens, under other ids: only those are drafted,"
+            " so expect less of it than of a draft of the same family"
+        )
+
+    def test_nothing_in_common(self) -> None:
+        class Endless(Pieces):
+            def is_end(self, token: int) -> bool:
+                return False
+
+        with pytest.raises(VocabularyMismatchError, match="no token in common, token 0 is 'a' in one"):
+            compare(Endless("abcd"), Endless("xyzw"), "one", "two")

@@ -1,0 +1,266 @@
+"""A draft heard through its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import Message
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation
+from edgespec.drafters.vocabularies.reading import Reading
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling import Sampler
+from edgespec.errors import CapabilityError
+from edgespec.sameness import Prompt, verify
+from tests.backends.tiny_models import WORDS, write_llama
+from tests.drafters.vocabularies.pieces import Pieces, speaking
+from tests.tables import runtime, with_drafter
+
+SMILE = "🙂".encode()
+# The target has bytes of a character as tokens, the draft the character; words are cut in other places.
+TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
+DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
+TRANSLATION = Translation(TARGET, DRAFT)
+
+
+def text_of(tokens: list[int]) -> bytes:
+    return b"".join(TARGET.piece(token) for token in tokens)
+
+
+def drafter_of(model: LanguageModel, **options: Any) -> RetokenisedDrafter:
+    return RetokenisedDrafter(model, TARGET, TRANSLATION, **options)
+
+
+def propose(drafter: RetokenisedDrafter, tokens: list[int], draft_length: int) -> list[int]:
+    sampler = Sampler(SamplingParams(temperature=0.0), 0, tokens)
+    tree = drafter.propose(sampler, Invariant(), draft_length)
+    assert tree.is_chain
+    assert tree.tokens[0] == tokens[-1]
+    assert set(tree.laws) == {None}
+    return list(tree.tokens[1:])
+
+
+class Talking(TabularModel):
+    """A draft that goes on with these bytes wherever it is, in its own tokens."""
+
+    def __init__(self, says: list[int]) -> None:
+        size = DRAFT.size
+        table = np.zeros((size, size), np.float32)
+        super().__init__(table)
+        self.vocabulary = DRAFT
+        self._says = says
+        self._begun_at = 0
+
+    def verify(self, tree: Any, first: int = 0) -> Any:
+        logits = super().verify(tree, first)
+        rows = logits.rows.copy()
+        for i in range(len(rows)):
+            rows[i, self._says[(first + i) % len(self._says)]] = 9.0
+        logits.rows = rows
+        return logits
+
+
+class TestItsReading:
+    TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12)
+
+    @settings(max_examples=200, deadline=None)
+    @given(TEXTS)
+    def test_says_what_the_text_says(self, parts: list[list[int]]) -> None:
+        """The draft's tokens have the bytes of the text, up to a character that is not whole."""
+        reading = Reading(TARGET, TRANSLATION)
+        tokens: list[int] = []
+        for part in parts:
+            reading.add(part)
+            tokens += part
+            said = b"".join(TARGET.raw_piece(token) for token in tokens)
+            read = b"".join(DRAFT.raw_piece(token) for token in reading.tokens)
+            whole, unread = said[: len(said) - len(reading.unread)], reading.unread
+            assert said.endswith(unread)
+            assert not unread or (len(unread) < 4 and unread[0] >= 0xC0)
+            # No token of the draft has bytes that make no character.
+            if all(_is_text(part) for part in whole.split(b"<end>")):
+                assert read == whole.replace(b"<end>", b"<stop>")
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(0, 7), min_size=1, max_size=700), st.integers(1, 40))
+    def test_is_what_the_draft_makes_of_the_whole(self, tokens: list[int], step: int) -> None:
+        reading = Reading(TARGET, TRANSLATION)
+        for start in range(0, len(tokens), step):
+            reading.add(tokens[start : start + step])
+        whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
+        assert reading.tokens == whole
+
+    def test_goes_on_where_a_character_ends(self) -> None:
+        reading = Reading(TARGET, TRANSLATION)
+        reading.add([0, 8, 9])
+        assert (reading.tokens, reading.unread) == ([3], SMILE[:2])
+        reading.add([10, 11])
+        assert (reading.tokens, reading.unread) == ([3, 8], b"")
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+class TestItsGuesses:
+    def test_in_the_targets_tokens(self) -> None:
+        """a, then "bc": the target writes "abc" as one token, but has said a already."""
+        drafter = drafter_of(Talking([5, 4, 1]))
+        drafter.begin([3, 4, 0])
+        assert propose(drafter, [3, 4, 0], 3) == [1, 2, 6]
+
+    def test_an_end_is_an_end(self) -> None:
+        drafter = drafter_of(Talking([3, 2, 10, 3]))
+        drafter.begin([3, 4])
+        assert propose(drafter, [3, 4], 6) == [5, 12]
+
+    def test_another_control_token_is_none(self) -> None:
+        drafter = drafter_of(Talking([3, 2, 9, 3]))
+        drafter.begin([3, 4])
+        assert propose(drafter, [3, 4], 6) == [5]
+
+    def test_in_the_middle_of_a_character(self) -> None:
+        drafter = drafter_of(Talking([8, 3]))
+        drafter.begin([0, 8, 9])
+        assert propose(drafter, [0, 8, 9], 2) == [10, 11]
+        wrong = drafter_of(Talking([3]))
+        wrong.begin([0, 8, 9])
+        assert propose(wrong, [0, 8, 9], 2) == []
+
+    def test_an_unsure_token_is_the_last(self) -> None:
+        drafter = drafter_of(Talking([4, 3, 4, 3]), min_confidence=0.9999)
+        drafter.begin([3])
+        assert propose(drafter, [3], 4) == [4]
+
+    def test_a_text_longer_than_its_context_is_not_drafted_for(self) -> None:
+        drafter = drafter_of(speaking(DRAFT, 3, context_tokens=10))
+        tokens = [3, 3] * 20
+        drafter.begin(tokens)
+        assert propose(drafter, tokens, 4) == []
+        drafter.begin([3, 3])
+        assert propose(drafter, [3, 3], 4)
+
+    def test_a_model_that_cannot_go_back_is_refused(self) -> None:
+        model = TabularModel(np.zeros((DRAFT.size, DRAFT.size), np.float32), rollback=False)
+        model.vocabulary = DRAFT
+        with pytest.raises(CapabilityError, match="cannot be a draft"):
+            drafter_of(model)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 7), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
+)
+def test_its_cache_holds_the_text_whatever_was_accepted(
+    prompt: list[int], rounds: list[tuple[int, int, bool]]
+) -> None:
+    model, tokens = speaking(DRAFT, 3), list(prompt)
+    drafter = drafter_of(model)
+    drafter.begin(tokens)
+    for draft_length, accepted, asked in rounds:
+        emitted: list[int] = []
+        if asked and draft_length:
+            guesses = propose(drafter, tokens, draft_length)
+            fresh = drafter_of(speaking(DRAFT, 3))
+            fresh.begin(tokens)
+            assert guesses == propose(fresh, tokens, draft_length)
+            assert len(guesses) <= draft_length
+            emitted = guesses[:accepted]
+        emitted.append((sum(tokens) + accepted) % 8)
+        drafter.commit(tuple(emitted))
+        tokens += emitted
+        assert model._tokens == drafter._run
+
+
+class TestInARuntime:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    def test_the_same_tokens(self, temperature: float) -> None:
+        drafter = drafter_of(speaking(DRAFT, 2))
+        with with_drafter(speaking(TARGET, 1), drafter) as pair:
+            options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": temperature}
+            for prompt in ("abcd", "ab ca dab", "d"):
+                plain = pair.generate(prompt, method="none", **options)
+                got = pair.generate(prompt, method="model", **options)
+                assert got.tokens == plain.tokens
+                assert got.stats.drafted_tokens > 0
+
+    def test_rejection_mode_keeps_the_targets_law(self) -> None:
+        with with_drafter(speaking(TARGET, 1), drafter_of(speaking(DRAFT, 2))) as pair:
+            report = verify(
+                pair,
+                [Prompt(f"p{i}", (Message("user", text),)) for i, text in enumerate(("abcd", "d a"))],
+                methods=("model",),
+                temperatures=(1.0,),
+                draft_lengths=(3,),
+                max_tokens=12,
+                seed=3,
+                acceptance="rejection",
+            )
+        assert report.violations == 0
+        assert (report.methods["model"].smallest_corrected_p_value or 0.0) > 0.001
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_with_a_tokenizer_that_begins_with_a_space(self, tmp_path: Path, temperature: float) -> None:
+        """A byte-level target and a sentencepiece draft, whose words have nothing to do with it."""
+        from edgespec.catalog.catalogue import models_folder
+
+        demo = models_folder() / "demo-target-q8_0.gguf"
+        target = llamacpp.load(str(demo), "demo", LoadOptions(context_tokens=256))
+        draft = llamacpp.load(
+            str(write_llama(tmp_path / "draft.gguf", words=(*WORDS, "▁and", "▁in"))),
+            "draft",
+            LoadOptions(context_tokens=512),
+        )
+        translation = Translation(target.vocabulary, draft.vocabulary)
+        drafter = RetokenisedDrafter(draft, target.vocabulary, translation)
+        with with_drafter(target, drafter) as pair:
+            options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": temperature}
+            plain = pair.generate("List the files é🙂 by size.", method="none", **options)
+            got = pair.generate("List the files é🙂 by size.", method="model", **options)
+            assert got.tokens == plain.tokens
+            assert got.stats.drafted_tokens > 10
+            read = b"".join(draft.vocabulary.raw_piece(token) for token in drafter._reading.tokens)
+            said = b"".join(target.vocabulary.piece(token) for token in drafter._tokens)
+            assert read.endswith(said[-60:])
+
+    def test_a_draft_that_says_the_same_is_accepted(self) -> None:
+        """The same table under a vocabulary that shares its text: nearly every guess is right."""
+        target = speaking(TARGET, 1)
+        twin = TabularModel(target._table)
+        twin.vocabulary = TARGET
+        drafter = RetokenisedDrafter(twin, TARGET, Translation(TARGET, TARGET))
+        with with_drafter(target, drafter) as pair:
+            options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": 0.0}
+            plain = pair.generate("abcd", method="none", **options)
+            got = pair.generate("abcd", method="model", **options)
+        assert got.tokens == plain.tokens
+        assert (got.stats.acceptance_rate or 0.0) > 0.5
+
+
+def test_it_can_stand_where_a_draft_model_stands() -> None:
+    """A runtime is given it in place of the draft model's drafter."""
+    from edgespec.methods import Drafters
+    from edgespec.runtime import Runtime
+
+    target, draft = speaking(TARGET, 1), speaking(DRAFT, 2)
+    drafters = Drafters(target, None, others={"model": drafter_of(draft)})
+    with Runtime(target, draft, drafters) as pair:
+        got = pair.generate("abcd", method="model", seed=1, max_tokens=20)
+        assert got.method.effective == "model"
+        assert got.stats.drafted_tokens > 0
+    with runtime(speaking(TARGET, 1)) as plain:
+        assert plain.generate("abcd", seed=1, max_tokens=20).tokens == got.tokens

@@ -1,0 +1,312 @@
+"""A draft of another vocabulary, spoken to in the target's ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions, Snapshot
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.vocabularies import TranslatedModel, Translation
+from edgespec.drafters.vocabularies.logits import TranslatedLogits
+from edgespec.drafters.windowed import Window, WindowedModel
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
+from edgespec.sameness import verify
+from tests.backends.tiny_models import WORDS, write_llama
+from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
+from tests.tables import runtime
+from tests.test_sameness import PROMPTS
+
+# The target's tokens; those of the draft in another order, two of them missing and some more there.
+TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
+DRAFT = Pieces(["f", "e", "d", "c", "b", "a", "ab", "fe", "<stop>"])
+SPELT = [(5,), (4,), (3,), (2,), (1,), (0,), (6,), (3, 2, 1), (8,)]
+TRANSLATION = Translation(TARGET, DRAFT)
+
+
+def translated(draft: Any) -> TranslatedModel:
+    return TranslatedModel(draft, TARGET, TRANSLATION)
+
+
+def spelt(tokens: list[int]) -> list[int]:
+    return [its for token in tokens for its in SPELT[token]]
+
+
+def test_what_is_shared() -> None:
+    assert TRANSLATION.targets.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert TRANSLATION.drafts.tolist() == [5, 4, 3, 2, 1, 0, 6, 8]
+    assert [TRANSLATION.spell(token, first=False) for token in range(TARGET.size)] == SPELT
+
+
+def test_a_text_begins_as_the_draft_wants_it() -> None:
+    target = Pieces(["a", "b", "<s>", "</s>"], control=2)
+    draft = Pieces(["b", "a", "<bos>", "<eos>"], control=2).starting()
+    translation = Translation(target, draft)
+    assert translation.spell(0, first=True) == (2, 1)
+    assert translation.spell(0, first=False) == (1,)
+    target = Pieces(["a", "b", "<s>", "</s>"], control=2).starting()
+    translation = Translation(target, draft)
+    assert translation.spell(2, first=True) == (2,)
+    assert translation.spell(3, first=False) == (3,)
+
+
+def test_control_tokens_are_no_text() -> None:
+    target = Pieces(["<", "s", ">", "<s>", "<end>"])
+    draft = Pieces(["<", "s", ">", "<s>", "<end>"], control=2)
+    translation = Translation(target, draft)
+    assert translation.spell(3, first=False) == (0, 1, 2)
+    assert translation.targets.tolist() == [0, 1, 2, 4]
+
+
+def test_bytes_of_which_nothing_is_known() -> None:
+    translation = Translation(Pieces(["a", b"\xf0\x9f", "é", "<end>"]), Pieces(["a", b"\xc3", b"\xa9", "."]))
+    assert translation.spell(1, first=False) == (0,)
+    assert translation.spell(2, first=False) == (1, 2)
+
+
+TOKENS = st.lists(st.integers(0, TARGET.size - 1), max_size=12)
+TREES = {
+    "chain": (-1, 0, 1, 2),
+    "fork": (-1, 0, 0),
+    "binary": (-1, 0, 0, 1, 1, 2, 2),
+    "lag": (-1, 0, 1, 1, 2),
+}
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("prefill"), TOKENS),
+        st.tuples(st.just("truncate"), st.integers(0, 40)),
+        st.tuples(st.just("forget"), st.tuples(st.integers(0, 20), st.integers(0, 20))),
+        st.tuples(st.just("snapshot"), st.integers(0, 40)),
+        st.tuples(st.just("interrupt"), TOKENS),
+        st.tuples(
+            st.just("round"),
+            st.tuples(st.sampled_from(sorted(TREES)), TOKENS, st.integers(0, 6), st.integers(1, 6)),
+        ),
+    ),
+    max_size=10,
+)
+
+
+def path_to(parents: tuple[int, ...], node: int) -> list[int]:
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+@settings(max_examples=200, deadline=None)
+@given(STEPS)
+def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
+    inner = speaking(DRAFT, 3)
+    model = translated(inner)
+    text: list[int] = []
+    for what, how in steps:
+        if what == "prefill":
+            model.prefill(how)
+            text += how
+        elif what == "truncate":
+            model.truncate(how)
+            text = text[:how]
+        elif what == "forget":
+            start, end = min(how), max(how)
+            model.forget(start, end)
+            del text[start:end]
+        elif what == "snapshot":
+            saved = model.snapshot()
+            model.truncate(how)
+            model.restore(saved)
+        elif what == "interrupt":
+            model.interrupt(True)
+            if spelt(how):
+                with pytest.raises(CancelledError):
+                    model.prefill(how)
+            model.interrupt(False)
+        else:
+            shape, tokens, kept, split = how
+            parents = TREES[shape]
+            tokens = [(tokens + [1] * len(parents))[i] for i in range(len(parents))]
+            tree = TokenTree(tuple(tokens), parents, (None,) * len(parents))
+            first = min(split, tree.width - 1)
+            begun = TokenTree(tree.tokens[:first], parents[:first], (None,) * first)
+            rows = [(model.verify(begun), i, i) for i in range(first)] if first else []
+            more = model.verify(tree, first)
+            rows = [*rows, *((more, i, first + i) for i in range(tree.width - first))]
+            for logits, row, node in rows[first:]:
+                read = [0, *spelt(text + [tokens[i] for i in path_to(parents, node)])]
+                place = read[-2] * DRAFT.size + read[-1]
+                expected = inner._table[place][TRANSLATION.drafts]
+                np.testing.assert_array_equal(logits.at(row, TRANSLATION.targets), expected)
+            node = min(kept, tree.width - 1)
+            path = path_to(parents, node)
+            model.commit(tuple(path[1:]))
+            text += [tokens[i] for i in path]
+        assert model.length == len(text)
+        assert inner._tokens == spelt(text)[: inner.length]
+        assert inner.length in (len(spelt(text)), 0) or what == "restore"
+
+
+def test_a_text_too_long_in_the_drafts_tokens_leaves_no_room() -> None:
+    model = translated(speaking(DRAFT, 3, context_tokens=60))
+    model.prefill([7] * 25)
+    assert (model.length, model.room) == (25, 0)
+    model.truncate(5)
+    model.verify(TokenTree.chain(0))
+    model.commit(())
+    assert model.length == 6
+
+
+class TestRows:
+    ROWS = np.array([[5.0, 1.0, 2.0, 7.0, 3.0, 4.0, 0.0, 9.0, -1.0]], np.float32)
+
+    def logits(self) -> TranslatedLogits:
+        return TranslatedLogits(HostLogits(self.ROWS), [0], TRANSLATION, TARGET.size)
+
+    def test_only_shared_tokens_are_there(self) -> None:
+        tokens, values = self.logits().top(0, 0)
+        assert tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
+        assert values.tolist() == [4.0, 3.0, 7.0, 2.0, 1.0, 5.0, 0.0, -1.0]
+        assert self.logits().at(0, np.array([2, 7])).tolist() == [7.0, -np.inf]
+
+    def test_the_margin_is_from_the_largest_that_is_shared(self) -> None:
+        tokens, values = self.logits().above(0, 3.0)
+        assert (tokens.tolist(), values.tolist()) == ([0, 2, 5], [4.0, 7.0, 5.0])
+
+    def test_fewer_ids(self) -> None:
+        limited = self.logits().limited(2)
+        assert limited.vocab_size == 2
+        assert limited.top(0, 1)[0].tolist() == [0, 1]
+        assert limited.above(0, 0.5)[0].tolist() == [0]
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.integers(0, 2**32),
+        st.integers(1, 60),
+        st.sampled_from([0.0, 0.7, 1.2]),
+        st.sampled_from([(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)]),
+    )
+    def test_as_if_the_rows_were_the_targets_own(
+        self, seed: int, count: int, temperature: float, filters: tuple[int, float, float]
+    ) -> None:
+        random = np.random.default_rng(seed)
+        words = [f"w{i}" for i in range(300)]
+        order = random.permutation(300)
+        kept = order[: random.integers(1, 300)]
+        target = Pieces([*words, "<end>"])
+        draft = Pieces([*(words[i] for i in kept), *(f"x{i}" for i in range(200)), "<end>"])
+        translation = Translation(target, draft)
+        row = random.normal(size=(1, draft.size)).astype(np.float32) * 3
+        own = np.full((1, target.size), -np.inf, np.float32)
+        own[0, translation.targets] = row[0, translation.drafts]
+        top_k, top_p, min_p = filters
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        got, expected = (
+            Sampler(params, seed, [1, 2]).ranked(logits, 0, min(count, len(kept)))
+            for logits in (TranslatedLogits(HostLogits(row), [0], translation, 301), HostLogits(own))
+        )
+        known = {token for token in expected if np.isfinite(own[0, token])}
+        assert got == [token for token in expected if token in known]
+
+
+class TestInARuntime:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    @pytest.mark.parametrize("branches", [(), (2, 2)])
+    def test_the_same_tokens(self, temperature: float, branches: tuple[int, ...]) -> None:
+        target = speaking(TARGET, 1)
+        target._table[:, 7] -= 2.0  # the draft cannot say this one
+        draft = translated(conditioned(target, DRAFT, spell=SPELT))
+        options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": temperature}
+        with runtime(target, draft, branches=branches) as pair:
+            passes = 0
+            for prompt in ("abcdef", "cdecde", "f"):
+                plain = pair.generate(prompt, method="none", **options)
+                got = pair.generate(prompt, method="model", **options)
+                assert got.tokens == plain.tokens
+                passes += got.stats.target_passes
+            assert passes < 3 * 80 / 2
+
+    def test_rejection_mode_keeps_the_targets_law(self) -> None:
+        target = speaking(TARGET, 1)
+        with runtime(target, translated(conditioned(target, DRAFT, spell=SPELT))) as pair:
+            report = verify(
+                pair,
+                PROMPTS[:2],
+                methods=("model",),
+                temperatures=(1.0,),
+                draft_lengths=(3,),
+                max_tokens=12,
+                seed=3,
+                acceptance="rejection",
+            )
+        assert report.violations == 0
+        assert (report.methods["model"].smallest_corrected_p_value or 0.0) > 0.001
+
+    def test_over_a_window(self) -> None:
+        target = speaking(TARGET, 1)
+        inner = conditioned(target, DRAFT, spell=SPELT)
+        small = TabularModel(inner._table, context_tokens=64)
+        small.vocabulary = DRAFT
+        draft = translated(WindowedModel(small, Window(2, 16), 1 << 30))
+        with runtime(target, draft) as pair:
+            options: dict[str, Any] = {"max_tokens": 150, "seed": 4, "temperature": 0.8}
+            plain = pair.generate("abcdef" * 10, method="none", **options)
+            got = pair.generate("abcdef" * 10, method="model", **options)
+            assert got.tokens == plain.tokens
+            assert (got.stats.acceptance_rate or 0.0) > 0.35
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_on_llama_cpp(self, tmp_path: Path, temperature: float) -> None:
+        """Two files of which one has its words in another order, and other ones."""
+        words = ("▁folder", *WORDS[::-1], "▁size")
+        target = llamacpp.load(
+            str(write_llama(tmp_path / "target.gguf")), "target", LoadOptions(context_tokens=256)
+        )
+        inner = llamacpp.load(
+            str(write_llama(tmp_path / "draft.gguf", words=words)), "draft", LoadOptions(context_tokens=256)
+        )
+        translation = Translation(target.vocabulary, inner.vocabulary)
+        # Bytes that are words too are there twice, and the tokenizer uses one of them.
+        twice = [3 + ord(" "), 3 + ord("s")]
+        assert translation.targets.tolist() == [i for i in range(target.facts.vocab_size) if i not in twice]
+        with runtime(target, TranslatedModel(inner, target.vocabulary, translation)) as pair:
+            options: dict[str, Any] = {"max_tokens": 60, "seed": 4, "temperature": temperature}
+            plain = pair.generate("the file list", method="none", **options)
+            got = pair.generate("the file list", method="model", **options)
+            assert got.tokens == plain.tokens
+            assert got.stats.drafted_tokens > 20
+
+
+class TestWhatIsRefused:
+    def test_a_state_that_is_none(self) -> None:
+        model = translated(speaking(DRAFT, 3))
+        for snapshot in (Snapshot(1, b"nothing"), Snapshot(2, b'{"text": [1], "held": 0}\n[]')):
+            with pytest.raises(BackendError, match="does not fit"):
+                model.restore(snapshot)
+
+    def test_what_the_inner_model_cannot(self) -> None:
+        inner = speaking(DRAFT, 3)
+        chains = TabularModel(inner._table, tree=False)
+        chains.vocabulary = DRAFT
+        model = translated(chains)
+        assert not model.facts.capabilities.tree
+        with pytest.raises(CapabilityError):
+            model.verify(TokenTree((0, 1, 2), (-1, 0, 0), (None,) * 3))
+        assert model.length == 0
+
+    def test_anything_after_closing(self) -> None:
+        model = translated(speaking(DRAFT, 3))
+        model.close()
+        with pytest.raises(ClosedError):
+            model.prefill([1])
+        with pytest.raises(ClosedError):
+            model.verify(TokenTree.chain(1))
