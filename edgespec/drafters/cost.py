@@ -25,3 +25,8 @@ class Cost:
     def microseconds_per_token(self) -> float | None:
         """Of everything the drafter did, for each emitted token; None before the first."""
         return 1e6 * self.seconds / self.tokens if self.tokens else None
+
+    def note(self, name: str) -> str:
+        """The cost in words; empty before the first token."""
+        each = self.microseconds_per_token
+        return f"{name} costs {each:.0f} µs a token" if each is not None else ""

@@ -25,6 +25,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
+    lookup = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.cost = Cost()
@@ -58,6 +59,9 @@ class NgramDrafter(Drafter):
         with self.cost:
             self._text.append(tokens)
             self.cost.tokens += len(tokens)
+
+    def note(self) -> str:
+        return self.cost.note(self.name)
 
     def close(self) -> None:
         self._text.restart([])

@@ -292,6 +292,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.replies: list[Text] = []
+        self.notice = ""
 
     def add(self, tokens: Sequence[int]) -> None:
         self.replies.append(list(tokens))
@@ -340,6 +341,18 @@ def test_texts_given_beforehand_are_guessed_from() -> None:
     assert tree(drafter, 2).tokens == (63, 64, 65)
 
 
+def test_what_is_wrong_with_remembering_is_told() -> None:
+    kept = Kept()
+    drafter = SuffixDrafter(replies=kept)
+    assert drafter.note() == ""
+    kept.notice = "replies are not remembered"
+    assert drafter.note() == "replies are not remembered"
+    drafter.begin([1])
+    drafter.commit((2,))
+    drafter.cost.seconds = 5e-6
+    assert drafter.note() == "suffix costs 5 µs a token; replies are not remembered"
+
+
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
     drafter = SuffixDrafter(index)
@@ -348,6 +361,8 @@ def test_what_it_costs_and_holds_is_told() -> None:
     tree(drafter, 4)
     drafter.commit((4, 5))
     assert drafter.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
+    drafter.cost.seconds = 2 * 37e-6
+    assert drafter.note() == "suffix costs 37 µs a token and knows 1,000 tokens of other texts"
     assert index.bytes < 9_000
     assert drafter.extra_kv_bytes == index.bytes + GrowingText().most_bytes
 
@@ -365,12 +380,15 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("branching", [True, False], ids=["trees", "a target without trees"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_replies_are_those_of_plain_decoding(temperature: float, rule: dict[str, Any]) -> None:
+def test_replies_are_those_of_plain_decoding(
+    temperature: float, rule: dict[str, Any], branching: bool
+) -> None:
     drafted = 0
     for seed in range(6):
-        target = table(seed, spread=3.0)
+        target = table(seed, spread=3.0, tree=branching)
         drafter = SuffixDrafter(half_known(seed), Kept(), rule=Rule(**rule), is_end=target.vocabulary.is_end)
         with with_drafter(target, drafter) as runtime:
             for prompt in ("abcab", "dddd", "a"):

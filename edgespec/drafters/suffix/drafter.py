@@ -23,7 +23,9 @@ _RULE = Rule()
 
 
 class Replies(Protocol):
-    """Where replies are kept for later."""
+    """Where replies are kept for later. notice: what went wrong with that; empty when nothing did."""
+
+    notice: str
 
     def add(self, tokens: Sequence[int]) -> None:
         """Keep a reply."""
@@ -38,6 +40,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    lookup = True
 
     def __init__(
         self,
@@ -93,6 +96,13 @@ class SuffixDrafter(Drafter):
             self._chat.append(tokens)
             self.cost.tokens += len(tokens)
         self._reply.extend(tokens)
+
+    def note(self) -> str:
+        known = sum(source.tokens for source in self._sources if isinstance(source, TextIndex))
+        said = self.cost.note(self.name)
+        if said and known:
+            said = f"{said} and knows {known:,} tokens of other texts"
+        return "; ".join(filter(None, (said, self._replies.notice if self._replies else "")))
 
     def _keep_reply(self) -> None:
         if self._replies is not None and self._reply:

@@ -27,7 +27,7 @@ class TextIndex:
 
     Sorted by the LONGEST tokens before each position by prefix doubling (Manber and Myers 1990), so a million
     tokens take a quarter of a second and 8 MB. Narrowing a range token by token gives every match length.
-    text: int32 [n], the texts with separators around them.
+    text: int32 [n], the texts with separators around them. tokens: how many they have together.
     """
 
     def __init__(self, texts: Iterable[Tokens]) -> None:
@@ -37,11 +37,7 @@ class TextIndex:
             parts += (text, edge[:1])
         self.text: Tokens = np.concatenate([*parts, np.full(DEEPEST, SEPARATOR, np.int32)])
         self._order = _order(self.text)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens the texts have together."""
-        return int(np.count_nonzero(self.text != SEPARATOR))
+        self.tokens = int(np.count_nonzero(self.text != SEPARATOR))
 
     @property
     def bytes(self) -> int:
