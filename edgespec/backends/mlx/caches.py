@@ -54,31 +54,43 @@ class AttentionCache:
         """Append rows; everything a token of this pass may look at."""
         added = keys.shape[2]
         new_keys, new_values = self._encode(keys), self._encode(values)
-        first = self._first_key()
+        spans = self._spans(self.offset + added)
+        if self._shape.scratch:
+            all_keys, all_values = self._beside(self._keys, new_keys), self._beside(self._values, new_values)
+            self.offset += added
+            return self._fetched(all_keys, spans), self._fetched(all_values, spans)
         self._make_room(added, new_keys, new_values)
         low = self.offset - self.start
         for held, new in zip(self._keys + self._values, new_keys + new_values, strict=True):
             held[..., low : low + added, :] = new
         self.offset += added
-        rows = slice(first - self.start, self.offset - self.start)
-        return self._fetched(self._keys, rows), self._fetched(self._values, rows)
+        return self._fetched(self._keys, spans), self._fetched(self._values, spans)
+
+    def _beside(self, held: Rows, new: Rows) -> Rows:
+        """The rows in use with new ones after them, which the cache does not keep."""
+        used = self.offset - self.start
+        if not held:
+            return new
+        return tuple(
+            mx.concatenate([old[..., :used, :], more], axis=2) for old, more in zip(held, new, strict=True)
+        )
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """What each of the next `count` tokens may see of the rows that `update_and_fetch` will return."""
         window = window_size or self.window
-        first = self._first_key()
         if self._shape.positions is not None:
-            return self._shape.tree_mask(first, window)
-        total = self.offset - first + count
+            return self._shape.tree_mask(_positions(self._spans(self._shape.round_start)), window)
+        spans = self._spans(self.offset + count)
+        total = sum(end - begin for begin, end in spans)
         if window is None or total <= window:
             if count == 1 and not return_array:
                 return None
             if not return_array:
                 return "causal"
         queries = mx.arange(self.offset, self.offset + count)[:, None]
-        keys = mx.arange(first, self.offset + count)[None]
+        keys = _positions(spans)
         mask = queries >= keys
         return mask if window is None else mask & (queries < keys + window)
 
@@ -134,6 +146,13 @@ class AttentionCache:
         half = len(arrays) // 2
         self._keys, self._values = tuple(arrays[:half]), tuple(arrays[half:])
 
+    def _spans(self, end: int) -> list[tuple[int, int]]:
+        """Which positions up to `end` the next pass may look at, as (first, after the last)."""
+        focus, before = self._shape.focus, self._shape.round_start
+        if focus and self.window is None and before > focus.sinks + focus.recent:
+            return [(0, focus.sinks), (before - focus.recent, end)]
+        return [(self._first_key(), end)]
+
     def _first_key(self) -> int:
         """The position of the first key that the next pass may look at, at a whole block."""
         if self.window is None:
@@ -173,8 +192,12 @@ class AttentionCache:
     def _encode(self, rows: mx.array) -> Rows:
         return (rows,)
 
-    def _fetched(self, held: Rows, rows: slice) -> Any:
-        return held[0][..., rows, :]
+    def _fetched(self, held: Rows, spans: list[tuple[int, int]]) -> Any:
+        return self._rows(held[0], spans)
+
+    def _rows(self, held: mx.array, spans: list[tuple[int, int]]) -> mx.array:
+        parts = [held[..., begin - self.start : end - self.start, :] for begin, end in spans]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 class QuantizedAttentionCache(AttentionCache):
@@ -193,5 +216,11 @@ class QuantizedAttentionCache(AttentionCache):
     def _encode(self, rows: mx.array) -> Rows:
         return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
 
-    def _fetched(self, held: Rows, rows: slice) -> Any:
-        return tuple(array[..., rows, :] for array in held)
+    def _fetched(self, held: Rows, spans: list[tuple[int, int]]) -> Any:
+        return tuple(self._rows(array, spans) for array in held)
+
+
+def _positions(spans: list[tuple[int, int]]) -> mx.array:
+    """int [1, n]: all of these, one after another."""
+    parts = [mx.arange(begin, end) for begin, end in spans]
+    return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -26,6 +26,9 @@ from edgespec.backends.mlx.folder import (
 from edgespec.backends.room import check_weights_fit, context_wanted
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.lowbit import LowBits
+
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 _PIECE_BYTES = 64 * 2**20
@@ -39,8 +42,10 @@ class Checkpoint:
 
     model, tokenizer: an mlx nn.Module and mlx_lm's TokenizerWrapper.
     dtype: the mx.Dtype that the model computes in. widened: halves were made float32 for the CPU.
+    weight_bytes, low_bits_bytes: what the model takes, and what being ready for fewer bits takes beside it.
     vocab_size: how many logits the model gives.
     kv_elements_per_token: how many numbers the caches keep of a token.
+    low_bits: where it was made ready for drafts of fewer bits.
     trained_context_tokens: 0 where the configuration does not say.
     """
 
@@ -51,12 +56,14 @@ class Checkpoint:
     parameters: int
     file_bytes: int
     weight_bytes: int
+    low_bits_bytes: int
     quantisation: str
     widened: bool
     trained_context_tokens: int
     vocab_size: int
     kv_elements_per_token: int
     dtype: Any
+    low_bits: LowBits | None
 
     @property
     def description(self) -> str:
@@ -92,23 +99,36 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
             model.eval()
     with _translated(path):
         vocab_size, kv_elements = _try_one_token(model)
-        widen = _should_widen(weights, kv_elements, _trained_context(config), options)
+        quantisation, parameters = _quantisation(model, config, weights), lm().get_total_parameters(model)
+        low_bits = _put_low_bits(model) if options.low_bits else None
+        tensor_bytes = weights.tensor_bytes + (low_bits.nbytes if low_bits else 0)
+        check_weights_fit(name, tensor_bytes, options)
+        widen = _should_widen(weights, tensor_bytes, kv_elements, _trained_context(config), options)
         widened = _evaluate(model, widen, lambda fraction: _report(progress, name, fraction))
+        held_bytes = sum(weight.nbytes for _, weight in _arrays(model.parameters()))
     return Checkpoint(
         model=model,
         tokenizer=tokenizer,
         config=config,
         architecture=config["model_type"],
-        parameters=lm().get_total_parameters(model),
+        parameters=parameters,
         file_bytes=weights.file_bytes,
-        weight_bytes=sum(weight.nbytes for _, weight in _arrays(model.parameters())),
-        quantisation=_quantisation(model, config, weights),
+        weight_bytes=held_bytes - (low_bits.array_bytes if low_bits else 0),
+        low_bits_bytes=low_bits.nbytes if low_bits else 0,
+        quantisation=quantisation,
         widened=widened,
         trained_context_tokens=_trained_context(config),
         vocab_size=vocab_size,
         kv_elements_per_token=kv_elements,
         dtype=_dtype(model),
+        low_bits=low_bits,
     )
+
+
+def _put_low_bits(model: Any) -> LowBits:
+    from edgespec.backends.mlx.lowbit import put_low_bits
+
+    return put_low_bits(model, lambda: _try_one_token(model))
 
 
 def _report(progress: Progress | None, name: str, fraction: float) -> None:
@@ -150,7 +170,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _should_widen(
-    weights: StoredWeights, kv_elements: int, trained_context: int, options: LoadOptions
+    weights: StoredWeights, tensor_bytes: int, kv_elements: int, trained_context: int, options: LoadOptions
 ) -> bool:
     """Whether halves become float32: mlx's CPU multiplies quantised weights 9 to 40 times faster with those.
 
@@ -163,7 +183,7 @@ def _should_widen(
     halves = weights.by_dtype["F16"] + weights.by_dtype["BF16"]
     more = halves + context * kv_elements * mx.float32.size
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    return bool(weights.tensor_bytes + more <= limit)
+    return bool(tensor_bytes + more <= limit)
 
 
 def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:

@@ -1,8 +1,8 @@
-"""The layers of any mlx-lm model, with their inputs and outputs to be read."""
+"""The layers of any mlx-lm model: read from outside, left out, or gone on from half-way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,22 +10,72 @@ import mlx.core as mx
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["LayerTaps"]
+__all__ = ["LayerList", "LayerTaps", "LeftOut"]
 
 
-class _TappedLayer:
+class _StandIn:
     """Stands in the place of a layer for a while. No nn.Module: it has no weights of its own."""
 
-    def __init__(self, layer: Any, index: int, taps: LayerTaps) -> None:
+    def __init__(self, layer: Any) -> None:
         self._layer = layer
-        self._index = index
-        self._taps = taps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __getitem__(self, name: str) -> Any:
         return self._layer[name]
+
+
+class LeftOut(_StandIn):
+    """A layer that is not run: it hands on what it is given, or what it was told to say.
+
+    given: the hidden states [1, tokens, size] of the last pass that came here.
+    """
+
+    def __init__(self, layer: Any, says: mx.array | None = None) -> None:
+        super().__init__(layer)
+        self._says = says
+        self.given: mx.array | None = None
+
+    def __call__(self, states: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
+        self.given = states
+        return states if self._says is None else self._says
+
+
+class LayerList:
+    """The layers of a model, for passes with others in their places.
+
+    Raises CapabilityError where the model does not keep its layers in one list.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._holder, self._name = _find_layers(model)
+        self.layers: list[Any] = self._holder[self._name]
+
+    def without(self, indices: Collection[int]) -> list[Any]:
+        """The list with these layers left out."""
+        return [LeftOut(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
+
+    def after(self, layer: int, states: mx.array) -> list[Any]:
+        """The list that goes on where the layers below `layer` said `states`."""
+        done = [LeftOut(one) for one in self.layers[: layer - 1]]
+        return [*done, LeftOut(self.layers[layer - 1], states), *self.layers[layer:]]
+
+    @contextmanager
+    def replaced(self, layers: list[Any]) -> Iterator[None]:
+        """Passes in here run these."""
+        self._holder[self._name] = layers
+        try:
+            yield
+        finally:
+            self._holder[self._name] = self.layers
+
+
+class _TappedLayer(_StandIn):
+    def __init__(self, layer: Any, index: int, taps: LayerTaps) -> None:
+        super().__init__(layer)
+        self._index = index
+        self._taps = taps
 
     def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> Any:
         result = self._layer(states, *args, **kwargs)
@@ -41,9 +91,8 @@ class LayerTaps:
     """
 
     def __init__(self, model: Any) -> None:
-        self._holder, self._name = _find_layers(model)
-        self._layers: list[Any] = self._holder[self._name]
-        self.count = len(self._layers)
+        self._list = LayerList(model)
+        self.count = len(self._list.layers)
         self.inputs: dict[int, mx.array] = {}
         self.outputs: dict[int, mx.array] = {}
 
@@ -57,13 +106,12 @@ class LayerTaps:
         """Passes in here leave the states of these layers behind."""
         self.inputs, self.outputs = {}, {}
         wanted = set(indices)
-        self._holder[self._name] = [
-            _TappedLayer(layer, i, self) if i in wanted else layer for i, layer in enumerate(self._layers)
+        tapped = [
+            _TappedLayer(layer, i, self) if i in wanted else layer
+            for i, layer in enumerate(self._list.layers)
         ]
-        try:
+        with self._list.replaced(tapped):
             yield
-        finally:
-            self._holder[self._name] = self._layers
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:

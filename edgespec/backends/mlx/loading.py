@@ -61,6 +61,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     )
     try:
         found = _probed(model, options)
+        model.shortcuts.missing = found.no_self_draft
         _check_memory(checkpoint, context_tokens, found.kv_bytes_for, options)
         model.facts = replace(
             facts,
@@ -139,7 +140,11 @@ def _check_memory(
 ) -> None:
     """Raises MemoryBudgetError when a full context would not fit what is there for it."""
     limit = options.memory_bytes
-    left = psutil.virtual_memory().available if limit is None else limit - checkpoint.weight_bytes
+    left = (
+        psutil.virtual_memory().available
+        if limit is None
+        else limit - checkpoint.weight_bytes - checkpoint.low_bits_bytes
+    )
     wanted = kv_bytes_for(context_tokens)
     if wanted <= left:
         return

@@ -133,6 +133,12 @@ class Memory:
             cache.rewind(length)
         self.length = length
 
+    def stand(self, length: int) -> None:
+        """Let every layer's next row be that of position `length`, whatever rows lie there or are missing."""
+        for cache in self.attention:
+            cache.offset = length
+        self.length = length
+
     def keep(self, round_start: int, path: list[int]) -> None:
         """Of the round's rows keep those of `path`."""
         for cache in self.attention:

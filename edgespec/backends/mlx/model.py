@@ -5,22 +5,35 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter as now
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base import (
+    LanguageModel,
+    ModelFacts,
+    Progress,
+    SelfDraft,
+    SkippedLayers,
+    Snapshot,
+    Vocabulary,
+)
 from edgespec.backends.mlx.device import evaluated, launched, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.layers import LayerTaps
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.memory import Mark, Memory
 from edgespec.backends.mlx.saved import from_bytes, to_bytes
+from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
+from edgespec.backends.mlx.shortcuts import ExitShortcut, Shortcut, Shortcuts
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.room import check_tokens_fit
 from edgespec.engine.tree import TokenTree
@@ -43,6 +56,15 @@ class _Ahead:
     before: Mark
 
 
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What the whole model says after each of the last cached tokens."""
+
+    kept: Mark
+    tokens: tuple[int, ...]
+    best: NDArray[np.uint32]
+
+
 class MlxModel:
     """One MLX model with one memory.
 
@@ -52,6 +74,7 @@ class MlxModel:
 
     `_kept` marks what was committed. Whatever else is in the memory, the rows of a round or of a pass begun
     early, or what an interrupt left there, is dropped by `_settle`, with which all new work begins.
+    `_shortcut` says how the open round is drafted, where it is a draft of this model itself.
     """
 
     def __init__(
@@ -72,10 +95,13 @@ class MlxModel:
         let_ropes_follow(self._net, self._shape)
         self.memory = Memory(self._net, self._shape, kv_bits)
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
+        self.shortcuts = Shortcuts(self._net, self._shape, checkpoint.low_bits)
         self._kept = self.memory.mark()
         self._parents: list[int] = []
         self._depths: list[int] = []
         self._tokens: list[int] = []
+        self._shortcut: Shortcut | None = None
+        self._scored: _Scored | None = None
         self._ahead: _Ahead | None = None
         self._runs_ahead = False
         self._follower: MlxModel | None = None
@@ -101,6 +127,13 @@ class MlxModel:
         self.memory.length += tokens.size
         return rows.astype(mx.float32)
 
+    def _forward_part(self, tokens: mx.array, part: AbstractContextManager[None]) -> mx.array:
+        """The same with some layers left out, whose caches are only told to go on."""
+        with part:
+            rows = self._forward(tokens)
+        self.memory.stand(self.memory.length)
+        return rows
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._settle()
@@ -124,21 +157,45 @@ class MlxModel:
                 raise CancelledError("cancelled")
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
+        known = self._end_draft(tree)
         ahead = self._take_ahead(tree, first)
         try:
-            self._check(tree.width)
-            if tree.width > 1:
-                self._check_shape(tree)
-            if self._interrupted:
-                raise CancelledError("cancelled")
+            self._check_pass(tree)
             if first == 0 and not ahead:
                 self._settle()
                 self._tidy()
             self._add_nodes(tree, first)
-            return ahead.logits if ahead else self._run(tree, first)
+            if ahead:
+                return ahead.logits
+            rows = self._go_on(tree, *known) if known else self._run(tree.tokens, first)
+            return self._logits(rows, first)
         except (BackendError, CapabilityError, ContextFullError, CancelledError):
             self._settle()
             raise
+
+    def draft(self, shortcut: Shortcut, tree: TokenTree, first: int) -> DeviceLogits:
+        """`verify` for a draft of this model itself; the next call that is not the draft's ends the round."""
+        if first > 0 and shortcut is not self._shortcut:
+            raise BackendError("the round of this draft was ended by its target", "begin another one")
+        ahead = self._take_ahead(tree, first) if first > 0 else None
+        try:
+            self._check_pass(tree)
+            if first == 0:
+                self._settle()
+                self._tidy()
+                self._shortcut = shortcut
+            self._add_nodes(tree, first)
+            return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
+        except (BackendError, CapabilityError, ContextFullError, CancelledError):
+            self._settle()
+            raise
+
+    def _check_pass(self, tree: TokenTree) -> None:
+        self._check(tree.width)
+        if tree.width > 1:
+            self._check_shape(tree)
+        if self._interrupted:
+            raise CancelledError("cancelled")
 
     def _check_shape(self, tree: TokenTree) -> None:
         capabilities = self.facts.capabilities
@@ -151,7 +208,9 @@ class MlxModel:
 
     def _settle(self) -> None:
         """Drop what was not committed."""
-        self._ahead = None
+        if self._shortcut:
+            self._shortcut.forget()
+        self._shortcut = self._ahead = None
         self._parents, self._depths, self._tokens = [], [], []
         if self.memory.foreign and self.memory.length != self.length:
             self._forget()
@@ -184,19 +243,70 @@ class MlxModel:
         """Whether the round so far has no branches."""
         return all(parent == node - 1 for node, parent in enumerate(self._parents))
 
-    def _run(self, tree: TokenTree, first: int) -> DeviceLogits:
-        chain = self._is_chain
-        if chain:
+    def _run(self, tokens: Sequence[int], first: int) -> mx.array:
+        """Run nodes `first` and up of the round, as the target or as its draft."""
+        self._set_shape(first)
+        return self._pass(mx.array(list(tokens[first:])), first)
+
+    def _set_shape(self, first: int) -> None:
+        if self._is_chain:
             self._shape.chain(self.length)
         else:
             self._shape.tree(self.length, self._parents, self._depths, first)
-        rows = self._forward(mx.array(tree.tokens[first:]))
-        launched(rows, *self.memory.background_arrays)
-        return DeviceLogits(rows, self._depths[first:], self._start_next if chain else None)
+
+    def _pass(self, tokens: mx.array, first: int) -> mx.array:
+        if self._shortcut is None:
+            return self._forward(tokens)
+        return self._forward_part(tokens, self._shortcut.drafting(first))
+
+    def _launch(self, rows: mx.array) -> None:
+        states = self._shortcut.background_arrays() if self._shortcut else []
+        launched(rows, *states, *self.memory.background_arrays)
+
+    def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
+        self._launch(rows)
+        return DeviceLogits(rows, self._depths[first:], self._start_next if self._is_chain else None)
+
+    def _end_draft(self, tree: TokenTree) -> tuple[ExitShortcut, mx.array] | None:
+        """End the draft's round, if one is open.
+
+        Where it left at an exit: hidden states [1, nodes, size] of the first nodes that this tree shares.
+        """
+        shortcut = self._shortcut
+        if shortcut is None:
+            return None
+        drafted, wanted = (
+            zip(self._tokens, self._parents, strict=True),
+            zip(tree.tokens, tree.parents, strict=True),
+        )
+        same = sum(takewhile(bool, (mine == its for mine, its in zip(drafted, wanted, strict=False))))
+        # A memory in which nothing is committed is made anew when it is settled.
+        known = None
+        if isinstance(shortcut, ExitShortcut) and same > 0 and self.length > 0:
+            known = shortcut, shortcut.said(same)
+        self._settle()
+        return known
+
+    def _go_on(self, tree: TokenTree, exit_: ExitShortcut, states: mx.array) -> mx.array:
+        """Run a tree above an exit. `states`: what was said there of its first nodes."""
+        known = states.shape[1]
+        if known < tree.width:
+            self.memory.stand(self.length + known)
+            self._shortcut = exit_
+            self._run(tree.tokens, known)  # its logits are not asked for, and so never computed
+            self._shortcut = None
+            states = mx.concatenate([states, exit_.said(tree.width)], axis=1)
+            exit_.forget()
+        self.memory.stand(self.length)
+        self._set_shape(0)
+        return self._forward_part(mx.array(tree.tokens), exit_.going_on(states))
 
     def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
         """Begin what follows on `token`, which is being computed: a step here, or the pass of a follower."""
-        if self._runs_ahead:
+        if self._shortcut:
+            if self._shortcut.runs_ahead:
+                self._begin((), token, source)
+        elif self._runs_ahead:
             self._begin((), token, source)
         elif self._follower and not self._follower._parents:
             # The draft may lag behind: what the target has cached is no part of its pass.
@@ -215,8 +325,8 @@ class MlxModel:
         before = self.memory.mark()
         self._shape.chain(self.length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
-        rows = self._forward(tokens)
-        launched(rows, *self.memory.background_arrays)
+        rows = self._pass(tokens, len(self._parents))
+        self._launch(rows)
         logits = DeviceLogits(rows, range(width), self._start_next)
         logits.begun_seconds = now() - started if known else 0.0
         self._ahead = _Ahead(known, source, logits, before)
@@ -244,6 +354,9 @@ class MlxModel:
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
+        if self._shortcut:  # nothing of the target's own is in the round
+            self._settle()
+            return
         kept, ahead = [0, *path], self._ahead
         if len(self._parents) == 1 and ahead:
             self._kept = ahead.before
@@ -307,8 +420,40 @@ class MlxModel:
         from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
         self._kept = self.memory.mark()
 
+    @property
+    def layer_count(self) -> int:
+        return self.shortcuts.layer_count
+
     def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
+        self._check(0)
+        return MlxSelfDraft(self, *self.shortcuts.make(how, self.facts))
+
+    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+        self._check(0)
+        self._settle()
+        skip, _, _ = self.shortcuts.make(SkippedLayers(tuple(layers)), self.facts)
+        if not self._scored or self._scored.kept is not self._kept or self._scored.tokens != tuple(tokens):
+            self._scored = _Scored(self._kept, tuple(tokens), self._best_again(tokens, nullcontext()))
+        said = self._best_again(tokens, skip.drafting(0))
+        return float(np.mean(said == self._scored.best))
+
+    def _best_again(self, tokens: Sequence[int], part: AbstractContextManager[None]) -> NDArray[np.uint32]:
+        """The best token after each of the last cached tokens, in a pass of which nothing is kept."""
+        start = self.length - len(tokens)
+        if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.memory.attention):
+            raise CapabilityError(f"{self.facts.name} cannot look back on {len(tokens)} tokens")
+        if self._interrupted:
+            raise CancelledError("cancelled")
+        try:
+            self.memory.stand(start)
+            self._shape.chain(start)
+            self._shape.scratch = True
+            best = mx.argmax(self._forward_part(mx.array(list(tokens)), part), axis=-1)
+            evaluated(best)
+            return np.array(best)
+        finally:
+            self._shape.scratch = False
+            self._settle()
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
@@ -322,11 +467,20 @@ class MlxModel:
         self.follow(None)
         if self._follower:
             self._follower.follow(None)
-        self._ahead = None
-        del self._net, self.memory
+        self._ahead = self._shortcut = self._scored = None
+        del self._net, self.memory, self.shortcuts
         gc.collect()
         mx.clear_cache()
         leave_thread()
+
+    def check_open(self) -> None:
+        """Raises ClosedError."""
+        self._check(0)
+
+    def drop_round(self) -> None:
+        """End the open round; nothing of it is kept."""
+        self._check(0)
+        self._settle()
 
     def _check(self, more: int) -> None:
         if self._closed:

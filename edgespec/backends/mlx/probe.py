@@ -8,16 +8,17 @@ single steps, up to the rounding of the model's own number format.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities
+from edgespec.backends.base import Capabilities, LowBit
 from edgespec.backends.mlx.caches import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.mlx.shortcuts import Shortcut
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 
@@ -34,12 +35,14 @@ class Findings:
 
     rollback: in words, how tokens are taken back. replays: rollback is by going back to a checkpoint and
     running again what was right. kv_bytes_for: bytes of the caches when a context of so many tokens is full.
+    no_self_draft: by name, why it cannot draft for itself that way.
     """
 
     capabilities: Capabilities
     rollback: str
     replays: bool
     kv_bytes_for: Callable[[int], int]
+    no_self_draft: dict[str, str]
 
 
 def probe(model: MlxModel) -> Findings:
@@ -64,24 +67,34 @@ def probe(model: MlxModel) -> Findings:
     taps = not _trouble(model, expected, _check_taps)
     if trouble:
         capabilities = Capabilities(False, False, trouble, taps=taps)
-        return Findings(capabilities, "not possible", False, kv_bytes_for)
+        return Findings(
+            capabilities, "not possible", False, kv_bytes_for, dict.fromkeys(_SELF_DRAFTS, trouble)
+        )
     if replays:
         reason = "its recurrent state takes chains only"
         capabilities = Capabilities(True, False, reason, width, taps=taps)
-        return Findings(capabilities, "checkpoints of the recurrent state, and replay", True, kv_bytes_for)
+        missing = dict.fromkeys(_SELF_DRAFTS, "a recurrent state cannot be shared with a draft")
+        rollback = "checkpoints of the recurrent state, and replay"
+        return Findings(capabilities, rollback, True, kv_bytes_for, missing)
     trouble = _trouble(model, expected, _check_tree)
     rollback = "by offset"
     if model.memory.windowed:
         rollback += f"; windows keep {AttentionCache.slack} tokens more"
-    return Findings(Capabilities(True, not trouble, trouble, width, taps=taps), rollback, False, kv_bytes_for)
+    expected = replace(expected, trees=not trouble)
+    tried = {name: _trouble(model, expected, check) for name, check in _SELF_DRAFTS.items()}
+    missing = {name: why for name, why in tried.items() if why}
+    can = frozenset(tried.keys() - missing.keys())
+    capabilities = Capabilities(True, not trouble, trouble, width, taps=taps, self_drafts=can)
+    return Findings(capabilities, rollback, False, kv_bytes_for, missing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Tokens, and the logits after each when they are run one by one."""
+    """Tokens, and the logits after each when they are run one by one. trees: whether to try those too."""
 
     tokens: list[int]
     steps: NDArray[np.float64]
+    trees: bool = True
 
 
 def _trouble(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
@@ -145,6 +158,59 @@ def _check_taps(model: MlxModel, expected: _Expected) -> str:
         if not mx.array_equal(taps.outputs[layer], taps.inputs[layer + 1]).item():
             return f"layer {layer + 1} is not given what layer {layer} says"
     return _differs(model, "reading hidden states", logits, [0], expected, [0])
+
+
+def _check_exit(model: MlxModel, expected: _Expected) -> str:
+    layers = model.layer_count
+    if layers < 2:
+        return "it has one layer"
+    for exit_layer in {1, layers - 1}:
+        trouble = _check_shortcut(model, expected, model.shortcuts.leaving(exit_layer, model.facts.name))
+        if trouble:
+            return trouble
+    return ""
+
+
+def _check_skipping(model: MlxModel, expected: _Expected) -> str:
+    layers = model.layer_count
+    if layers < 3:
+        return "it has no layers between the first and the last"
+    skipped = range(1, layers - 1)
+    return _check_shortcut(model, expected, model.shortcuts.skipping(skipped, model.facts.name))
+
+
+def _check_low_bits(model: MlxModel, expected: _Expected) -> str:
+    low_bits = model.shortcuts.low_bits
+    if low_bits is None:
+        return "it was loaded without low_bits"
+    if not low_bits.weights:
+        return "its weights have no fewer bits to be read at"
+    return _check_shortcut(model, expected, model.shortcuts.lowered(LowBit(), model.facts.name))
+
+
+def _check_shortcut(model: MlxModel, expected: _Expected, shortcut: Shortcut) -> str:
+    """The target does not notice a round drafted before its own, of which it may take over a part."""
+    tokens, what = expected.tokens, "drafting for itself"
+    model.truncate(0)
+    model.prefill(tokens[:2])
+    for width in (1, 2, 3):  # the last guess is wrong
+        model.draft(shortcut, TokenTree.chain(tokens[2], [tokens[3], tokens[6]][: width - 1]), width - 1)
+    logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
+    trouble = _differs(model, what, logits, [0, 1, 2], expected, [2, 3, 4])
+    model.commit((1, 2))
+    if trouble or not expected.trees:
+        return trouble or _differs(model, what, model.verify(TokenTree.chain(tokens[5])), [0], expected, [5])
+    model.truncate(2)
+    nodes, parents = (tokens[2], tokens[6], tokens[3], tokens[7], tokens[4]), (-1, 0, 0, 1, 2)
+    for first, end in ((0, 1), (1, 3), (3, 5)):
+        model.draft(shortcut, TokenTree(nodes[:end], parents[:end], (None,) * end), first)
+    logits = model.verify(TokenTree((*nodes, tokens[5]), (*parents, 4), (None,) * 6))
+    trouble = _differs(model, what, logits, [0, 2, 4, 5], expected, [2, 3, 4, 5])
+    model.commit((2, 4, 5))
+    return trouble or _differs(model, what, model.verify(TokenTree.chain(tokens[6])), [0], expected, [6])
+
+
+_SELF_DRAFTS = {"layerskip": _check_exit, "swift": _check_skipping, "lowbit": _check_low_bits}
 
 
 def _differs(

@@ -9,7 +9,15 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-__all__ = ["PassShape", "let_ropes_follow"]
+__all__ = ["Focus", "PassShape", "let_ropes_follow"]
+
+
+@dataclass(frozen=True, slots=True)
+class Focus:
+    """So many first and so many last tokens (StreamingLLM, arXiv 2309.17453)."""
+
+    sinks: int
+    recent: int
 
 
 @dataclass
@@ -20,6 +28,8 @@ class PassShape:
     positions: absolute positions of the pass's tokens, or None for a chain, where they follow from the
     cache. known: positions of all rows of the round so far, this pass's included. visible: for each token
     of the pass, which rows of the round it sees.
+    focus: of the rows before the round, layers that look back all the way see the first `sinks` and the
+    last `recent` only; None is all. scratch: what the pass computes is not kept in the caches.
     """
 
     round_start: int = 0
@@ -27,6 +37,8 @@ class PassShape:
     known: list[int] = field(default_factory=list)
     visible: list[list[bool]] = field(default_factory=list)
     offsets: mx.array | None = None
+    focus: Focus | None = None
+    scratch: bool = False
 
     def chain(self, round_start: int) -> None:
         """The pass goes on where the cache ends, each token seeing all before it."""
@@ -45,13 +57,15 @@ class PassShape:
             seen.append(row)
         self.visible = seen[first:]
 
-    def tree_mask(self, first_key: int, window: int | None) -> mx.array:
-        """bool [tokens of the pass, keys from position `first_key` on]: True where a token may look."""
+    def tree_mask(self, before: mx.array, window: int | None) -> mx.array:
+        """bool [tokens of the pass, keys]: True where a token may look.
+
+        before: int [1, n], the positions of the keys before the round; those of the round follow.
+        """
         assert self.offsets is not None
-        before = mx.arange(first_key, self.round_start)[None]
         queries = self.offsets[:, None]
         if window is None:
-            prefix = mx.ones((self.offsets.size, self.round_start - first_key), mx.bool_)
+            prefix = mx.ones((self.offsets.size, before.size), mx.bool_)
             return mx.concatenate([prefix, mx.array(self.visible)], axis=1)
         prefix = queries < before + window
         block = mx.array(self.visible) & (queries < mx.array(self.known)[None] + window)

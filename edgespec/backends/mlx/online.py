@@ -1,0 +1,177 @@
+"""A low-rank change beside a model's weights, trained on what a target said.
+
+Sources: OSD (arXiv 2310.07177), LoRA (arXiv 2106.09685).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn, optimizers
+from mlx_lm.tuner.lora import LoRALinear
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Lesson
+from edgespec.backends.mlx.device import evaluated, leave_thread, translated
+from edgespec.backends.mlx.shape import PassShape
+from edgespec.errors import BackendError, CapabilityError
+
+if TYPE_CHECKING:
+    from edgespec.backends.mlx.model import MlxModel
+
+__all__ = ["MlxLearner"]
+
+RANK = 8
+_SCALE = 2.0
+_LEARNING_RATE = 2e-3
+_LARGEST_GRADIENT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a linear layer stands in its parent, and what may stand there in its place."""
+
+    name: str
+    parent: Any
+    attribute: str
+    original: Any
+    adapted: LoRALinear
+
+
+class MlxLearner:
+    """Puts LoRA layers of rank 8 in the place of the linear layers of a model's blocks, and trains them.
+
+    Off, the very modules that were loaded are back in their places.
+    """
+
+    def __init__(self, model: MlxModel, net: Any, shape: PassShape, identity: str) -> None:
+        self.identity = identity
+        self.adapted = False
+        self._model = model
+        self._net = net
+        self._shape = shape
+        self._places = list(_places(net))
+        if not self._places:
+            raise CapabilityError(f"{model.facts.name} has no linear layers that could be adapted")
+        self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
+        evaluated(*self._arrays())
+
+    def adapt(self, wanted: bool) -> None:
+        self._model.checkpoint()  # nothing that was begun with the others is left
+        self._put(wanted)
+
+    def _put(self, adapted: bool) -> None:
+        self.adapted = adapted
+        for place in self._places:
+            place.parent[place.attribute] = place.adapted if adapted else place.original
+
+    @contextmanager
+    def _as(self, adapted: bool) -> Iterator[None]:
+        """Run like this in here. No cache is used, so nothing of the model's memory changes."""
+        before = self.adapted
+        self._model.checkpoint()
+        self._shape.chain(0)
+        self._put(adapted)
+        try:
+            yield
+        finally:
+            self._put(before)
+            mx.clear_cache()
+
+    def step(self, lesson: Lesson) -> float:
+        rows, best, probs = mx.array(lesson.rows), mx.array(lesson.best), mx.array(lesson.probs)
+        tokens = mx.array([lesson.tokens])
+
+        def loss(weights: list[mx.array]) -> mx.array:
+            """The cross entropy to the target's law over its best tokens: forward KL but for a constant."""
+            self._set(weights)
+            logits = self._net(tokens)[0][rows].astype(mx.float32)
+            log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            return -(probs * mx.take_along_axis(log_probs, best, axis=-1)).sum(axis=-1).mean()
+
+        weights = self._weights()
+        with self._as(True), translated(f"{self._model.facts.name} cannot be trained"):
+            try:
+                value, gradients = mx.value_and_grad(loss)(weights)
+                gradients, norm = optimizers.clip_grad_norm(gradients, _LARGEST_GRADIENT)
+                evaluated(value, norm)
+                if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
+                    raise BackendError(f"{self._model.facts.name} gives no finite loss to learn from")
+                updated: Any = self._optimiser.apply_gradients(gradients, weights)
+                evaluated(*updated, *self._state())
+            except BaseException:
+                self._set(weights)
+                raise
+        self._set(updated)
+        return float(value.item())
+
+    def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+        with self._as(adapted), translated(f"{self._model.facts.name} could not be run"):
+            said = mx.argmax(self._net(mx.array([list(tokens[:-1])]))[0][first - 1 :], axis=-1)
+            evaluated(said)
+        return int((np.array(said) == np.array(tokens[first:])).sum())
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        kept = {}
+        for place in self._places:
+            kept[f"{place.name}.a"] = np.array(place.adapted.lora_a)
+            kept[f"{place.name}.b"] = np.array(place.adapted.lora_b)
+        return kept
+
+    def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+        own = self.weights()
+        if set(weights) != set(own):
+            return False
+        if any(
+            weights[name].shape != array.shape or not np.isfinite(weights[name]).all()
+            for name, array in own.items()
+        ):
+            return False
+        taken = [mx.array(weights[name].astype(np.float32)) for name in own]
+        evaluated(*taken)
+        self._set(taken)
+        return True
+
+    def leave_thread(self) -> None:
+        leave_thread()
+
+    def _weights(self) -> list[mx.array]:
+        """a and b of every place, in the order of `weights`."""
+        return [array for place in self._places for array in (place.adapted.lora_a, place.adapted.lora_b)]
+
+    def _set(self, weights: Sequence[mx.array]) -> None:
+        for i, place in enumerate(self._places):
+            place.adapted.lora_a, place.adapted.lora_b = weights[2 * i], weights[2 * i + 1]
+
+    def _state(self) -> list[mx.array]:
+        """The arrays of the optimiser."""
+        from mlx.utils import tree_flatten
+
+        leaves: Any = tree_flatten(self._optimiser.state)
+        return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+
+    def _arrays(self) -> list[mx.array]:
+        return [*self._weights(), *self._state()]
+
+
+def _places(net: Any) -> Iterator[_Place]:
+    """Every linear layer of the blocks, by name; its change is nothing to begin with."""
+    random = np.random.default_rng(0)
+    for index, layer in enumerate(net.layers):
+        for parent_name, parent in sorted(layer.named_modules()):
+            for attribute, module in parent.items():
+                if type(module) not in (nn.Linear, nn.QuantizedLinear):
+                    continue
+                adapted = LoRALinear.from_base(module, r=RANK, scale=_SCALE)
+                inputs = adapted.lora_a.shape[0]
+                bound = 1.0 / math.sqrt(inputs)
+                adapted.lora_a = mx.array(random.uniform(-bound, bound, (inputs, RANK)).astype(np.float32))
+                adapted.lora_b = mx.zeros(adapted.lora_b.shape, mx.float32)
+                name = ".".join(filter(None, (str(index), parent_name, attribute)))
+                yield _Place(name, parent, attribute, module, adapted)
