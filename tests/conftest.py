@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import platformdirs
 import pytest
 
+from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 
 
@@ -15,6 +17,12 @@ def logs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Native logs of tests do not end up among the user's."""
     folder = tmp_path_factory.mktemp("logs")
     platformdirs.user_log_path = lambda *_, **__: folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests prepare does not end up among the user's."""
+    os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +35,11 @@ def demo_target() -> Path:
 def demo_draft() -> Path:
     """The embedded draft."""
     return models_folder() / "demo-draft-q8_0.gguf"
+
+
+@pytest.fixture(scope="session")
+def low_bit_copy(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the embedded target with fewer bits."""
+    copy = tmp_path_factory.mktemp("low-bit") / "copy.gguf"
+    quantise(demo_target, copy, "Q2_K")
+    return copy

@@ -11,10 +11,19 @@ import pytest
 
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.tabular import TabularModel
+from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
-from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_llama, write_mamba
+from tests.backends.tiny_models import (
+    write_gemma2,
+    write_gemma3,
+    write_jamba,
+    write_lfm2,
+    write_llama,
+    write_mamba,
+)
 
 CONTEXT = 512
 
@@ -43,6 +52,16 @@ def _llama_made(name: str, write: Callable[[Path], Path]) -> Maker:
     return make
 
 
+def _in_halves(name: str, write: Callable[[Path], Path], exit_layer: int) -> Maker:
+    def make(folder: Path, demo: Path) -> LanguageModel:
+        path = demo if name == "demo" else write(folder / "model.gguf")
+        prepared = prepare_layerskip(path, exit_layer, to=folder / "halves")
+        options = LoadOptions(context_tokens=CONTEXT, max_branches=8)
+        return load_layerskip(str(prepared.folder), name, options)
+
+    return make
+
+
 def _mlx_made(kind: str) -> Maker:
     def make(folder: Path, demo: Path) -> LanguageModel:
         path = write_checkpoint(folder / kind, kind)
@@ -61,6 +80,9 @@ BACKENDS: dict[str, Maker] = {
     "llama.cpp mamba": _llama_made("mamba", write_mamba),
     "llama.cpp hybrid": _llama_made("hybrid", write_jamba),
     "llama.cpp short convolution": _llama_made("short convolution", write_lfm2),
+    "llama.cpp demo in halves": _in_halves("demo", write_llama, 4),
+    "llama.cpp tiny in halves": _in_halves("three layers", partial(write_llama, layers=3), 1),
+    "llama.cpp window in halves": _in_halves("window in halves", partial(write_gemma3, window=4), 6),
     "MLX": _mlx_made("llama"),
     "MLX window": _mlx_made("gemma3"),
     "MLX hybrid": _mlx_made("qwen3_next"),

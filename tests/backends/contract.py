@@ -16,6 +16,8 @@ from edgespec.engine.tree import TokenTree
 # matters most; elsewhere its quantised activations may round the other way.
 ROUNDING = {
     "tiny": 1e-4,
+    "three layers": 5e-3,
+    "window in halves": 5e-2,
     "window": 2e-2,
     "mamba": 1e-4,
     "hybrid": 5e-3,

@@ -134,15 +134,18 @@ def write_llama(
     seed: int = 0,
     architecture: str = "llama",
     context: int = 512,
+    layers: int = 1,
 ) -> Path:
-    """A transformer of one layer."""
+    """A transformer."""
     random = np.random.default_rng(seed)
-    writer = _open(path, architecture, layers=1, context=context)
+    writer = _open(path, architecture, layers=layers, context=context)
     writer.add_head_count(2)
     writer.add_head_count_kv(2)
     vocab = _vocabulary(writer, words, template)
-    ends = _ends(random, vocab)
-    _finish(writer, ends | _attention(random, 0, heads_kv=2) | _norms_and_feed_forward(random, 0))
+    tensors = _ends(random, vocab)
+    for layer in range(layers):
+        tensors |= _attention(random, layer, heads_kv=2) | _norms_and_feed_forward(random, layer)
+    _finish(writer, tensors)
     return path
 
 
@@ -160,8 +163,19 @@ def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> 
 
 def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
     """A transformer of two layers, of which the first looks back over a window only."""
+    return _write_gemma(path, "gemma2", template, seed, window, layers=2)
+
+
+def write_gemma3(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
+    """A transformer of eight layers, of which all but the sixth look back over a window only."""
+    return _write_gemma(path, "gemma3", template, seed, window, layers=8)
+
+
+def _write_gemma(
+    path: Path, architecture: str, template: str | None, seed: int, window: int, layers: int
+) -> Path:
     random = np.random.default_rng(seed)
-    writer = _open(path, "gemma2", layers=2)
+    writer = _open(path, architecture, layers=layers)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_key_length(_HEAD)
@@ -173,12 +187,15 @@ def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, wi
     # The embedding is also the head: a layer must be louder than the token, or that is only repeated.
     loud = 20 * _ones(_SIZE)
     tensors = {"token_embd.weight": _weights(random, vocab, _SIZE) * 4, "output_norm.weight": _ones(_SIZE)}
-    for layer in range(2):
+    for layer in range(layers):
         tensors |= _attention(random, layer) | _norms_and_feed_forward(random, layer)
         tensors |= {
             f"blk.{layer}.post_attention_norm.weight": loud,
             f"blk.{layer}.post_ffw_norm.weight": loud,
         }
+        if architecture == "gemma3":
+            norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
+            tensors |= dict.fromkeys(norms, _ones(_HEAD))
     _finish(writer, tensors)
     return path
 

@@ -1,0 +1,310 @@
+"""A GGUF model in two halves that drafts with its lower layers (LayerSkip, arXiv 2404.16710)."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.base import (
+    EarlyExit,
+    LanguageModel,
+    LoadOptions,
+    ModelFacts,
+    Progress,
+    SelfDraft,
+    Snapshot,
+    Vocabulary,
+)
+from edgespec.backends.llamacpp.cells import Cells
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.early_exit import EarlyExitView
+from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_parts
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.lower import LowerHalf
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.moments import Moments
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.planning import plan_halves
+from edgespec.backends.llamacpp.probe import Findings, probe
+from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
+from edgespec.backends.llamacpp.tap import Tap
+from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.room import check_tokens_fit, check_weights_fit
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ClosedError,
+    ContextFullError,
+    ModelFileError,
+)
+
+__all__ = [
+    "DESCRIPTION",
+    "LOWER",
+    "LOWER_FIRST",
+    "PARAMETERS",
+    "SHARED",
+    "SHARED_BYTES",
+    "UPPER",
+    "UPPER_FIRST",
+    "LayerSkipModel",
+    "load_layerskip",
+]
+
+# The files of a folder: what both halves use, the layers of each, and the first part of each, which
+# holds its metadata and no tensors.
+SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
+LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
+# What the metadata of both first parts says beside the model's own: of the whole model, but for the bytes.
+SHARED_BYTES, PARAMETERS, DESCRIPTION = (
+    "edgespec.layerskip.shared_bytes",
+    "edgespec.layerskip.parameters",
+    "edgespec.layerskip.description",
+)
+_ALL = (LOWER_FIRST, UPPER_FIRST, SHARED, LOWER, UPPER)
+
+# Of llama.cpp's kinds of rotary positions those with one number a token, or none.
+_PLAIN_ROPES = (-1, 0, 2)
+_SIZE = struct.Struct("<Q")
+
+
+def load_layerskip(
+    folder: str, name: str, options: LoadOptions, progress: Progress | None = None
+) -> LayerSkipModel:
+    """Load the two halves of a model from the folder that `edgespec prepare layerskip` made.
+
+    Both map the same files, so that the weights are in memory once. Raises what `load` does.
+    """
+    if options.kv_type != "auto":
+        parse_kv_types(options.kv_type)
+    paths = {file: str(Path(folder) / file) for file in _ALL}
+    check_weights_fit(name, sum(map(check_file, paths.values())), options)
+    with ExitStack() as undo:
+        halves = []
+        for i, parts in enumerate(((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))):
+            weights = load_parts(
+                [paths[part] for part in parts], name, options, progress and _half_of(progress, i)
+            )
+            undo.callback(library().llama_model_free, weights)
+            halves.append(weights)
+        model = LayerSkipModel(halves[0], halves[1], folder, name, options)
+        undo.pop_all()
+        return model
+
+
+def _half_of(progress: Progress, half: int) -> Progress:
+    return lambda what, fraction: progress(what, (half + fraction) / 2)
+
+
+class LayerSkipModel:
+    """One model whose layers run in two contexts: the lower ones, then the upper ones on their results.
+
+    Drafting runs the lower half alone; verifying runs of it what the draft has not, and the upper half.
+    Both hold the same tokens. exit_layer: how many layers the lower half has.
+    """
+
+    def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
+        lib = library()
+        self._weights = (lower, upper)
+        self._closed = False
+        self.exit_layer: int = lib.llama_model_n_layer(lower)
+        self._vocabulary = LlamaVocabulary(lower)
+        self.vocabulary: Vocabulary = self._vocabulary
+        _check_kind(lower, name)
+        weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
+        if options.mmap and (options.gpu_layers == 0 or not lib.llama_supports_gpu_offload()):
+            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+        plans = plan_halves(lower, upper, weight_bytes, options)
+        threads = options.threads or default_threads(weight_bytes)
+        with ExitStack() as undo:
+            tap = Tap(f"l_out-{self.exit_layer - 1}", lib.llama_model_n_embd(lower))
+            below = LlamaContext(lower, options, plans[0], threads, tap=tap)
+            undo.callback(below.close)
+            self._context = LlamaContext(upper, options, plans[1], threads, takes_hidden=True)
+            undo.callback(self._context.close)
+            found = _probed(below, lower, plans[0], options)
+            _probed(self._context, upper, plans[1], options)
+            self._lower = LowerHalf(below, tap, options.max_branches)
+            self._cells = Cells(self._context, options.max_branches)
+            facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, plans[0], self.vocabulary, found)
+            able = replace(found.capabilities, self_drafts=frozenset({"layerskip"}))
+            self.facts: ModelFacts = replace(
+                facts,
+                path=folder,
+                description=metadata(lower, DESCRIPTION) or facts.description,
+                parameters=int(metadata(lower, PARAMETERS) or facts.parameters),
+                file_bytes=sum(check_file(str(Path(folder) / file)) for file in _ALL),
+                weight_bytes=weight_bytes,
+                kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
+                capabilities=able,
+            )
+            undo.pop_all()
+
+    @property
+    def length(self) -> int:
+        return self._cells.length
+
+    @property
+    def room(self) -> int:
+        return self._context.tokens - self.length
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self.end_round()
+        step = min(self._context.batch_tokens, self._context.max_width)
+        for start in range(0, len(tokens), step):
+            chunk = tokens[start : start + step]
+            try:
+                self._context.append(self._lower.append(chunk), self.length)
+            except (BackendError, ContextFullError, CancelledError):
+                self._cut(self.length)
+                raise
+            self._cells.length += len(chunk)
+            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
+                raise CancelledError("cancelled")
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        try:
+            self._check_pass(tree)
+            if first == 0:
+                self._cells.end_round()
+            hidden = self._lower.hidden_of(tree, first)
+            positions, sequences = self._cells.place(tree, first)
+            rows = self._context.run(hidden, positions, sequences)
+        except (BackendError, ContextFullError, CancelledError):
+            self.end_round()
+            raise
+        return HostLogits(rows)
+
+    def draft(self, tree: TokenTree, first: int) -> HostLogits:
+        """Run nodes `first` and up on the lower layers alone; the target's next `verify` takes them over."""
+        try:
+            self._check_pass(tree)
+            if first == 0:
+                self._cells.end_round()
+            return HostLogits(self._lower.draft(tree, first))
+        except (BackendError, ContextFullError, CancelledError):
+            self.end_round()
+            raise
+
+    def _check_pass(self, tree: TokenTree) -> None:
+        self._check(tree.width)
+        if tree.width > self._context.max_width:
+            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        self._check(0)
+        self._cells.commit(path)
+        self._lower.commit(path)
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        self._cut(min(length, self.length))
+
+    def _cut(self, length: int) -> None:
+        self.end_round()
+        self._lower.cells.cut(length)
+        self._cells.cut(length)
+
+    def end_round(self) -> None:
+        """Drop what was drafted or verified and not committed."""
+        self._lower.end_round()
+        self._cells.end_round()
+
+    def forget(self, start: int, end: int) -> None:
+        self._check(0)
+        halves = ((self._lower.context, self._lower.cells), (self._context, self._cells))
+        if not all(context.can_shift for context, _ in halves):
+            raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
+        self.end_round()
+        end = min(end, self.length)
+        if start < end:
+            for context, cells in halves:
+                context.close_up(start, end)
+                cells.length -= end - start
+
+    def snapshot(self) -> Snapshot:
+        self._check(0)
+        self.end_round()
+        below = to_bytes(self._lower.context, self.length, False)
+        above = to_bytes(self._context, self.length, False)
+        return Snapshot(self.length, _SIZE.pack(len(below)) + below + above)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._cut(0)
+        if not self._put_down(snapshot):
+            self._cut(0)
+            raise BackendError("the saved state does not fit this model and context", "compute it again")
+        self._lower.cells.length = self._cells.length = snapshot.length
+
+    def _put_down(self, snapshot: Snapshot) -> bool:
+        data = snapshot.data
+        if len(data) < _SIZE.size:
+            return False
+        end = _SIZE.size + _SIZE.unpack_from(data)[0]
+        below, above = data[_SIZE.size : end], data[end:]
+        length = snapshot.length
+        return from_bytes(self._lower.context, below, length, False) and from_bytes(
+            self._context, above, length, False
+        )
+
+    def run_ahead(self, wanted: bool) -> None:
+        pass  # nothing runs in the background
+
+    def follow(self, draft: LanguageModel | None) -> None:
+        pass  # nothing runs in the background
+
+    def self_draft(self, how: SelfDraft) -> LanguageModel:
+        self._check(0)
+        if not isinstance(how, EarlyExit):
+            raise CapabilityError(f"{self.facts.name} was prepared for early exit only, not for {how}")
+        if how.exit_layer != self.exit_layer:
+            raise CapabilityError(
+                f"{self.facts.name} was prepared to exit after layer {self.exit_layer}, not {how.exit_layer}",
+                f"run `edgespec prepare layerskip --exit {how.exit_layer}` on the model",
+            )
+        return EarlyExitView(self)
+
+    def interrupt(self, wanted: bool) -> None:
+        self._lower.context.interrupt.wanted = self._context.interrupt.wanted = wanted
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._vocabulary.close()
+        self._lower.context.close()
+        self._context.close()
+        for weights in self._weights:
+            library().llama_model_free(weights)
+        gc.collect()
+
+    def _check(self, more: int) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.facts.name} is closed")
+        check_tokens_fit(self, more)
+
+
+def _check_kind(weights: Any, name: str) -> None:
+    """Raises ModelFileError for models that cannot be run in halves."""
+    lib = library()
+    reason = ""
+    if lib.llama_model_is_recurrent(weights) or lib.llama_model_is_hybrid(weights):
+        reason = "it remembers by a state that cannot be cut back"
+    elif lib.llama_model_rope_type(weights) not in _PLAIN_ROPES:
+        reason = "its tokens have positions in several directions"
+    if reason:
+        raise ModelFileError(f"{name} cannot be run in two halves: {reason}", "load the model's own file")
+
+
+def _probed(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> Findings:
+    return probe(context, weights, plan, options, Moments(context, range(1, plan.sequences)))

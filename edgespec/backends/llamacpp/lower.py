@@ -1,0 +1,109 @@
+"""The lower layers of a model in two halves: what the upper ones are given, and what drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp.cells import Cells
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.tap import Tap
+from edgespec.engine.tree import TokenTree
+
+__all__ = ["LowerHalf"]
+
+
+class LowerHalf:
+    """The context of the lower layers and the tree it holds in a round.
+
+    Its tree is that of the draft, if there was one, and then whatever else the target wants to know. A
+    node is a token after a path, so what the draft has run is found again wherever the target has it.
+    """
+
+    def __init__(self, context: LlamaContext, tap: Tap, max_branches: int) -> None:
+        self.context = context
+        self.cells = Cells(context, max_branches)
+        self._tap = tap
+        self._max_branches = max_branches
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._node_of_path: dict[tuple[int, int], int] = {}
+        # Of the target's nodes, in its order.
+        self._nodes: list[int] = []
+        self._hidden: list[NDArray[np.float32]] = []
+
+    def end_round(self) -> None:
+        """Drop the tree."""
+        self.cells.end_round()
+        self._forget()
+
+    def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Run tokens after the cached ones, outside a round: their hidden states, float32 [n, embd]."""
+        count, length = len(tokens), self.cells.length
+        hidden = self.context.hidden(tokens, range(length, length + count), [(0,)] * count)
+        self.cells.length += count
+        return hidden
+
+    def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        """Run nodes `first` and up and leave early: logits float32 [n, vocab], a view until the next pass."""
+        if first == 0:
+            self.end_round()
+        positions, sequences = self.cells.place(tree, first)
+        self._add(tree.tokens[first:], tree.parents[first:])
+        rows = self.context.run(tree.tokens[first:], positions, sequences)
+        self._hidden += list(self._tap.take(tree.width - first))
+        return rows
+
+    def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
+        """The hidden states of the target's nodes `first` and up: float32 [n, embd].
+
+        What the draft has run, and the earlier nodes, are not run again.
+        """
+        if first == 0:
+            self._nodes = []
+            if self._tokens[:1] != [tree.tokens[0]]:
+                self.end_round()
+        run = len(self._tokens)
+        self._find(tree, first)
+        whole = self._tree()
+        if first == 0 and run and not self._fits(whole):
+            # The draft's other nodes take the place this tree needs.
+            self.end_round()
+            return self.hidden_of(tree, 0)
+        if whole.width > run:
+            positions, sequences = self.cells.place(whole, run)
+            self._hidden += list(self.context.hidden(whole.tokens[run:], positions, sequences))
+        return np.stack([self._hidden[node] for node in self._nodes[first:]])
+
+    def _find(self, tree: TokenTree, first: int) -> None:
+        """Where the target's nodes are in this tree; those it lacks are added."""
+        for node in range(first, tree.width):
+            parent = self._nodes[tree.parents[node]] if node else -1
+            known = self._node_of_path.get((parent, tree.tokens[node]))
+            if known is None:
+                known = len(self._tokens)
+                self._add(tree.tokens[node : node + 1], (parent,))
+            self._nodes.append(known)
+
+    def _add(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        for token, parent in zip(tokens, parents, strict=True):
+            self._node_of_path.setdefault((parent, token), len(self._tokens))
+            self._tokens.append(token)
+            self._parents.append(parent)
+
+    def _tree(self) -> TokenTree:
+        return TokenTree(tuple(self._tokens), tuple(self._parents), (None,) * len(self._tokens))
+
+    def _fits(self, tree: TokenTree) -> bool:
+        room = self.context.tokens - self.cells.length
+        return tree.width <= min(room, self.context.max_width) and tree.leaves <= self._max_branches
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """Keep the root and these of the target's nodes."""
+        self.cells.commit(tuple(self._nodes[node] for node in path))
+        self._forget()

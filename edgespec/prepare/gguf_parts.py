@@ -1,0 +1,161 @@
+"""A GGUF model's tensors and metadata, and writing some of them into files of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+from edgespec.backends.base import Progress
+from edgespec.errors import CancelledError, ModelFileError
+
+__all__ = ["Source", "Tensor", "write_first", "write_part"]
+
+_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+# Arrays that are not of layers, however long they are.
+_NOT_OF_LAYERS = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
+_LEFT_OUT = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor under the name it is to have; its bytes stay in the file it comes from."""
+
+    name: str
+    source: Any
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes."""
+        return int(self.source.n_bytes)
+
+    @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return int(self.source.n_elements)
+
+
+class Source:
+    """A GGUF model on disk, mapped into memory and never read whole. Raises ModelFileError."""
+
+    def __init__(self, parts: Sequence[Path]) -> None:
+        try:
+            readers = [gguf.GGUFReader(part) for part in parts]
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ModelFileError(
+                f"{parts[0]} is incomplete or damaged: {error}", "download it again and compare its size"
+            ) from error
+        self._fields = readers[0].fields
+        self.tensors = [Tensor(str(tensor.name), tensor) for reader in readers for tensor in reader.tensors]
+        self.header_bytes = sum(int(reader.data_offset) for reader in readers)
+        self.architecture = str(self._fields["general.architecture"].contents())
+        self.layer_count = int(self.value("block_count", 0))
+
+    def value(self, key: str, default: Any) -> Any:
+        """The metadata `key` of the architecture."""
+        field = self._fields.get(f"{self.architecture}.{key}")
+        return default if field is None else field.contents()
+
+    def shared(self) -> list[Tensor]:
+        """The tensors that belong to no layer."""
+        return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
+
+    def layers(self, begin: int, end: int) -> list[Tensor]:
+        """The tensors of layers [begin, end), renumbered from 0."""
+        chosen = []
+        for tensor in self.tensors:
+            match = _LAYER.fullmatch(tensor.name)
+            if match and begin <= int(match[1]) < end:
+                chosen.append(Tensor(f"blk.{int(match[1]) - begin}.{match[2]}", tensor.source))
+        return chosen
+
+    def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
+        """The metadata of a model that has layers [begin, end) only: value, type, type of elements."""
+        kept = {}
+        for key, field in self._fields.items():
+            if key.startswith(_LEFT_OUT) or not field.types:
+                continue
+            value, kind = field.contents(), field.types[0]
+            if kind == gguf.GGUFValueType.ARRAY:
+                if not value:
+                    continue
+                if self._is_of_layers(key, value):
+                    value = value[begin:end]
+            elif key == f"{self.architecture}.block_count":
+                value = end - begin
+            elif key == f"{self.architecture}.leading_dense_block_count":
+                value = min(end, max(begin, value)) - begin
+            kept[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
+        return kept
+
+    def _is_of_layers(self, key: str, value: Sequence[Any]) -> bool:
+        of_model = key.startswith(f"{self.architecture}.") and len(value) == self.layer_count
+        return of_model and not any(name in key for name in _NOT_OF_LAYERS)
+
+
+def write_first(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, tuple[Any, Any, Any]],
+    extra: Mapping[str, int | str],
+    tensor_count: int,
+    part_count: int,
+) -> None:
+    """Write the first part of a model whose tensors are all in the others."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, (value, kind, element) in metadata.items():
+        writer.add_key_value(key, value, kind, sub_type=element)
+    for key, extra_value in extra.items():
+        if isinstance(extra_value, int):
+            writer.add_uint64(key, extra_value)
+        else:
+            writer.add_string(key, extra_value)
+    _finish(writer, 0, part_count, tensor_count, (), "", None)
+
+
+def write_part(
+    path: Path,
+    architecture: str,
+    tensors: Sequence[Tensor],
+    number: int,
+    part_count: int,
+    progress: Progress | None = None,
+) -> None:
+    """Write tensors into part `number` (from 1) of a model, one after another. Raises CancelledError."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for tensor in tensors:
+        data = tensor.source.data
+        writer.add_tensor_info(
+            tensor.name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.source.tensor_type
+        )
+    _finish(writer, number, part_count, 0, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
+
+
+def _finish(
+    writer: Any,
+    number: int,
+    part_count: int,
+    tensor_count: int,
+    tensors: Sequence[Tensor],
+    what: str,
+    progress: Progress | None,
+) -> None:
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", part_count)
+    writer.add_int32("split.tensors.count", tensor_count)
+    total, done = sum(tensor.size_bytes for tensor in tensors), 0
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.source.data)
+            done += tensor.size_bytes
+            if progress and not progress(what, done / total):
+                raise CancelledError(f"{what} was cancelled")
+    finally:
+        writer.close()
