@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
@@ -37,11 +37,13 @@ def by_searching(tokens: Sequence[int], draft_length: int, longest: int = 4, sho
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
+@settings(max_examples=100, deadline=None)
 @given(texts, st.integers(1, 9))
 def test_it_finds_what_a_search_finds(tokens: list[int], draft_length: int) -> None:
     assert guess(tokens, draft_length) == by_searching(tokens, draft_length)
 
 
+@settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
 def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[list[int]]) -> None:
     drafter = NgramDrafter()
@@ -54,6 +56,7 @@ def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[
     assert list(tree.tokens[1:]) == guess(tokens, 5)
 
 
+@settings(max_examples=100, deadline=None)
 @given(texts, texts)
 def test_another_text_is_learnt_from_its_beginning(first: list[int], second: list[int]) -> None:
     drafter = NgramDrafter()

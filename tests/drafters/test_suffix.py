@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Rule, SuffixDrafter, TextIndex
@@ -117,12 +117,14 @@ def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[
 class TestMatches:
     """Every occurrence of every match length is found, and nothing else."""
 
+    @settings(max_examples=100, deadline=None)
     @given(texts)
     def test_in_this_chat(self, text: Text) -> None:
         chat = growing(text)
         matches = chat.matches(chat.recent())
         assert lengths_and_places(matches, chat) == expected_matches([text], text)
 
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=5), texts)
     def test_in_texts_known_beforehand(self, documents: list[Text], text: Text) -> None:
         index = index_of(*documents)
@@ -159,6 +161,7 @@ class TestMatches:
             assert guess.tokens[1:] == [i % period for i in range(9)]
             assert [match.length for match in matches] == [LONGEST]
 
+    @settings(max_examples=100, deadline=None)
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
     def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(
         self, start: Text, rounds: list[Text], most: int
@@ -180,6 +183,7 @@ class TestMatches:
 class TestTrees:
     """Scores are counts, the best score wins, and the rule's bounds hold."""
 
+    @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
     def test_every_probability_is_a_count(self, text: Text, rule: Rule, depth: int) -> None:
         chat = growing(text)
@@ -193,6 +197,7 @@ class TestTrees:
             assert len(guess.tokens) - 1 <= rule.nodes(match.length)
             assert rule.can_branch or guess.parents == list(range(-1, len(guess.parents) - 1))
 
+    @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
     def test_no_match_length_scores_higher(self, text: Text, rule: Rule, depth: int) -> None:
         chat = growing(text)
@@ -200,6 +205,7 @@ class TestTrees:
         if rule.can_branch:
             assert guess.score == pytest.approx(by_searching([text], text, depth, rule))
 
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
     def test_nor_in_an_index(self, documents: list[Text], text: Text, rule: Rule, depth: int) -> None:
         index = index_of(*documents)
@@ -259,6 +265,7 @@ class TestCombining:
         first, other = self.guess({(1,): 0.6}), self.guess({(3,): 0.5})
         assert paths_of(combined([first, other], Rule(can_branch=False))) == {(1,): 0.6}
 
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
     def test_the_merged_tree_is_one_of_paths_that_occurred(
         self, some: list[Text], more: list[Text], text: Text, rule: Rule, depth: int
@@ -299,6 +306,7 @@ class Kept:
 
 
 class TestSeveralChats:
+    @settings(max_examples=100, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 2), st.lists(letters, min_size=1, max_size=6)), max_size=8))
     def test_alternating_chats_are_each_like_a_first_one(self, turns: list[tuple[int, Text]]) -> None:
         chats: list[Text] = [[0, 1], [1, 2, 1], [2]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.texts import ReplyStore, forget_replies, replies
@@ -80,18 +80,18 @@ def test_vocabularies_do_not_mix(folder: Path) -> None:
 
 
 def test_the_oldest_go_first(folder: Path) -> None:
-    for number in range(400):
+    for number in range(200):
         store(folder, most_tokens=100).add([number % SIZE] * 10)
         assert store(folder).path.stat().st_size < 4 * 100 * 2 + 200
     found = kept(folder, most_tokens=100)
-    assert found[-1] == [399 % SIZE] * 10
+    assert found[-1] == [199 % SIZE] * 10
     assert 3 <= len(found) <= 10
-    assert found == [[number % SIZE] * 10 for number in range(400 - len(found), 400)]
+    assert found == [[number % SIZE] * 10 for number in range(200 - len(found), 200)]
 
 
 def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
     one = store(folder, most_tokens=100)
-    for _ in range(300):
+    for _ in range(150):
         one.add([1])
     assert one.path.stat().st_size < 1000
 
@@ -129,6 +129,7 @@ def test_a_file_of_another_kind_is_left_out_said_and_written_anew(folder: Path, 
     assert healthy.notice == ""
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_damage_costs_the_replies_it_hits(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
