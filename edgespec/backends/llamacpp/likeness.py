@@ -18,7 +18,7 @@ def check_same_model(weights: Any, copy: Any, path: str) -> None:
     Weights are not compared: those of another training would draft badly, and change no reply.
     """
     first, second = _shape(weights), _shape(copy)
-    for key in sorted(first.keys() | second.keys()):
+    for key in [*first, *(second.keys() - first.keys())]:
         if first.get(key) != second.get(key):
             raise _other(path, f"its {key} is {second.get(key)}, the target's is {first.get(key)}")
     lib = library()
