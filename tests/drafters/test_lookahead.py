@@ -198,13 +198,19 @@ class _Kept:
 HOWTO = "How do I list files by size?"
 
 
-@pytest.mark.parametrize("window", [Window(4, 3, 3), Window(3, 4, 4)], ids=str)
 class TestRealModels:
     def run(self, demo: LanguageModel, window: Window) -> Any:
         target: Any = _Kept(demo)
         return with_drafter(target, LookaheadDrafter(demo.facts.capabilities, window=window))
 
-    @pytest.mark.parametrize("sampling", [SETTINGS[name] for name in ("T 0.0", "T 0.8", "T 1.2, penalties")])
+    @pytest.mark.parametrize(
+        ("window", "sampling"),
+        [
+            (Window(4, 3, 3), SETTINGS["T 0.0"]),
+            (Window(3, 4, 4), SETTINGS["T 0.8"]),
+            (Window(4, 3, 3), SETTINGS["T 1.2, penalties"]),
+        ],
+    )
     def test_the_reply_stays_the_same(
         self, demo: LanguageModel, window: Window, sampling: dict[str, Any]
     ) -> None:
@@ -215,8 +221,8 @@ class TestRealModels:
             same(got, expected)
             assert got.stats.drafted_tokens > got.stats.target_passes
 
-    def test_rejection(self, demo: LanguageModel, window: Window) -> None:
-        with self.run(demo, window) as pair:
+    def test_rejection(self, demo: LanguageModel) -> None:
+        with self.run(demo, Window(3, 4, 4)) as pair:
             asked: dict[str, Any] = {"seed": 3, "max_tokens": 16, "temperature": 0.0}
             expected = pair.generate(HOWTO, method="none", **asked)
             got = pair.generate(HOWTO, method="lookahead", draft_length=8, acceptance="rejection", **asked)
@@ -237,15 +243,20 @@ class TestItIsUnbiased:
     """In rejection mode the window and the pool come from earlier rounds, which had dice of their own."""
 
     @pytest.mark.parametrize("window", [Window(1, 2, 1), Window(2, 2, 2), Window(2, 3, 2)], ids=str)
+    @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a draft model"])
     @pytest.mark.parametrize("seed", range(2))
-    def test_exactly(self, window: Window, seed: int) -> None:
+    def test_exactly(self, window: Window, seed: int, beside: bool) -> None:
         target = random_table(seed + 5, 2, zeros=0)
         chance = AllChances()
         drafted = 0
 
         def experiment() -> tuple[int, ...]:
             nonlocal drafted
-            drafter, stats = forced(window), Stats()
+            drafter: Drafter = forced(window)
+            stats = Stats()
+            if beside:
+                draft: Any = ExactModel(random_table(seed + 9, 2, zeros=0), 2)
+                drafter = CombinedDrafter([ModelDrafter(draft, 2), drafter], True)
             drafter.begin((0,))
             steps = decode(
                 ExactModel(target, 2),  # type: ignore[arg-type]
@@ -254,8 +265,8 @@ class TestItIsUnbiased:
                 _TokenSampler((0,)),  # type: ignore[arg-type]
                 0,
                 vocab_size=2,
-                draft_length=3,
-                max_tokens=4,
+                draft_length=2 if beside else 3,
+                max_tokens=3 if beside else 4,
                 is_stop=lambda token: False,
                 is_cancelled=lambda: False,
                 stats=stats,
