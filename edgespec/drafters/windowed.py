@@ -16,7 +16,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ClosedError, OptionError
 
-__all__ = ["Window", "WindowedModel"]
+__all__ = ["Window", "WindowedModel", "window_for"]
 
 # A round's tree is drafted in this room, beside the window.
 _DRAFT_TOKENS = 128
@@ -49,6 +49,22 @@ class Window:
         return replace(self, window_tokens=max(1, self.window_tokens - over * 4 // 5 - 1))
 
 
+def window_for(
+    context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
+) -> Window | None:
+    """The window of a draft for a target with that context; None for a draft that sees all of the text.
+
+    window_tokens: the window asked for, 0 for none. Left to us (None) a draft has a window only where the
+    text may become longer than what it was trained on (0: unknown): before that it guesses best from all.
+    """
+    if window_tokens is None:
+        if not 0 < trained_tokens < context_tokens:
+            return None
+        return Window(sink_tokens).within(trained_tokens)
+    window = Window(sink_tokens, window_tokens)
+    return window if window_tokens and window.context_tokens < context_tokens else None
+
+
 class WindowedModel:
     """A LanguageModel of any length over one with a small context.
 
@@ -78,7 +94,7 @@ class WindowedModel:
             capabilities=replace(able, max_width=min(able.max_width, spare)),
         )
         # So many tokens the inner cache may hold when a round begins.
-        self._most = inner.context_tokens - self.facts.capabilities.max_width
+        self._most = window.sink_tokens + window.window_tokens + window.slack_tokens
         self._text: list[int] = []
         self._start = window.sink_tokens
         self._round: tuple[int, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.windowed import Window, WindowedModel
+from edgespec.drafters.windowed import Window, WindowedModel, window_for
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -82,7 +83,7 @@ ROUNDS = st.lists(
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(rounds=ROUNDS)
 def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds: list[Any]) -> None:
     inner = make()
@@ -214,6 +215,32 @@ def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
         assert window == Window()
     else:
         assert trained - 4 <= window.context_tokens <= trained
+
+
+@pytest.mark.parametrize(
+    ("context", "trained", "asked", "expected"),
+    [
+        (8192, 8192, None, None),
+        (8192, 0, None, None),
+        (8192, 2048, None, Window()),
+        (8192, 1024, None, Window(4, 713)),
+        (8192, 8192, 512, Window(4, 512)),
+        (8192, 2048, 0, None),
+        (1024, 8192, 2048, None),
+    ],
+)
+def test_who_gets_a_window(context: int, trained: int, asked: int | None, expected: Window | None) -> None:
+    assert window_for(context, trained, asked) == expected
+
+
+def test_a_context_larger_than_the_window_is_left_empty() -> None:
+    inner = a_table()
+    inner.facts = replace(inner.facts, context_tokens=300)
+    model = WindowedModel(inner, WINDOW, CONTEXT)
+    model.prefill([1] * 200)
+    for _ in range(50):
+        step(model, 2)
+        assert inner.length <= 3 + 16 + 4 + 1
 
 
 class TestInARuntime:

@@ -34,6 +34,7 @@ class TranslatedModel:
         self._margin = 2 * (self._longest - 1)
         self.facts: ModelFacts = replace(
             model.facts,
+            context_tokens=max(0, model.facts.context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
             capabilities=replace(able, max_width=able.max_width - self._margin),

@@ -237,6 +237,24 @@ class TestInARuntime:
             said = b"".join(target.vocabulary.piece(token) for token in drafter._tokens)
             assert read.endswith(said[-60:])
 
+    def test_a_draft_on_mlx(self, tmp_path: Path) -> None:
+        """Byte-level both, with other words: in a vocabulary of 270 tokens most text is spelt out."""
+        pytest.importorskip("mlx.core")
+        from edgespec.backends import mlx
+        from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+        path = write_llama(tmp_path / "target.gguf")
+        target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=256))
+        checkpoint = write_checkpoint(tmp_path / "draft", "llama")
+        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, draft=True))
+        translation = Translation(target.vocabulary, draft.vocabulary)
+        with with_drafter(target, RetokenisedDrafter(draft, target.vocabulary, translation)) as pair:
+            options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": 0.8}
+            plain = pair.generate("the file list", method="none", **options)
+            got = pair.generate("the file list", method="model", **options)
+            assert got.tokens == plain.tokens
+            assert got.stats.drafted_tokens > 0
+
     def test_a_draft_that_says_the_same_is_accepted(self) -> None:
         """The same table under a vocabulary that shares its text: nearly every guess is right."""
         target = speaking(TARGET, 1)

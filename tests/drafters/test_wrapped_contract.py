@@ -1,0 +1,89 @@
+"""A draft with a window, and one of another vocabulary, keep the contract that every backend keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.tabular import LetterVocabulary, TabularModel
+from edgespec.drafters.vocabularies import TranslatedModel, Translation
+from edgespec.drafters.windowed import Window, WindowedModel
+from tests.backends import test_contract
+from tests.backends.rewindable import StateModel, replayed_table
+from tests.backends.tiny_models import write_llama
+from tests.drafters.vocabularies.pieces import Pieces, speaking
+
+CONTEXT = 512
+# A table looks back two tokens, so that no window makes a difference to it; elsewhere it is never left.
+WINDOW = Window(4, 300)
+WIDE = Window(4, CONTEXT)
+
+
+def windowed_table(folder: Path) -> LanguageModel:
+    table = speaking(Pieces([*"abcdefghij", "<end>"]), 0, end=0.0)._table
+    return WindowedModel(TabularModel(table, context_tokens=CONTEXT), WINDOW, CONTEXT)
+
+
+def windowed_replay(folder: Path) -> LanguageModel:
+    return WindowedModel(replayed_table(StateModel(context_tokens=CONTEXT)), WINDOW, CONTEXT)
+
+
+def windowed_llama(folder: Path) -> LanguageModel:
+    path = write_llama(folder / "model.gguf")
+    inner = llamacpp.load(str(path), "tiny", LoadOptions(context_tokens=WIDE.context_tokens, max_branches=8))
+    return WindowedModel(inner, WIDE, CONTEXT)
+
+
+def translated_table(folder: Path) -> LanguageModel:
+    """Every token is shared, under another id. Two tokens might have been spelt, with 16 each."""
+    letters = LetterVocabulary(11)
+    inner = speaking(Pieces([*"jihgfedcba", "k"]), 0, end=0.0, context_tokens=CONTEXT + 30)
+    return TranslatedModel(inner, letters, Translation(letters, inner.vocabulary))
+
+
+MODELS: dict[str, Callable[[Path], LanguageModel]] = {
+    "window over a table": windowed_table,
+    "window over a state": windowed_replay,
+    "window over llama.cpp": windowed_llama,
+    "translated table": translated_table,
+}
+
+
+@pytest.fixture(params=list(MODELS.values()), ids=list(MODELS))
+def own_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LanguageModel]:
+    made: LanguageModel = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(own_model: LanguageModel) -> LanguageModel:
+    return own_model
+
+
+class TestPrefillAndSteps(test_contract.TestPrefillAndSteps):
+    pass
+
+
+class TestTrees(test_contract.TestTrees):
+    pass
+
+
+class TestSnapshots(test_contract.TestSnapshots):
+    pass
+
+
+class TestLimits(test_contract.TestLimits):
+    pass
+
+
+class TestInterrupt(test_contract.TestInterrupt):
+    pass
+
+
+class TestClosing(test_contract.TestClosing):
+    pass
