@@ -1,0 +1,196 @@
+"""Copies with fewer bits: made once and whole, checked, and refused where they would not help."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.quantise import file_type, quantise
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
+from edgespec.prepare.lowbit import copy_path, find_lowbit, prepare_lowbit
+from edgespec.prepare.store import check, store_folder
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def source(tmp_path: Path, demo_target: Path) -> Path:
+    return Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
+
+
+def in_store() -> list[str]:
+    """What could be taken for a copy."""
+    return [path.name for path in store_folder().rglob("*.gguf")]
+
+
+def test_a_copy_is_made_once_found_and_smaller(source: Path) -> None:
+    made = prepare_lowbit(source, "q2_k")
+    assert made.settings == {"type": "Q2_K"}
+    assert made.facts["saved_bytes"] == made.facts["source_weight_bytes"] - made.facts["weight_bytes"] > 0
+    assert find_lowbit(source) == find_lowbit(source, "Q2_K") == made
+    assert find_lowbit(source, "Q4_0") is None
+    check(made, source, full=True)
+    loaded = llamacpp.load(str(copy_path(made)), "copy", LoadOptions(context_tokens=256))
+    # Known to a hundredth of a megabyte.
+    assert abs(loaded.facts.weight_bytes - made.facts["weight_bytes"]) < 20_000
+    assert loaded.facts.quantisation.startswith("Q2_K")
+    loaded.close()
+    written = copy_path(made).stat().st_mtime_ns
+    assert prepare_lowbit(source, "Q2_K") == made
+    assert copy_path(made).stat().st_mtime_ns == written
+    # Of several, the one made last.
+    other = prepare_lowbit(source, "IQ4_NL")
+    assert find_lowbit(source) == other
+
+
+def test_a_folder_of_one_s_own(source: Path, tmp_path: Path) -> None:
+    made = prepare_lowbit(source, "Q3_K", to=tmp_path / "mine")
+    assert made.folder == tmp_path / "mine"
+    assert made.facts["type"] == "Q3_K_M"
+    assert find_lowbit(source, "q3_k") == made
+
+
+@pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ3_XXS", "Q2_K_S"])
+def test_types_that_need_a_matrix_are_refused(source: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(CapabilityError, match=rf"{name} needs an importance matrix.*choose Q2_K"):
+        prepare_lowbit(source, name)
+    if name != "IQ3_XXS":
+        with pytest.raises(CapabilityError, match="needs an importance matrix"):
+            quantise(source, tmp_path / "copy.gguf", name)
+    assert in_store() == []
+    assert not (tmp_path / "copy.gguf").exists()
+
+
+def test_types_that_are_not_smaller_or_not_there_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes.*the model itself takes 12"
+    ):
+        prepare_lowbit(source, "Q8_0")
+    small = tmp_path / "small.gguf"
+    quantise(source, small, "Q2_K")
+    with pytest.raises(OptionError, match="has few bits already"):
+        prepare_lowbit(small, "Q2_K")
+    with pytest.raises(OptionError, match="the type is 'Q9'; choose one of IQ3_M"):
+        prepare_lowbit(source, "Q9")
+    assert file_type("q3_k") == "Q3_K_M"
+    assert in_store() == []
+
+
+def test_no_model_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        prepare_lowbit(tmp_path / "none.gguf", "Q2_K")
+    rubbish = tmp_path / "rubbish.gguf"
+    rubbish.write_bytes(b"GGUF" + bytes(5000))
+    with pytest.raises(BackendError, match=r"llama\.cpp made no Q2_K copy"):
+        prepare_lowbit(rubbish, "Q2_K")
+
+
+def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
+    made = prepare_lowbit(source, "Q2_K")
+    with source.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"changed")
+    with pytest.raises(ModelFileError, match="no longer the file"):
+        check(made, source)
+    again = prepare_lowbit(source, "Q2_K")
+    check(again, source)
+    assert again.source_records != made.source_records
+    os.truncate(copy_path(again), 100_000)
+    with pytest.raises(ModelFileError, match="is damaged"):
+        check(again, source)
+    check(prepare_lowbit(source, "Q2_K"), source, full=True)
+
+
+def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(source)._replace(free=5_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(ModelFileError, match=r"0\.01 GB are needed in .* free some space"):
+        prepare_lowbit(source, "Q2_K")
+    assert in_store() == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
+    full = tmp_path / "full.gguf"
+    full.symlink_to("/dev/full")
+    with pytest.raises(
+        BackendError, match=r"llama\.cpp made no Q2_K copy of .*; check the file and the free"
+    ):
+        quantise(source, full, "Q2_K")
+    assert not full.is_symlink()
+
+
+def test_cancelled_and_gone_on_with(source: Path) -> None:
+    told: list[float] = []
+
+    def stop(what: str, fraction: float) -> bool:
+        if "making" in what:
+            told.append(fraction)
+        return not told or told[-1] < 0.5
+
+    with pytest.raises(CancelledError, match="making a Q2_K copy was cancelled"):
+        prepare_lowbit(source, "Q2_K", progress=stop)
+    assert told == sorted(told)
+    assert 0.5 <= told[-1] < 1.0
+    assert in_store() == []
+    assert list(store_folder().rglob("*.tmp")) == []
+    assert find_lowbit(source) is None
+    check(prepare_lowbit(source, "Q2_K"), source, full=True)
+
+
+_PREPARES = """
+import sys
+from pathlib import Path
+from edgespec.prepare.lowbit import prepare_lowbit
+
+def told(what, fraction):
+    print(what, flush=True)
+    return True
+
+prepare_lowbit(Path(sys.argv[1]), "Q3_K_M", progress=told)
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_killed_leaves_no_copy_and_no_process(source: Path, kind: signal.Signals) -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-c", _PREPARES, str(source)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "making" in line:
+            break
+    os.kill(run.pid, kind)
+    run.wait(timeout=20)
+    run.stdout.close()
+    assert in_store() == []
+    # The quantiser's own process notices that nobody listens.
+    deadline = time.monotonic() + 20
+    while _group_lives(run.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _group_lives(run.pid)
+    check(prepare_lowbit(source, "Q3_K_M"), source, full=True)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
