@@ -1,0 +1,258 @@
+"""A model in two halves says what the whole one says, whatever its lower layers drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CapabilityError, ClosedError
+from edgespec.methods import Drafters
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.runtime import Runtime
+from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
+
+CONTEXT = 512
+EXITS = (1, 4, 9)
+PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
+
+
+@pytest.fixture(scope="module")
+def folders(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The demo target in halves, by exit."""
+    folder = tmp_path_factory.mktemp("halves")
+    return {
+        exit_layer: prepare_layerskip(demo_target, exit_layer, to=folder / str(exit_layer)).folder
+        for exit_layer in EXITS
+    }
+
+
+def _options(**more: Any) -> LoadOptions:
+    return LoadOptions(context_tokens=CONTEXT, **more)
+
+
+class Both(NamedTuple):
+    whole: LanguageModel
+    halves: LayerSkipModel
+
+
+@pytest.fixture(scope="module")
+def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
+    """The demo target, as it is and in halves."""
+    models = Both(
+        llamacpp.load(str(demo_target), "demo", _options()),
+        load_layerskip(str(folders[4]), "demo", _options()),
+    )
+    yield models
+    for model in models:
+        model.close()
+
+
+@pytest.fixture
+def halves(both: Both) -> LayerSkipModel:
+    both.halves.truncate(0)
+    return both.halves
+
+
+class TestTheWhole:
+    def test_it_is_what_the_whole_model_is(self, both: Both) -> None:
+        mine, its = both.halves.facts, both.whole.facts
+        for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):
+            assert getattr(mine, name) == getattr(its, name)
+        assert mine.capabilities.self_drafts == {"layerskip"}
+        assert mine.chat_template == its.chat_template
+        assert mine.file_bytes < its.file_bytes * 1.05
+
+    @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0/q4_0"])
+    @pytest.mark.parametrize("flash_attention", ["auto", "on"])
+    def test_every_row_is_bit_for_bit_the_same(
+        self, demo_target: Path, folders: dict[int, Path], kv_type: str, flash_attention: str
+    ) -> None:
+        options = _options(kv_type=kv_type, flash_attention=flash_attention)
+        models = [
+            llamacpp.load(str(demo_target), "demo", options),
+            load_layerskip(str(folders[9]), "demo", options),
+        ]
+        tokens, tree = tokens_for(models[0], 60), tree_of(models[0], TREES["deep and wide"])
+        rows = []
+        for model in models:
+            model.prefill(tokens)
+            logits = model.verify(tree)
+            mine = [row_of(model, logits, node) for node in range(tree.width)]
+            model.commit(path_to(tree, tree.width - 1))
+            rows.append(np.array([*mine, *(step(model, token) for token in tokens[:5])]))
+            model.close()
+        np.testing.assert_array_equal(rows[0], rows[1])
+
+    def test_a_snapshot_of_the_whole_model_is_refused(self, both: Both, halves: LayerSkipModel) -> None:
+        both.whole.truncate(0)
+        both.whole.prefill(tokens_for(both.whole, 20))
+        with pytest.raises(BackendError, match="does not fit"):
+            halves.restore(both.whole.snapshot())
+        assert halves.length == 0
+
+
+trees = st.tuples(st.sampled_from(list(TREES.values())), st.integers(0, 3))
+
+
+class TestTakingOver:
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), min_size=1, max_size=5))
+    def test_whatever_was_drafted_the_rows_are_those_of_the_whole(
+        self,
+        both: Both,
+        rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
+    ) -> None:
+        """The target's tree may hold some of what was drafted, in any order, and other things."""
+        whole, halves = both
+        view = halves.self_draft(EarlyExit(4))
+        for model in both:
+            model.truncate(0)
+            model.prefill(tokens_for(model, 20))
+        for drafted, wanted, node, begins_alike in rounds:
+            tree, draft = tree_of(whole, *wanted), tree_of(whole, *drafted)
+            if begins_alike:
+                draft = _with_root(draft, tree.tokens[0])
+            for first in range(0, draft.width, 2):
+                end = first + 2
+                view.verify(TokenTree(draft.tokens[:end], draft.parents[:end], draft.laws[:end]), first)
+            logits, expected = halves.verify(tree), whole.verify(tree)
+            for row in range(tree.width):
+                same(whole, row_of(halves, logits, row), row_of(whole, expected, row))
+            path = path_to(tree, node % tree.width)
+            for model in both:
+                model.commit(path)
+            assert view.length == halves.length == whole.length
+            same(whole, step(halves, 4), step(whole, 4))
+
+    def test_what_was_drafted_is_not_run_again(
+        self, halves: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        halves.prefill(tokens_for(halves, 20))
+        view = halves.self_draft(EarlyExit(4))
+        for first in range(3):
+            view.verify(TokenTree.chain(5, [6, 7][:first]), first)
+        run: list[tuple[int, ...]] = []
+        hidden = LlamaContext.hidden
+
+        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> Any:
+            run.append(tuple(tokens))
+            return hidden(self, tokens, *rest)
+
+        monkeypatch.setattr(LlamaContext, "hidden", watched)
+        halves.verify(TokenTree.chain(5, [6, 7, 8]))
+        assert run == [(8,)]
+        halves.commit((1, 2, 3))
+        view.verify(TokenTree.chain(9))
+        halves.verify(TokenTree.chain(9))
+        assert run == [(8,)]
+
+    def test_the_pass_stops_at_the_exit_when_no_logits_are_wanted(self, halves: LayerSkipModel) -> None:
+        below = halves._lower.context
+        halves.prefill([1, 2, 3])
+        whole = below.run([5], [3], [[0]]).copy()
+        below.drop(0, 3)
+        below.run([4], [3], [[0]])
+        below.drop(0, 3)
+        below.hidden([5], [3], [[0]])
+        # Where its logits would be, there is what earlier passes left.
+        assert not np.array_equal(below._logits[:1], whole)
+
+    def test_a_view_leaves_the_target_as_it_is(self, halves: LayerSkipModel) -> None:
+        tokens = tokens_for(halves, 30)
+        halves.prefill(tokens)
+        expected = step(halves, 4)
+        halves.truncate(30)
+        view = halves.self_draft(EarlyExit(4))
+        view.prefill([1, 2, 3])
+        view.verify(TokenTree.chain(4, [5, 6]))
+        view.commit((1,))
+        view.truncate(3)
+        assert view.length == halves.length == 30
+        assert view.room == halves.room
+        view.close()
+        same(halves, step(halves, 4), expected)
+        with pytest.raises(ClosedError):
+            view.verify(TokenTree.chain(4))
+
+    def test_a_draft_of_before_a_truncation_is_not_taken_over(self, both: Both) -> None:
+        tokens = tokens_for(both.whole, 30)
+        for model in both:
+            model.truncate(0)
+            model.prefill(tokens)
+        view = both.halves.self_draft(EarlyExit(4))
+        view.verify(TokenTree.chain(4, [5, 6]))
+        for model in both:
+            model.truncate(10)
+        tree = TokenTree.chain(4, [5, 6])
+        rows = [row_of(model, model.verify(tree), 2) for model in both]
+        same(both.whole, *rows)
+
+    @pytest.mark.parametrize("how", [EarlyExit(5), LowBit(), SkippedLayers((1,))])
+    def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any) -> None:
+        with pytest.raises(CapabilityError, match="prepared"):
+            halves.self_draft(how)
+
+
+@pytest.fixture(scope="module")
+def plain(demo_target: Path) -> Iterator[Runtime]:
+    model = llamacpp.load(str(demo_target), "demo", _options())
+    with Runtime(model, None, Drafters(model, None)) as runtime:
+        yield runtime
+
+
+def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> Runtime:
+    """The model in halves, with its lower layers as a drafter."""
+    model = load_layerskip(str(folder), "demo", _options(**options))
+    view = model.self_draft(EarlyExit(model.exit_layer))
+    drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
+    assert drafter.extra_weight_bytes == drafter.extra_kv_bytes == 0
+    return Runtime(model, None, Drafters(model, None, others={"layerskip": drafter}))
+
+
+class TestSameReplies:
+    @pytest.mark.parametrize("exit_layer", EXITS)
+    @pytest.mark.parametrize("branches", [(), (3, 2)], ids=["chain", "tree"])
+    def test_as_plain_decoding(
+        self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
+    ) -> None:
+        with _drafting(folders[exit_layer], branches) as runtime:
+            for method in ("none", "layerskip", "layerskip+ngram"):
+                for prompt, temperature in zip(PROMPTS * 2, (0.0, 0.8, 1.2, 0.0), strict=True):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 40}
+                    expected = plain.generate(prompt, method="none", **asked)
+                    reply = runtime.generate(prompt, method=method, **asked)
+                    assert reply.text == expected.text
+                    if method == "layerskip":
+                        assert reply.stats.drafted_tokens > 0
+
+    def test_with_quantised_keys_and_values(self, folders: dict[int, Path]) -> None:
+        with _drafting(folders[4], kv_type="q8_0") as runtime:
+            for prompt in PROMPTS:
+                for temperature in (0.0, 0.8):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 40}
+                    expected = runtime.generate(prompt, method="none", **asked)
+                    assert runtime.generate(prompt, method="layerskip", **asked).text == expected.text
+
+    def test_in_rejection_mode_without_a_temperature(self, plain: Runtime, folders: dict[int, Path]) -> None:
+        with _drafting(folders[4], (2,)) as runtime:
+            for prompt in PROMPTS:
+                asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "acceptance": "rejection"}
+                expected = plain.generate(prompt, method="none", **asked)
+                for method in ("layerskip", "layerskip+ngram"):
+                    assert runtime.generate(prompt, method=method, **asked).text == expected.text
+
+
+def _with_root(tree: TokenTree, root: int) -> TokenTree:
+    return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.laws)
