@@ -19,9 +19,13 @@ class Drafter(ABC):
     A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
     without `propose`, and a proposal may be cut or joined with others before it is verified.
     extra_weight_bytes, extra_kv_bytes: what it keeps in memory beside the target.
+    rests: it has something to do in `rest`.
+    lookup: it looks guesses up, which costs nothing; any part of them may be verified without the rest.
     """
 
     name: str
+    rests: bool = False
+    lookup: bool = False
     extra_weight_bytes: int = 0
     extra_kv_bytes: int = 0
 
@@ -46,8 +50,21 @@ class Drafter(ABC):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
 
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters it is put together from."""
+        return (self,)
+
+    def note(self) -> str:
+        """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
+        return ""
+
     def rest(self, wanted: Callable[[], bool]) -> None:  # noqa: B027
-        """No reply is being made: improve while `wanted()` stays true. The target may be used meanwhile."""
+        """No reply is being made: improve while `wanted()` stays true.
+
+        It runs in a thread that ends soon. `wanted` is asked before every step, and a step is short: a
+        reply that begins waits for it. The target may be used, its memory is left as it is.
+        """
 
     def interrupt(self, wanted: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""

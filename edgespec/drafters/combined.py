@@ -3,50 +3,157 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from time import perf_counter
 
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.growth import Curve, Limits, gentle
+from edgespec.drafters.merging import merged, trimmed
+from edgespec.drafters.record import Mean, Record
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["CombinedDrafter", "merged"]
+__all__ = ["CombinedDrafter"]
+
+# The first rounds are slow, and say little.
+_MEASURED_ROUNDS = 2
 
 
 class CombinedDrafter(Drafter):
-    """Asks every drafter each round and merges what they say.
+    """Asks the drafters that are worth asking and merges what they say, within one width budget.
 
-    can_branch: False for a target that verifies chains only; then the first drafter with a guess wins.
+    Lookups are asked first. What costs passes of a model is asked only where it is likely to bring more
+    than that, by how often each came true lately; until its costs are measured it is always asked. Guesses
+    of a lookup are verified as far as their chance pays for their rows; what others say stays whole, for it
+    may have been drawn by chance, and dropping it by what was drawn would bias rejection mode.
+    can_branch: False for a target that verifies chains only; then the most promising chain is taken.
+    limits: what a pass of the target takes. curve: v(m). clock: seconds.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], can_branch: bool) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        can_branch: bool,
+        *,
+        limits: Limits | None = None,
+        curve: Curve = gentle,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
-        self._drafters = tuple(drafters)
-        self._can_branch = can_branch
+        self.rests = any(drafter.rests for drafter in drafters)
         self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in drafters)
         self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in drafters)
+        self._drafters = tuple(drafters)
+        self._can_branch = can_branch
+        self._limits = limits or Limits()
+        self._curve = curve
+        self._clock = clock
+        self._records = tuple(Record(drafter.lookup) for drafter in drafters)
+        self._plain_seconds = Mean()
+        self._proposed_at: float | None = None
+        self._asked: dict[int, TokenTree] = {}
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return self._drafters
 
     def begin(self, tokens: Sequence[int]) -> None:
+        self._asked = {}
         for drafter in self._drafters:
             drafter.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        trees = []
-        for drafter in self._drafters:
-            tree = drafter.propose(sampler, acceptance, draft_length)
-            if tree.drafted and not self._can_branch:
-                return tree
-            trees.append(tree)
-        return merged(trees)
+        asked = self._asked = {}
+        for i in sorted(range(len(self._drafters)), key=lambda i: not self._drafters[i].lookup):
+            if self._pays(i, draft_length):
+                started = self._clock()
+                asked[i] = self._drafters[i].propose(sampler, acceptance, draft_length)
+                self._records[i].asked(asked[i], self._clock() - started)
+        chosen = sorted(asked) if self._can_branch else self._most_promising()
+        tree = trimmed(
+            merged([asked[i] for i in chosen]),
+            [self._records[i].chances(asked[i]) for i in chosen],
+            [self._drafters[i].lookup for i in chosen],
+            self._limits,
+            self._curve,
+            sum(self._cost(i) for i in chosen),
+        )
+        self._proposed_at = self._clock()
+        return tree
+
+    def _most_promising(self) -> list[int]:
+        """The one whose chain is taken: one that was worth its passes, else the best lookup."""
+        drafted = [i for i, tree in sorted(self._asked.items()) if tree.drafted]
+        others = [i for i in drafted if not self._drafters[i].lookup]
+        if others:
+            return others[:1]
+        return [max(drafted or self._asked, key=lambda i: sum(self._records[i].chances(self._asked[i])))]
+
+    def _cost(self, i: int) -> float:
+        """What asking a drafter costs, in plain steps; 0 until it is measured."""
+        seconds, plain = self._records[i].seconds, self._plain_seconds
+        if min(seconds.count, plain.count) < _MEASURED_ROUNDS or plain.value <= 0.0:
+            return 0.0
+        return seconds.value / plain.value
+
+    def _pays(self, i: int, draft_length: int) -> bool:
+        """Is a drafter likely to add more than it costs to what was said already?"""
+        record, cost = self._records[i], self._cost(i)
+        if self._drafters[i].lookup or not cost:
+            return True
+        said = self._said()
+        spent = sum(self._cost(other) for other in self._asked)
+        without = max(
+            (1.0 + sum(level for level, _ in said[:depth])) / (spent + self._curve(1 + _rows(said, depth)))
+            for depth in range(len(said) + 1)
+        )
+        adds = record.survival(draft_length)
+        rows = 1 + round(record.rows.value)
+        deepest = len(said) if self._can_branch else 0
+        together = max(
+            (1.0 + sum(_either(said[:depth], adds)))
+            / (spent + cost + self._curve(min(rows + _rows(said, depth), self._limits.max_width)))
+            for depth in range(deepest + 1)
+        )
+        return together > without
+
+    def _said(self) -> list[tuple[float, int]]:
+        """Level by level of what was said: the chance that the text is still in it, and its rows."""
+        levels: list[tuple[float, int]] = []
+        for i, tree in self._asked.items():
+            depths, values = tree.depths, [1.0]
+            for node, chance in enumerate(self._records[i].chances(tree)[1:], 1):
+                values.append(values[tree.parents[node]] * chance)
+            mine = [(0.0, 0)] * max(depths)
+            for depth, value in zip(depths[1:], values[1:], strict=True):
+                chance, rows = mine[depth - 1]
+                mine[depth - 1] = min(chance + value, 1.0), rows + 1
+            both = _either(levels, [chance for chance, _ in mine])
+            rows_of = zip_longest((rows for _, rows in levels), (rows for _, rows in mine), fillvalue=0)
+            levels = [(chance, sum(rows)) for chance, rows in zip(both, rows_of, strict=True)]
+        return levels
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        if self._proposed_at is not None:
+            self._plain_seconds.add((self._clock() - self._proposed_at) / self._curve(tree.width))
+        self._proposed_at = None
         for drafter in self._drafters:
             drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
+        for i, record in enumerate(self._records):
+            if i in self._asked:
+                record.learn(self._asked[i], tokens)
+            else:
+                record.fade()
+        self._asked = {}
         for drafter in self._drafters:
             drafter.commit(tokens)
+
+    def note(self) -> str:
+        return "; ".join(note for drafter in self._drafters if (note := drafter.note()))
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         for drafter in self._drafters:
@@ -61,30 +168,18 @@ class CombinedDrafter(Drafter):
             drafter.close()
 
 
-def merged(trees: Sequence[TokenTree]) -> TokenTree:
-    """One tree of all proposals; they share a root.
+def _rows(said: Sequence[tuple[float, int]], depth: int) -> int:
+    """The rows of the first `depth` levels."""
+    return sum(rows for _, rows in said[:depth])
 
-    A guess for certain that stands there already is the same node. One with a law is a further try of
-    its own, because the residual after it depends on that law (SpecInfer, arXiv 2305.09781). Trees with
-    laws come first: whether a certain guess is new may then depend on what they drew.
+
+def _either(said: Sequence[tuple[float, int]], adds: Sequence[float]) -> list[float]:
+    """Level by level the chance that the text is in one of two drafts.
+
+    Halfway between drafts that know nothing of each other and ones that are right together.
     """
-    drafted = [tree for tree in trees if tree.drafted]
-    if len(drafted) < 2:
-        return drafted[0] if drafted else trees[0]
-    tokens: list[int] = [trees[0].tokens[0]]
-    parents: list[int] = [-1]
-    laws: list[Distribution | None] = [None]
-    children: dict[tuple[int, int], int] = {}
-    for tree in sorted(drafted, key=lambda t: all(law is None for law in t.laws)):
-        places = [0]
-        for node in range(1, tree.width):
-            parent, token, law = places[tree.parents[node]], tree.tokens[node], tree.laws[node]
-            place = children.get((parent, token)) if law is None else None
-            if place is None:
-                place = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                laws.append(law)
-                children.setdefault((parent, token), place)
-            places.append(place)
-    return TokenTree(tuple(tokens), tuple(parents), tuple(laws))
+    chances = []
+    for one, other in zip_longest((chance for chance, _ in said), adds, fillvalue=0.0):
+        low, high = sorted((one, other))
+        chances.append(high + 0.5 * low * (1.0 - high))
+    return chances

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.combined import merged
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
@@ -118,33 +114,6 @@ class TestItsGuesses:
         drafter = ModelDrafter(table(3, tree=False), VOCAB, branches=(3,))
         drafter.begin([0, 1, 2])
         assert propose(drafter, [0, 1, 2], 4).is_chain
-
-
-class TestMerging:
-    LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
-
-    def test_certain_guesses_share_what_they_agree_on(self) -> None:
-        tree = merged([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])])
-        assert tree.tokens == (9, 1, 2, 3, 4, 5)
-        assert tree.parents == (-1, 0, 1, 2, 2, 4)
-        assert not tree.block
-
-    def test_drawn_guesses_come_first_and_keep_their_laws(self) -> None:
-        drawn = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
-        tree = merged([TokenTree.chain(9, [2, 0]), drawn])
-        assert tree.tokens == (9, 1, 2, 2, 0)
-        assert tree.laws == (None, self.LAW, self.LAW, None, None)
-
-    def test_one_guess_is_left_as_it_is(self) -> None:
-        chain: Any = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
-        assert merged([TokenTree.chain(9), chain]) is chain
-        assert merged([TokenTree.chain(9), TokenTree.chain(9)]).drafted == 0
-
-    def test_two_that_agree_are_no_block(self) -> None:
-        drawn = TokenTree.chain(9, [1, 2], [self.LAW, self.LAW])
-        tree = merged([drawn, TokenTree.chain(9, [1, 2])])
-        assert tree.is_chain
-        assert not tree.block
 
 
 def test_a_near_draft_is_worth_having() -> None:
