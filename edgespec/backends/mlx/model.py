@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import takewhile
 from time import perf_counter as now
 from typing import Any
 
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import (
     LanguageModel,
+    Learner,
     ModelFacts,
     Progress,
     SelfDraft,
@@ -27,9 +27,10 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.mlx.device import evaluated, launched, leave_thread, translated
 from edgespec.backends.mlx.files import Checkpoint
-from edgespec.backends.mlx.layers import LayerTaps
+from edgespec.backends.mlx.layers import LayerList, LayerTaps
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.memory import Mark, Memory
+from edgespec.backends.mlx.rounds import Round
 from edgespec.backends.mlx.saved import from_bytes, to_bytes
 from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
@@ -97,9 +98,7 @@ class MlxModel:
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
         self.shortcuts = Shortcuts(self._net, self._shape, checkpoint.low_bits)
         self._kept = self.memory.mark()
-        self._parents: list[int] = []
-        self._depths: list[int] = []
-        self._tokens: list[int] = []
+        self._round = Round()
         self._shortcut: Shortcut | None = None
         self._scored: _Scored | None = None
         self._ahead: _Ahead | None = None
@@ -164,7 +163,7 @@ class MlxModel:
             if first == 0 and not ahead:
                 self._settle()
                 self._tidy()
-            self._add_nodes(tree, first)
+            self._round.add(tree, first)
             if ahead:
                 return ahead.logits
             rows = self._go_on(tree, *known) if known else self._run(tree.tokens, first)
@@ -184,7 +183,7 @@ class MlxModel:
                 self._settle()
                 self._tidy()
                 self._shortcut = shortcut
-            self._add_nodes(tree, first)
+            self._round.add(tree, first)
             return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
         except (BackendError, CapabilityError, ContextFullError, CancelledError):
             self._settle()
@@ -211,7 +210,7 @@ class MlxModel:
         if self._shortcut:
             self._shortcut.forget()
         self._shortcut = self._ahead = None
-        self._parents, self._depths, self._tokens = [], [], []
+        self._round = Round()
         if self.memory.foreign and self.memory.length != self.length:
             self._forget()
         elif self.length:
@@ -232,27 +231,16 @@ class MlxModel:
             mx.clear_cache()
             self._tidy_at = self.length + _TIDY_TOKENS
 
-    def _add_nodes(self, tree: TokenTree, first: int) -> None:
-        for parent in tree.parents[first:]:
-            self._parents.append(parent)
-            self._depths.append(self._depths[parent] + 1 if parent >= 0 else 0)
-        self._tokens.extend(tree.tokens[first:])
-
-    @property
-    def _is_chain(self) -> bool:
-        """Whether the round so far has no branches."""
-        return all(parent == node - 1 for node, parent in enumerate(self._parents))
-
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
         """Run nodes `first` and up of the round, as the target or as its draft."""
         self._set_shape(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
     def _set_shape(self, first: int) -> None:
-        if self._is_chain:
+        if self._round.is_chain:
             self._shape.chain(self.length)
         else:
-            self._shape.tree(self.length, self._parents, self._depths, first)
+            self._shape.tree(self.length, self._round.parents, self._round.depths, first)
 
     def _pass(self, tokens: mx.array, first: int) -> mx.array:
         if self._shortcut is None:
@@ -265,7 +253,9 @@ class MlxModel:
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._launch(rows)
-        return DeviceLogits(rows, self._depths[first:], self._start_next if self._is_chain else None)
+        return DeviceLogits(
+            rows, self._round.depths[first:], self._start_next if self._round.is_chain else None
+        )
 
     def _end_draft(self, tree: TokenTree) -> tuple[ExitShortcut, mx.array] | None:
         """End the draft's round, if one is open.
@@ -275,11 +265,7 @@ class MlxModel:
         shortcut = self._shortcut
         if shortcut is None:
             return None
-        drafted, wanted = (
-            zip(self._tokens, self._parents, strict=True),
-            zip(tree.tokens, tree.parents, strict=True),
-        )
-        same = sum(takewhile(bool, (mine == its for mine, its in zip(drafted, wanted, strict=False))))
+        same = self._round.shared(tree)
         # A memory in which nothing is committed is made anew when it is settled.
         known = None
         if isinstance(shortcut, ExitShortcut) and same > 0 and self.length > 0:
@@ -308,16 +294,16 @@ class MlxModel:
                 self._begin((), token, source)
         elif self._runs_ahead:
             self._begin((), token, source)
-        elif self._follower and not self._follower._parents:
+        elif self._follower and not len(self._follower._round):
             # The draft may lag behind: what the target has cached is no part of its pass.
-            guessed = tuple(self._tokens[max(0, self._follower.length - self.length) :])
+            guessed = tuple(self._round.tokens[max(0, self._follower.length - self.length) :])
             if 0 < len(guessed) < self._follower.facts.capabilities.max_width:
                 self._follower._begin(guessed, token, source)
 
     def _begin(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
         """Run a chain of known tokens and one that is being computed, before it is asked for."""
         width = len(known) + 1
-        if self._ahead or self._closed or self._interrupted or len(self._parents) + width > self.room:
+        if self._ahead or self._closed or self._interrupted or len(self._round) + width > self.room:
             return
         if self.memory.foreign:  # what we do not know cannot be taken back
             return
@@ -325,7 +311,7 @@ class MlxModel:
         before = self.memory.mark()
         self._shape.chain(self.length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
-        rows = self._pass(tokens, len(self._parents))
+        rows = self._pass(tokens, len(self._round))
         self._launch(rows)
         logits = DeviceLogits(rows, range(width), self._start_next)
         logits.begun_seconds = now() - started if known else 0.0
@@ -336,7 +322,7 @@ class MlxModel:
         ahead, self._ahead = self._ahead, None
         if not ahead:
             return None
-        goes_on = first == len(self._parents) and tree.is_chain and not self._closed
+        goes_on = first == len(self._round) and tree.is_chain and not self._closed
         if goes_on and tree.tokens[first:] == (*ahead.known, ahead.source.chosen):
             return ahead
         self.memory.restore(ahead.before)
@@ -358,7 +344,7 @@ class MlxModel:
             self._settle()
             return
         kept, ahead = [0, *path], self._ahead
-        if len(self._parents) == 1 and ahead:
+        if len(self._round) == 1 and ahead:
             self._kept = ahead.before
         else:
             if ahead:
@@ -367,13 +353,13 @@ class MlxModel:
             if kept != list(range(len(kept))):
                 self.memory.keep(self.length, kept)
                 launched(*self.memory.arrays)
-            elif len(kept) < len(self._parents):
+            elif len(kept) < len(self._round):
                 if self.memory.recurrent:
                     reason = self.facts.capabilities.reason
                     raise CapabilityError("a recurrent state cannot be cut back", reason)
                 self.memory.rewind(self.length + len(kept))
             self._kept = self.memory.mark()
-        self._parents, self._depths, self._tokens = [], [], []
+        self._round = Round()
 
     def truncate(self, length: int) -> None:
         self._check(0)
@@ -420,6 +406,16 @@ class MlxModel:
         from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
         self._kept = self.memory.mark()
 
+    def learner(self) -> Learner:
+        """See `Teachable`."""
+        from edgespec.backends.mlx.online import MlxLearner
+
+        self._check(0)
+        return MlxLearner(self, self._net, self._shape, self._fingerprint)
+
+    def leave_thread(self) -> None:
+        leave_thread()
+
     @property
     def layer_count(self) -> int:
         return self.shortcuts.layer_count
@@ -430,18 +426,30 @@ class MlxModel:
 
     def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         self._check(0)
-        self._settle()
         skip, _, _ = self.shortcuts.make(SkippedLayers(tuple(layers)), self.facts)
-        if not self._scored or self._scored.kept is not self._kept or self._scored.tokens != tuple(tokens):
-            self._scored = _Scored(self._kept, tuple(tokens), self._best_again(tokens, nullcontext()))
-        said = self._best_again(tokens, skip.drafting(0))
-        return float(np.mean(said == self._scored.best))
-
-    def _best_again(self, tokens: Sequence[int], part: AbstractContextManager[None]) -> NDArray[np.uint32]:
-        """The best token after each of the last cached tokens, in a pass of which nothing is kept."""
         start = self.length - len(tokens)
         if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.memory.attention):
             raise CapabilityError(f"{self.facts.name} cannot look back on {len(tokens)} tokens")
+        if not self._scored or self._scored.kept is not self._kept or self._scored.tokens != tuple(tokens):
+            best = self._tried(tokens, start, nullcontext())
+            self._scored = _Scored(self._kept, tuple(tokens), best)
+        return float(np.mean(self._tried(tokens, start, skip.drafting(0)) == self._scored.best))
+
+    def best_by_exit(self, tokens: Sequence[int]) -> list[NDArray[np.uint32]]:
+        """The best token after each of these, after what is cached, if the model ended with each layer."""
+        self._check(len(tokens))
+        taps, layers = self.taps(), LayerList(self._net)
+        self._tried(tokens, self.length, taps.on(range(taps.count)))
+        return [
+            self._tried(tokens, self.length, layers.replaced(layers.after(taps.count, taps.outputs[layer])))
+            for layer in range(taps.count)
+        ]
+
+    def _tried(
+        self, tokens: Sequence[int], start: int, part: AbstractContextManager[None]
+    ) -> NDArray[np.uint32]:
+        """The best token after each of these, run from position `start` on; nothing is kept."""
+        self._settle()
         if self._interrupted:
             raise CancelledError("cancelled")
         try:

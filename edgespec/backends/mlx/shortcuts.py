@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SelfDraft
 from edgespec.backends.mlx.layers import LayerList, LeftOut
@@ -115,6 +116,11 @@ class ExitShortcut(Shortcut):
         return self._list.replaced(self._list.after(self._exit, states))
 
 
+def _bytes(module: Any) -> int:
+    weights: Any = tree_flatten(module.parameters())
+    return sum(weight.nbytes for _, weight in weights)
+
+
 class Shortcuts:
     """Makes them for one loaded model.
 
@@ -133,24 +139,37 @@ class Shortcuts:
         """Raises CapabilityError where the layers are not to be found."""
         return len(LayerList(self._net).layers)
 
+    def layer_bytes(self) -> tuple[list[int], int]:
+        """Bytes of each layer, and of what a pass reads after the last one.
+
+        A table beside a head of its own is looked up in, and not read.
+        """
+        layers = [_bytes(layer) for layer in LayerList(self._net).layers]
+        tables = sum(
+            _bytes(one) for _, one in self._net.named_modules() if type(one).__name__.endswith("Embedding")
+        )
+        rest = _bytes(self._net) - sum(layers)
+        return layers, rest - tables if rest >= 2 * tables else rest
+
     def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[Shortcut, str, int]:
         """A shortcut, what it is called, and the bytes kept for it alone.
 
         Raises CapabilityError where it is not exact or not there, OptionError for layers that are not there.
         """
         if isinstance(how, EarlyExit):
-            self._check("layerskip", facts)
+            self.check("layerskip", facts)
             exit_ = self.leaving(how.exit_layer, facts.name)
             return exit_, f"its first {how.exit_layer} of {self.layer_count} layers", 0
         if isinstance(how, LowBit):
-            self._check("lowbit", facts)
+            self.check("lowbit", facts)
             low_bits = self.low_bits
             assert low_bits is not None
             return self.lowered(how, facts.name), "fewer bits", low_bits.nbytes
-        self._check("swift", facts)
+        self.check("swift", facts)
         return self.skipping(how.layers, facts.name), f"without {len(how.layers)} layers", 0
 
-    def _check(self, way: str, facts: ModelFacts) -> None:
+    def check(self, way: str, facts: ModelFacts) -> None:
+        """Raises CapabilityError with the reason why the model cannot draft for itself that way."""
         if way not in facts.capabilities.self_drafts:
             why = self.missing.get(way, facts.capabilities.reason)
             raise CapabilityError(

@@ -1,0 +1,281 @@
+"""An MLX model that drafts for itself: the reply does not notice, whatever the draft left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends import mlx
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
+from edgespec.catalog.catalogue import models_folder
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError
+from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
+# Long enough for the windows of the tiny models to move.
+TOKENS = 20
+
+
+def reply(
+    model: LanguageModel,
+    drafter: Drafter | None,
+    temperature: float = 0.0,
+    rule: Acceptance | None = None,
+    draft_length: int = 4,
+    prompt: Sequence[int] = PROMPT,
+) -> tuple[list[int], Stats]:
+    """What the model says after the prompt, and what was counted."""
+    model.truncate(0)
+    model.prefill(prompt[:-1])
+    if drafter:
+        drafter.begin(prompt)
+    stats = Stats()
+    steps = decode(
+        model,
+        drafter,
+        rule or Invariant(),
+        Sampler(SamplingParams(temperature=temperature), 3, prompt),
+        prompt[-1],
+        vocab_size=model.facts.vocab_size,
+        max_width=model.facts.capabilities.max_width,
+        draft_length=draft_length,
+        max_tokens=TOKENS,
+        is_stop=lambda token: False,
+        is_cancelled=lambda: False,
+        stats=stats,
+    )
+    return [token for step in steps for token in step.tokens], stats
+
+
+def loaded(folder: Path, kind: str, **more: Any) -> Any:
+    """A tiny model that is ready for every self-draft it can do."""
+    options = LoadOptions(context_tokens=512, low_bits=True, kv_type=more.pop("kv_type", "auto"))
+    return mlx.load(str(write_checkpoint(folder / kind, kind, **more)), kind, options)
+
+
+WAYS: dict[str, SelfDraft] = {
+    "layerskip": EarlyExit(1),
+    "lowbit": LowBit(),
+    "lowbit window": LowBit(sink_tokens=2, window_tokens=8),
+    "swift": SkippedLayers((1,)),
+}
+LAYERS = {"num_hidden_layers": 3}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"config": {**LAYERS, "head_dim": 32}, "kv_type": "q8_0"},
+    "llama_sliding": {},
+    "gemma2": {"config": LAYERS, "quantisation": ("affine", 8, 32)},
+    "gemma3": {"quantisation": ("affine", 4, 32)},
+    "deepseek_v3": {"config": LAYERS, "dtype": "bfloat16"},
+}
+
+
+class TestReplies:
+    @pytest.fixture(scope="class", params=CHECKPOINTS)
+    def model(
+        self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Any]:
+        model = loaded(tmp_path_factory.mktemp("models"), request.param, **CHECKPOINTS[request.param])
+        yield model
+        model.close()
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_they_are_those_of_plain_decoding(self, model: Any, way: str) -> None:
+        view = model.self_draft(WAYS[way])
+        chains, trees = (
+            ModelDrafter(view, model.facts.vocab_size, branches=branches, name=way)
+            for branches in ((), (3, 2))
+        )
+        drafters = {0.0: chains, 0.8: trees, 1.2: CombinedDrafter([chains, NgramDrafter()], can_branch=True)}
+        accepted = 0
+        for temperature, drafter in drafters.items():
+            said, stats = reply(model, drafter, temperature)
+            assert said == reply(model, None, temperature)[0]
+            assert drafter.extra_kv_bytes == 0
+            accepted += stats.accepted_tokens
+        assert accepted > 0
+
+    def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
+        plain, _ = reply(model, None)
+        for how in WAYS.values():
+            drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size)
+            assert reply(model, drafter, rule=Rejection(Dice(1)))[0] == plain
+
+
+class TestEveryKind:
+    @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
+    def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
+        model = loaded(tmp_path, kind)
+        can = model.facts.capabilities.self_drafts
+        if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
+            "granitemoehybrid"
+        }:
+            assert not can
+            with pytest.raises(CapabilityError):
+                model.self_draft(EarlyExit(1))
+        else:
+            assert can == {"layerskip", "lowbit"}  # two layers leave none to skip
+            with pytest.raises(CapabilityError, match="no layers between"):
+                model.self_draft(SkippedLayers((1,)))
+            plain, _ = reply(model, None)
+            for how in (EarlyExit(1), LowBit()):
+                drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size, branches=(2, 1))
+                assert reply(model, drafter)[0] == plain
+        model.close()
+
+
+class TestDemo:
+    """The embedded model: 8 bits, twelve layers."""
+
+    @pytest.fixture(scope="class", params=["auto", "q8_0"])
+    def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
+        options = LoadOptions(context_tokens=512, low_bits=True, kv_type=request.param)
+        model = mlx.load(str(models_folder() / "demo-mlx"), "demo", options)
+        yield model
+        model.close()
+
+    def test_replies_are_the_same_and_drafts_are_often_right(self, demo: Any) -> None:
+        prompt = demo.vocabulary.tokenize("Once upon a time there was", special=False, start=True)
+        plain, _ = reply(demo, None, prompt=prompt)
+        shares = {}
+        for how in (EarlyExit(8), LowBit(), SkippedLayers((4, 6)), LowBit(window_tokens=16)):
+            drafter = ModelDrafter(demo.self_draft(how), demo.facts.vocab_size)
+            said, stats = reply(demo, drafter, prompt=prompt)
+            assert said == plain
+            shares[type(how)] = stats.accepted_tokens / stats.drafted_tokens
+        assert min(shares.values()) > 0.2
+
+    def test_what_the_lower_layers_computed_is_not_computed_again(self, demo: Any) -> None:
+        rows: dict[int, int] = {0: 0, 11: 0}
+        for layer in rows:
+            count_rows(demo.memory.attention[layer], rows, layer)
+        demo.truncate(0)
+        demo.prefill(PROMPT)
+        for layer in rows:
+            count_rows(demo.memory.attention[layer], rows, layer)
+        view = demo.self_draft(EarlyExit(6))
+        for width in (1, 2, 3):
+            view.verify(TokenTree.chain(9, [10, 11][: width - 1]), width - 1)
+        assert rows == {0: 3, 11: 0}
+        expected = demo.verify(TokenTree.chain(9, [10, 11, 12]))
+        assert rows == {0: 4, 11: 4}
+        got = expected.at(3, np.arange(demo.vocabulary.size))
+        demo.truncate(len(PROMPT))
+        plain = demo.verify(TokenTree.chain(9, [10, 11, 12]))
+        np.testing.assert_array_equal(got, plain.at(3, np.arange(demo.vocabulary.size)))
+
+    def test_a_chain_is_waited_for_once_a_token_and_the_next_step_is_begun_early(self, demo: Any) -> None:
+        demo.truncate(0)
+        demo.prefill(PROMPT)
+        view = demo.self_draft(EarlyExit(6))
+        view.run_ahead(True)
+        greedy = SamplingParams(temperature=0.0)
+        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, greedy, 0, 0)
+        assert demo.memory.length == len(PROMPT) + 2
+        view.verify(TokenTree.chain(9, [token]), 1)
+        assert demo.memory.length == len(PROMPT) + 2
+        demo.truncate(len(PROMPT))
+
+
+def count_rows(cache: Any, rows: dict[int, int], layer: int) -> None:
+    """Count what is appended to a cache from now on."""
+    append = cache.update_and_fetch
+    rows[layer] = 0
+
+    def counted(keys: Any, values: Any) -> Any:
+        rows[layer] += keys.shape[2]
+        return append(keys, values)
+
+    cache.update_and_fetch = counted
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["draft", "draft tree", "round", "tree", "truncate", "prefill", "stopped", "scored"]),
+        st.sampled_from([EarlyExit(1), EarlyExit(3), LowBit(), LowBit(None, 2, 8), SkippedLayers((1, 2))]),
+        st.integers(3, 200),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+class TestHistories:
+    """Rounds of the views and of the target in any order: the target is as if it had been alone."""
+
+    @pytest.fixture(scope="class")
+    def models(self, folder: Path) -> Iterator[list[Any]]:
+        models = [
+            loaded(folder, "gemma3", quantisation=("affine", 8, 32)),
+            loaded(folder, "llama", config={"num_hidden_layers": 4, "head_dim": 32}, kv_type="q8_0"),
+        ]
+        yield models
+        for model in models:
+            model.close()
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.integers(0, 1), actions)
+    def test_its_logits_are_those_of_a_fresh_prefill(
+        self, models: list[Any], which: int, history: list[tuple[str, SelfDraft, int]]
+    ) -> None:
+        model = models[which]
+        model.truncate(0)
+        tokens = [(31 * i + 7) % 200 + 3 for i in range(20)]
+        model.prefill(tokens)
+        for what, how, token in history:
+            view = model.self_draft(how)
+            chain = TokenTree.chain(token, [token + 1, token + 2])
+            tree = TokenTree((token, 5, token + 1, 6, token + 2), (-1, 0, 0, 1, 2), (None,) * 5)
+            if what == "draft":
+                view.verify(chain)
+            elif what == "draft tree":
+                view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
+                view.verify(tree, 3)
+            elif what == "stopped":
+                view.verify(chain)
+                for one in (view, model):
+                    one.interrupt(True)
+                    with pytest.raises(CancelledError):
+                        one.verify(TokenTree.chain(token, [4]))
+                    one.interrupt(False)
+            elif what == "round":
+                model.verify(chain)
+                model.commit((1,))
+                tokens += [token, token + 1]
+            elif what == "tree":
+                model.verify(tree)
+                model.commit((2, 4))
+                tokens += [token, token + 1, token + 2]
+            elif what == "truncate":
+                model.truncate(len(tokens) - token % 5)
+                tokens = tokens[: len(tokens) - token % 5]
+            elif what == "prefill":
+                model.prefill([token] * 9)
+                tokens += [token] * 9
+            else:
+                assert 0 <= model.agreement((1, 2), tokens[-9:]) <= 1
+            assert model.length == len(tokens)
+        got = row(model, TokenTree.chain(9, [10, 11]), 2)
+        model.truncate(0)
+        model.prefill(tokens)
+        np.testing.assert_array_equal(got, row(model, TokenTree.chain(9, [10, 11]), 2))
+
+
+def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
+    return model.verify(tree).at(node, np.arange(model.vocabulary.size))
