@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter as now
 
 import numpy as np
 
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.prefix import common_prefix
@@ -19,6 +20,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
+from edgespec.idle import Idle, resting_parts
 from edgespec.methods import Drafters
 from edgespec.request import Request
 
@@ -41,6 +43,9 @@ class Session:
         self._current: object | None = None
         self._stopping = False
         self._closing = self._closed = False
+        # Between replies these improve; they belong to the last reply, whose tokens are cached.
+        self._idle = Idle()
+        self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
         _open_sessions.add(self)
 
@@ -90,6 +95,7 @@ class Session:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._current is not None:
                 raise BusyError("another reply is still being produced", "finish or close that one first")
+            self._idle.stop()
             self._current, self._stopping = request, False
 
     @contextmanager
@@ -98,7 +104,7 @@ class Session:
         self._start(object())
         try:
             with self._working:
-                self._cached = []
+                self._cached, self._resting = [], ()
                 self.target.truncate(0)
                 yield self.target
         finally:
@@ -116,6 +122,29 @@ class Session:
                 self._cached = self._cached[: self.target.length]
                 self._interrupt(False)
             self._current = None
+            if self._resting and not self._closing:
+                self._idle.start(self.rest)
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
+
+        What fails there is no error of a reply: see `note`.
+        """
+        with self._working:
+            fine = self._idle.take_turns(
+                self._resting, lambda: not self._closing and self._current is None and wanted()
+            )
+            # Who knows what a failure left behind; and what a rest lost is lost.
+            if not self._closed:
+                self._cached = self._cached[: self.target.length] if fine else []
+
+    def note(self, method: str) -> str:
+        """What the drafters of a method have learnt, and which learn no more; empty when there is nothing."""
+        drafter, _ = self.drafters.choose(method)
+        if drafter is None:
+            return ""
+        trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
+        return " · ".join(filter(None, (drafter.note(), *trouble)))
 
     def _steps(
         self,
@@ -128,6 +157,7 @@ class Session:
     ) -> Iterator[Step]:
         """Prefill, then rounds. `tokens` grows with what is emitted."""
         drafter, _ = self.drafters.choose(request.how.method)
+        self._resting = ()
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
@@ -135,6 +165,7 @@ class Session:
                 stats.cached_prompt_tokens = self._prefill(tokens, progress)
                 if drafter:
                     drafter.begin(tokens)
+                    self._resting = resting_parts(drafter)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
@@ -187,6 +218,7 @@ class Session:
     def cancel(self, request: Request | None = None) -> None:
         """End the running reply within one round, from any thread; with a request, only if it is that one."""
         with self._state:
+            self._idle.stop()
             if (
                 self._current is not None
                 and (request is None or request is self._current)
@@ -205,6 +237,7 @@ class Session:
                 self._closed = True
                 self.drafters.close()
                 self.target.close()
+        self._idle.join()
 
 
 def acceptance_rule(request: Request) -> Acceptance:

@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from mlx import nn, optimizers
+from mlx import optimizers
+from mlx.utils import tree_flatten
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
@@ -29,8 +32,12 @@ __all__ = ["MlxLearner"]
 
 RANK = 8
 _SCALE = 2.0
-_LEARNING_RATE = 2e-3
+_LEARNING_RATE = 3e-4
 _LARGEST_GRADIENT = 1.0
+# How much of the loss is to stay what it was where it was right.
+_KEEP = 1.0
+
+_Weights: TypeAlias = dict[str, mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,30 +93,39 @@ class MlxLearner:
 
     def step(self, lesson: Lesson) -> float:
         rows, best, probs = mx.array(lesson.rows), mx.array(lesson.best), mx.array(lesson.probs)
-        tokens = mx.array([lesson.tokens])
+        tokens, weights = mx.array([lesson.tokens]), self._weights()
+        others = mx.array([row not in lesson.rows for row in range(len(lesson.tokens))])
 
-        def loss(weights: list[mx.array]) -> mx.array:
-            """The cross entropy to the target's law over its best tokens: forward KL but for a constant."""
+        def loss(weights: _Weights) -> mx.array:
+            """Forward KL, but for a constant, to the target where the draft was wrong, elsewhere to the original.
+
+            Without the second what the draft knew already would be forgotten for a few corrections.
+            """
             self._set(weights)
-            logits = self._net(tokens)[0][rows].astype(mx.float32)
-            log_probs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            return -(probs * mx.take_along_axis(log_probs, best, axis=-1)).sum(axis=-1).mean()
+            said = _log_probs(self._net(tokens)[0])
+            wrong = -(probs * mx.take_along_axis(said[rows], best, axis=-1)).sum(axis=-1).mean()
+            kept = (mx.exp(original) * (original - said)).sum(axis=-1)
+            return wrong + _KEEP * (kept * others).sum() / mx.maximum(others.sum(), 1)
 
-        weights = self._weights()
-        with self._as(True), translated(f"{self._model.facts.name} cannot be trained"):
-            try:
-                value, gradients = mx.value_and_grad(loss)(weights)
-                gradients, norm = optimizers.clip_grad_norm(gradients, _LARGEST_GRADIENT)
-                evaluated(value, norm)
-                if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
-                    raise BackendError(f"{self._model.facts.name} gives no finite loss to learn from")
-                updated: Any = self._optimiser.apply_gradients(gradients, weights)
-                evaluated(*updated, *self._state())
-            except BaseException:
-                self._set(weights)
-                raise
+        with translated(f"{self._model.facts.name} cannot be trained"):
+            with self._as(False):
+                original = _log_probs(self._net(tokens)[0])
+                evaluated(original)
+            with self._as(True):
+                try:
+                    value, gradients = mx.value_and_grad(loss)(weights)
+                    gradients, norm = optimizers.clip_grad_norm(gradients, _LARGEST_GRADIENT)
+                    evaluated(value, norm)
+                    if not mx.isfinite(value + norm).item():
+                        raise BackendError(f"{self._model.facts.name} gives no finite loss to learn from")
+                    updated: Any = self._optimiser.apply_gradients(gradients, weights)
+                    evaluated(*updated.values(), *self._state())
+                except BaseException:
+                    self._set(weights)
+                    raise
         self._set(updated)
-        return float(value.item())
+        loss_before: Any = value.item()
+        return float(loss_before)
 
     def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         with self._as(adapted), translated(f"{self._model.facts.name} could not be run"):
@@ -118,11 +134,7 @@ class MlxLearner:
         return int((np.array(said) == np.array(tokens[first:])).sum())
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        kept = {}
-        for place in self._places:
-            kept[f"{place.name}.a"] = np.array(place.adapted.lora_a)
-            kept[f"{place.name}.b"] = np.array(place.adapted.lora_b)
-        return kept
+        return {name: np.array(array) for name, array in self._weights().items()}
 
     def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         own = self.weights()
@@ -133,31 +145,34 @@ class MlxLearner:
             for name, array in own.items()
         ):
             return False
-        taken = [mx.array(weights[name].astype(np.float32)) for name in own]
-        evaluated(*taken)
+        taken = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
+        evaluated(*taken.values())
         self._set(taken)
         return True
 
     def leave_thread(self) -> None:
         leave_thread()
 
-    def _weights(self) -> list[mx.array]:
-        """a and b of every place, in the order of `weights`."""
-        return [array for place in self._places for array in (place.adapted.lora_a, place.adapted.lora_b)]
+    def _weights(self) -> _Weights:
+        kept = {}
+        for place in self._places:
+            kept[f"{place.name} a"], kept[f"{place.name} b"] = place.adapted.lora_a, place.adapted.lora_b
+        return kept
 
-    def _set(self, weights: Sequence[mx.array]) -> None:
-        for i, place in enumerate(self._places):
-            place.adapted.lora_a, place.adapted.lora_b = weights[2 * i], weights[2 * i + 1]
+    def _set(self, weights: _Weights) -> None:
+        for place in self._places:
+            place.adapted.lora_a, place.adapted.lora_b = (
+                weights[f"{place.name} a"],
+                weights[f"{place.name} b"],
+            )
 
     def _state(self) -> list[mx.array]:
         """The arrays of the optimiser."""
-        from mlx.utils import tree_flatten
-
         leaves: Any = tree_flatten(self._optimiser.state)
         return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
     def _arrays(self) -> list[mx.array]:
-        return [*self._weights(), *self._state()]
+        return [*self._weights().values(), *self._state()]
 
 
 def _places(net: Any) -> Iterator[_Place]:
@@ -166,7 +181,7 @@ def _places(net: Any) -> Iterator[_Place]:
     for index, layer in enumerate(net.layers):
         for parent_name, parent in sorted(layer.named_modules()):
             for attribute, module in parent.items():
-                if type(module) not in (nn.Linear, nn.QuantizedLinear):
+                if type(module) not in (Linear, QuantizedLinear):
                     continue
                 adapted = LoRALinear.from_base(module, r=RANK, scale=_SCALE)
                 inputs = adapted.lora_a.shape[0]
@@ -175,3 +190,9 @@ def _places(net: Any) -> Iterator[_Place]:
                 adapted.lora_b = mx.zeros(adapted.lora_b.shape, mx.float32)
                 name = ".".join(filter(None, (str(index), parent_name, attribute)))
                 yield _Place(name, parent, attribute, module, adapted)
+
+
+def _log_probs(logits: mx.array) -> mx.array:
+    """float32 [tokens, vocab]."""
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,0 +1,267 @@
+"""A draft model that learns from its own mistakes between replies.
+
+Source: online speculative decoding (OSD, arXiv 2310.07177): where the draft was wrong, what the target said
+there is kept, and the draft is trained on that while nothing else is to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, Learner, Lesson
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.swift import Notes
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+
+__all__ = ["OnlineDrafter"]
+
+TARGET_TOKENS = 16
+# A lesson holds so many tokens, of which the first ones are there to be looked back on.
+LESSON_TOKENS = 96
+_LOOK_BACK = 32
+_MOST_LESSONS = 128
+# Steps of one rest, for each new lesson and altogether.
+_STEPS_A_LESSON = 4
+_MOST_STEPS = 64
+# What was learnt is judged by so many of the last tokens, and used from so many on.
+_JUDGED_TOKENS = 1024
+_FEWEST_JUDGED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    """What the target said after the token at `position`, where the draft guessed wrong."""
+
+    position: int
+    best: NDArray[np.int64]
+    probs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A stretch of a reply the draft had not learnt from yet: its tokens, and who would have guessed them."""
+
+    tokens: int
+    before: int
+    after: int
+
+
+class OnlineDrafter(Drafter):
+    """A draft model's drafter whose model is trained between replies. The draft's weights stay as they are.
+
+    drafter: drafts with `draft`, which `learner` adapts. notes: where what was learnt is kept.
+    What was learnt is used only while the last texts, each judged before it was learnt from, say that it
+    guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
+    """
+
+    rests = True
+
+    def __init__(
+        self, drafter: ModelDrafter, draft: LanguageModel, learner: Learner, *, notes: Notes | None = None
+    ) -> None:
+        self.name = drafter.name
+        self.extra_weight_bytes, self.extra_kv_bytes = drafter.extra_weight_bytes, drafter.extra_kv_bytes
+        self._drafter = drafter
+        self._draft = draft
+        self._learner = learner
+        self._notes = notes
+        self._tokens: list[int] = []
+        self._prompt_tokens = 0
+        self._proposed: TokenTree | None = None
+        self._seen: tuple[TokenTree, Logits] | None = None
+        self._mistakes: list[_Mistake] = []
+        self._pending: deque[tuple[Lesson, int]] = deque(maxlen=_MOST_LESSONS)
+        self._lessons: deque[Lesson] = deque(maxlen=_MOST_LESSONS)
+        self._due = 0
+        self._judged: deque[_Judged] = deque()
+        self._learnt_from = self._steps = 0
+        self._random = np.random.default_rng(0)
+        # The draft's cache was computed with other weights than it runs with now.
+        self._stale = False
+        if notes:
+            self._take_over(notes)
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        if self._stale:
+            self._draft.truncate(0)
+            self._stale = False
+        self._collect()
+        self._proposed = self._seen = None
+        self._tokens, self._prompt_tokens = list(tokens), len(tokens)
+        self._drafter.begin(tokens)
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        self._proposed = self._drafter.propose(sampler, acceptance, draft_length)
+        return self._proposed
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        self._seen = (tree, logits)
+        self._drafter.observe(tree, logits, sampler)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        """Where the draft was wrong is known only now; the target's logits are there until its next pass."""
+        if self._proposed and self._seen:
+            self._note_mistake(self._proposed, *self._seen, tokens)
+        self._proposed = self._seen = None
+        self._drafter.commit(tokens)
+        self._tokens.extend(tokens)
+
+    def _note_mistake(
+        self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
+    ) -> None:
+        node, row = 0, 0
+        for depth, token in enumerate(tokens):
+            child = proposed.child(node, token)
+            if child is None:
+                if proposed.children(node):
+                    position = len(self._tokens) - 1 + depth
+                    self._mistakes.append(self._mistake(position, logits, row))
+                return
+            next_row = verified.child(row, token)
+            if next_row is None:  # the guess was right and cut off before it was verified
+                return
+            node, row = child, next_row
+
+    def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
+        size = self._draft.facts.vocab_size
+        tokens, values = logits.limited(size).top(row, TARGET_TOKENS)
+        # Ties may bring more than were asked for, and a lesson's rows are of one length.
+        order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
+        weights = np.exp(values[order] - values.max())
+        return _Mistake(
+            position, tokens[order].astype(np.int64), (weights / weights.sum()).astype(np.float32)
+        )
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        """Judge the last reply, then learn from it, one lesson a step."""
+        try:
+            self._collect()
+            while self._pending and wanted():
+                lesson, first = self._pending.popleft()
+                if self._steps:
+                    self._judge(lesson.tokens, first)
+                if lesson.rows:
+                    self._lessons.append(lesson)
+                    self._learnt_from += len(lesson.rows)
+                    self._due = min(self._due + _STEPS_A_LESSON, _MOST_STEPS)
+            changed = self._learn(wanted)
+            self._choose(changed)
+            if self._stale and wanted():
+                self._compute_again(wanted)
+        finally:
+            self._learner.leave_thread()
+
+    def _collect(self) -> None:
+        """Cut the reply into stretches, each after what is before it."""
+        stretch = LESSON_TOKENS - _LOOK_BACK
+        begins = range(self._prompt_tokens, len(self._tokens), stretch) if self._mistakes else ()
+        for begin in begins:
+            end = min(begin + stretch, len(self._tokens))
+            start = max(0, begin - _LOOK_BACK)
+            mine = [m for m in self._mistakes if begin - 1 <= m.position < end - 1]
+            lesson = Lesson(
+                tuple(self._known(self._tokens[start:end])),
+                tuple(m.position - start for m in mine),
+                np.array([m.best for m in mine], np.int64),
+                np.array([m.probs for m in mine], np.float32),
+            )
+            self._pending.append((lesson, begin - start))
+        self._mistakes = []
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens with a stand-in for ids the draft's vocabulary lacks."""
+        size = self._draft.facts.vocab_size
+        return [token if token < size else 0 for token in tokens]
+
+    def _judge(self, tokens: Sequence[int], first: int) -> None:
+        before = self._learner.hits(tokens, first, adapted=False)
+        after = self._learner.hits(tokens, first, adapted=True)
+        self._judged.append(_Judged(len(tokens) - first, before, after))
+        while sum(one.tokens for one in self._judged) > _JUDGED_TOKENS + LESSON_TOKENS:
+            self._judged.popleft()
+
+    def _learn(self, wanted: Callable[[], bool]) -> bool:
+        """Take the steps that are due, newer lessons more often. True when a weight has changed."""
+        changed = False
+        while self._due and self._lessons and wanted():
+            newest = len(self._lessons)
+            # The larger of two draws: new lessons come twice as often, old ones are not forgotten.
+            pick = int(self._random.integers(newest, size=2).max())
+            self._learner.step(self._lessons[pick])
+            self._due -= 1
+            self._steps += 1
+            changed = True
+        return changed
+
+    def _choose(self, changed: bool) -> None:
+        """Use what was learnt, unless the last texts say that the original guesses better."""
+        before, after, tokens = self.judged
+        better = tokens < _FEWEST_JUDGED or after >= before
+        wanted = self._steps > 0 and better
+        if wanted != self._learner.adapted:
+            self._learner.adapt(wanted)
+            self._stale = True
+        elif changed and wanted:
+            self._stale = True
+        if changed and self._notes:
+            self._notes.save({"steps": np.array(self._steps), **self._learner.weights()})
+
+    def _compute_again(self, wanted: Callable[[], bool]) -> None:
+        """Bring the draft's cache to the end of the text as the weights are now, as far as time allows."""
+        self._draft.truncate(0)
+        self._stale = False
+        known = self._known(self._tokens[:-1])
+        if len(known) <= self._draft.room:
+            with suppress(CancelledError):  # what is missing is computed when a reply begins
+                self._draft.prefill(known, lambda *_: wanted())
+
+    def _take_over(self, notes: Notes) -> None:
+        kept = dict(notes.load())
+        steps = kept.pop("steps", None)
+        if steps is not None and self._learner.take_over(kept):
+            self._steps = max(1, int(steps))
+            self._learner.adapt(True)
+
+    def revert(self) -> None:
+        """The draft as it was loaded, from the next reply on; what was learnt stays with the learner."""
+        self._learner.adapt(False)
+        self._stale = True
+
+    @property
+    def judged(self) -> tuple[int, int, int]:
+        """Of the last tokens: how many the original draft would have guessed, the adapted one, and all."""
+        return (
+            sum(one.before for one in self._judged),
+            sum(one.after for one in self._judged),
+            sum(one.tokens for one in self._judged),
+        )
+
+    def note(self) -> str:
+        if not self._steps:
+            return "the draft has learnt nothing yet"
+        before, after, tokens = self.judged
+        used = "" if self._learner.adapted else "; it is not used, the original guesses better"
+        found = f"the draft took {self._steps} steps on {self._learnt_from} wrong guesses"
+        if not tokens:
+            return f"{found}{used}"
+        return (
+            f"{found}: of the last {tokens} tokens it guesses {after / tokens:.0%},"
+            f" {before / tokens:.0%} as it was{used}"
+        )
+
+    def interrupt(self, wanted: bool) -> None:
+        self._drafter.interrupt(wanted)
+
+    def close(self) -> None:
+        self._drafter.close()

@@ -1,0 +1,107 @@
+"""What was learnt about a model, kept from one run to the next: private files, written in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import ModelFacts
+from edgespec.chat.store import data_folder
+from edgespec.texts.files import reason_of, write_private
+
+__all__ = ["LearntFile", "identity_of"]
+
+VERSION = 1
+_MOST_BYTES = 512 * 2**20
+_SAMPLE_BYTES = 1 << 16
+_WEIGHTS = (".safetensors", ".gguf", ".npz")
+
+
+class LearntFile:
+    """Arrays by name in one file, tied to what they were learnt about.
+
+    kind: such as `swift`. identity: of the models, see `identity_of`; another one's file is never read.
+    notice: what could not be read or written. Nothing is raised: what is lost is learnt again.
+    """
+
+    def __init__(self, kind: str, identity: str, folder: Path | None = None) -> None:
+        digest = hashlib.sha256(f"{kind} {VERSION} {identity}".encode()).hexdigest()
+        self.path = (folder or data_folder() / "learnt") / f"{kind}-{digest[:32]}.npz"
+        self.notice = ""
+        self._header = f"{kind} {VERSION} {digest}"
+
+    def load(self) -> Mapping[str, NDArray[Any]]:
+        """What was saved last; nothing where there is nothing or it cannot be read."""
+        try:
+            if self.path.stat().st_size > _MOST_BYTES:
+                raise ValueError("it is too large")
+            # Read at once, so that the file is not held open.
+            with np.load(io.BytesIO(self.path.read_bytes()), allow_pickle=False) as file:
+                values = {name: file[name] for name in file.files}
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            self.notice = f"what was learnt cannot be read from {self.path}: {reason_of(error)}"
+            return {}
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError):
+            self.notice = f"what was learnt is not readable in {self.path}; it is learnt again"
+            return {}
+        header = values.pop("header", None)
+        if header is None or header.dtype.kind != "U" or header.shape != () or str(header) != self._header:
+            self.notice = f"{self.path} was written for something else; it is learnt again"
+            return {}
+        return values
+
+    def save(self, values: Mapping[str, NDArray[Any]]) -> None:
+        """Keep these in the place of what was there."""
+        payload = io.BytesIO()
+        named: dict[str, Any] = {**values, "header": np.array(self._header)}
+        np.savez(payload, **named)
+        try:
+            write_private(self.path, payload.getvalue())
+            self.notice = ""
+        except OSError as error:
+            self.notice = f"what was learnt is not kept in {self.path}: {reason_of(error)}"
+
+    def forget(self) -> None:
+        """Remove the file; nothing happens where there is none."""
+        with suppress(OSError):
+            self.path.unlink(missing_ok=True)
+
+
+def identity_of(*models: ModelFacts) -> str:
+    """A hash that other models, or other weights of the same shape, would not have; the order counts.
+
+    A few kilobytes of every file of weights are read. A file that cannot be read counts by its name.
+    """
+    digest = hashlib.sha256()
+    for facts in models:
+        told = (facts.architecture, facts.quantisation, facts.parameters, facts.file_bytes, facts.vocab_size)
+        digest.update(repr(told).encode())
+        for path in _weight_files(Path(facts.path)):
+            digest.update(path.name.encode() + _sample(path))
+    return digest.hexdigest()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS)
+
+
+def _sample(path: Path) -> bytes:
+    """The size, the beginning and the end of a file."""
+    with suppress(OSError), path.open("rb") as file:
+        head = file.read(_SAMPLE_BYTES)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        return hashlib.sha256(b"%d " % size + head + file.read()).digest()
+    return b"?"

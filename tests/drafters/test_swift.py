@@ -1,0 +1,229 @@
+"""Layers to skip are searched for between replies; nothing is drafted while that does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edgespec.backends.base import Capabilities
+from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.skipsearch import BAYESIAN_EVERY, Layers, SkipSearch, speed_up
+from edgespec.drafters.swift import MOST_IN_A_REST, MOST_TRIED, SwiftDrafter
+from edgespec.errors import CapabilityError, OptionError
+from tests.tables import PROMPT, table, with_drafter
+
+LAYERS = 12
+GOOD = (2, 4, 5, 7, 9)
+
+
+def free_pass(width: int) -> float:
+    return 1.0
+
+
+class Skippable(TabularModel):
+    """A table that pretends to have layers; those in `GOOD` are not needed, each other one is a little."""
+
+    def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
+        super().__init__(table(1)._table)
+        self.facts = replace(
+            self.facts, capabilities=Capabilities(True, True, self_drafts=frozenset({"swift"}))
+        )
+        self.layer_count = LAYERS
+        self.harm, self.base = harm, base
+        self.asked: list[Layers] = []
+        self.left = 0
+
+    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+        if not 0 < min(layers) <= max(layers) < LAYERS - 1:
+            raise OptionError(f"{layers} cannot be skipped")
+        assert list(tokens) == self._tokens[-len(tokens) :]
+        self.asked.append(tuple(layers))
+        return max(0.0, self.base - self.harm * len(set(layers) - set(GOOD)))
+
+    def leave_thread(self) -> None:
+        self.left += 1
+
+
+class Kept:
+    """Notes in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, NDArray[Any]] = {}
+
+    def load(self) -> Mapping[str, NDArray[Any]]:
+        return self.values
+
+    def save(self, values: Mapping[str, NDArray[Any]]) -> None:
+        self.values = dict(values)
+
+
+def rest(runtime: Any, times: int) -> None:
+    for _ in range(times):
+        runtime.generate(PROMPT * 8, seed=1, max_tokens=8)
+        runtime._session.rest(lambda: True)
+
+
+class TestTheSearch:
+    def test_it_finds_the_layers_that_are_not_needed(self) -> None:
+        target = Skippable()
+        with with_drafter(target, SwiftDrafter(target)) as runtime:
+            rest(runtime, 8)
+            best = runtime._session.drafters.choose("swift")[0]
+            assert isinstance(best, SwiftDrafter)
+            found = best._search.best
+        assert found is not None
+        assert set(found.layers) <= set(GOOD)
+        assert len(found.layers) >= 4
+        assert target.left == 8
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_a_bayesian_step_is_better_than_chance(self, seed: int) -> None:
+        """After as many sets as the paper tries before one, on a landscape of 24 layers."""
+        random = np.random.default_rng(seed)
+        harm = np.append(0.0, random.uniform(0.0, 0.12, 22))
+        search = SkipSearch(24, free_pass, seed)
+
+        def quality(layers: Layers) -> float:
+            return max(0.0, 1.0 - float(harm[list(layers)].sum()))
+
+        while search.tried < 4 * BAYESIAN_EVERY - 1:
+            layers = search._drawn()
+            search.count(layers, round(64 * quality(layers)), 64)
+        promising = quality(search.next())
+        drawn = [quality(search._drawn()) for _ in range(200)]
+        assert promising > np.quantile(drawn, 0.9)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.integers(3, 80), st.integers(0, 1000))
+    def test_first_and_last_layer_stay_and_about_the_ratio_goes(self, count: int, seed: int) -> None:
+        search = SkipSearch(count, free_pass, seed)
+        for _ in range(30):
+            layers = search.next()
+            assert 0 < min(layers) <= max(layers) < count - 1
+            assert list(layers) == sorted(set(layers))
+            assert abs(len(layers) - 0.45 * count) <= 2
+            search.count(layers, seed % 64, 64)
+
+    def test_many_sets_are_bounded_and_the_best_stay(self) -> None:
+        search = SkipSearch(40, free_pass, 0)
+        search.count((1, 2, 3), 64, 64)
+        for _ in range(600):
+            search.count(search._drawn(), 20, 64)
+        assert len(search._counts) <= 256
+        assert search.best is not None
+        assert search.best.layers == (1, 2, 3)
+
+    @pytest.mark.parametrize(
+        ("agreement", "cost", "expected", "length"),
+        [(0.0, 0.5, 1.0 / 1.5, 1), (0.5, 0.5, 1.0, 1), (1.0, 0.0, 9.0, 8)],
+    )
+    def test_the_expected_speed_up(self, agreement: float, cost: float, expected: float, length: int) -> None:
+        assert speed_up(agreement, cost, free_pass) == (pytest.approx(expected), length)
+
+    def test_a_steep_curve_makes_it_not_pay(self) -> None:
+        assert speed_up(0.9, 0.55, free_pass)[0] > 1.0
+        assert speed_up(0.9, 0.55, float)[0] < 1.0
+
+
+class TestDrafting:
+    def test_nothing_before_anything_was_tried(self) -> None:
+        target = Skippable()
+        with with_drafter(target, SwiftDrafter(target)) as runtime:
+            reply = runtime.generate(PROMPT, seed=1, max_tokens=20)
+            assert reply.stats.drafted_tokens == 0
+            assert "does not draft yet" in runtime._session.note("swift")
+
+    def test_nothing_while_it_does_not_pay_and_it_says_so(self) -> None:
+        target = Skippable(base=0.3)
+        with with_drafter(target, SwiftDrafter(target)) as runtime:
+            rest(runtime, 1)
+            assert runtime.generate(PROMPT, seed=1, max_tokens=20).stats.drafted_tokens == 0
+            assert "it would not pay" in runtime._session.note("swift")
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+    def test_the_same_tokens_with_rests_in_between(self, temperature: float, acceptance: str) -> None:
+        target = Skippable()
+        options: dict[str, Any] = {"temperature": temperature, "max_tokens": 30}
+        with with_drafter(target, SwiftDrafter(target)) as runtime:
+            rest(runtime, 2)
+            drafted = 0
+            for seed in range(8):
+                got = runtime.generate(PROMPT, seed=seed, acceptance=acceptance, **options)
+                drafted += got.stats.drafted_tokens
+                runtime._session.rest(lambda: True)
+                plain = runtime.generate(PROMPT, seed=seed, method="none", **options)
+                if acceptance == "invariant" or temperature == 0.0:
+                    assert got.tokens == plain.tokens
+            assert drafted
+            assert runtime._session.note("swift").startswith("swift: ")
+
+    def test_what_is_really_accepted_counts(self) -> None:
+        """The search says it agrees nearly always; the table's own draft is far from that."""
+        target = Skippable(harm=0.0, base=1.0)
+        drafter = SwiftDrafter(target)
+        with with_drafter(target, drafter) as runtime:
+            rest(runtime, 1)
+            before = drafter._search.best
+            for seed in range(40):
+                runtime.generate(PROMPT, seed=seed, temperature=1.2, max_tokens=40)
+            after = dict(drafter._search._counts)
+        assert before is not None
+        right, judged = after[before.layers]
+        assert judged > 64
+        assert right < judged
+
+    def test_a_model_without_layers_to_skip_is_refused(self) -> None:
+        target = Skippable()
+        target.facts = replace(target.facts, capabilities=Capabilities(True, True, "it has one layer"))
+        with pytest.raises(CapabilityError, match="it has one layer"):
+            SwiftDrafter(target)
+
+
+class TestKeeping:
+    def test_another_run_begins_where_this_one_ended(self) -> None:
+        notes = Kept()
+        target = Skippable()
+        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+            rest(runtime, 3)
+            said = runtime._session.note("swift")
+        target = Skippable()
+        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+            assert runtime._session.note("swift") == said
+            assert runtime.generate(PROMPT, seed=1, max_tokens=30).stats.drafted_tokens
+
+    def test_what_belongs_to_another_model_is_left_out(self) -> None:
+        search = SkipSearch(LAYERS, free_pass, 0)
+        search.count((1, 2), 60, 64)
+        kept = search.to_keep()
+        other = SkipSearch(LAYERS + 1, free_pass, 0)
+        other.take_over(kept)
+        assert other.best is None
+        broken: list[dict[str, Any]] = [
+            {},
+            {**kept, "sets": kept["sets"][:0]},
+            {**kept, "counts": kept["counts"][:, :1]},
+            {**kept, "counts": -kept["counts"]},
+            {**kept, "sets": np.ones_like(kept["sets"])},
+        ]
+        for values in broken:
+            fresh = SkipSearch(LAYERS, free_pass, 0)
+            fresh.take_over(values)
+            assert fresh.best is None
+
+    def test_a_rest_and_a_life_are_bounded(self) -> None:
+        target = Skippable()
+        drafter = SwiftDrafter(target)
+        with with_drafter(target, drafter) as runtime:
+            rest(runtime, 1)
+            assert len(target.asked) == MOST_IN_A_REST
+            drafter._search.tried = MOST_TRIED
+            rest(runtime, 1)
+            assert len(target.asked) == MOST_IN_A_REST

@@ -1,0 +1,88 @@
+"""What was learnt is kept privately, tied to its models, and read with suspicion."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.learnt import LearntFile, identity_of
+from tests.tables import table
+
+VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    file = LearntFile("online", "one", tmp_path)
+    assert file.load() == {}
+    file.save(VALUES)
+    file.save(VALUES)
+    loaded = LearntFile("online", "one", tmp_path).load()
+    assert set(loaded) == set(VALUES)
+    assert all(np.array_equal(loaded[name], VALUES[name]) for name in VALUES)
+    assert [path.name for path in tmp_path.iterdir()] == [file.path.name]
+    file.forget()
+    file.forget()
+    assert file.load() == {}
+    assert file.notice == ""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such rights")
+def test_it_is_nobody_elses_business(tmp_path: Path) -> None:
+    file = LearntFile("online", "one", tmp_path / "learnt")
+    file.save(VALUES)
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o700
+
+
+def test_another_models_file_is_not_read(tmp_path: Path) -> None:
+    one, other = LearntFile("online", "one", tmp_path), LearntFile("online", "other", tmp_path)
+    one.save(VALUES)
+    assert other.load() == {}
+    one.path.rename(other.path)
+    assert other.load() == {}
+    assert "something else" in other.notice
+    assert LearntFile("swift", "one", tmp_path).path != one.path
+
+
+def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
+    file = LearntFile("online", "one", tmp_path)
+    file.save(VALUES)
+    whole = file.path.read_bytes()
+    for length in range(0, len(whole), 37):
+        file.path.write_bytes(whole[:length])
+        assert file.load() == {}
+        assert file.notice
+    for at in range(0, len(whole), 11):
+        file.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        file.load()
+    file.save(VALUES)
+    assert set(file.load()) == set(VALUES)
+
+
+def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "learnt").write_text("a file where a folder should be")
+    file = LearntFile("online", "one", tmp_path / "learnt")
+    file.save(VALUES)
+    assert "is not kept" in file.notice
+
+
+def test_the_identity_of_models(tmp_path: Path) -> None:
+    def written(name: str, payload: bytes) -> str:
+        path = tmp_path / name
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(payload)
+        return str(path)
+
+    facts = table(1).facts
+    one = replace(facts, path=written("one", b"abc" * 100_000))
+    copy = replace(facts, path=written("copy", b"abc" * 100_000))
+    end = replace(facts, path=written("end", b"abc" * 99_999 + b"abd"))
+    assert identity_of(one) == identity_of(copy)
+    others = [identity_of(end), identity_of(replace(one, quantisation="Q4")), identity_of(one, one)]
+    assert len({identity_of(one), *others}) == 4
+    assert identity_of(facts) == identity_of(facts)
