@@ -32,6 +32,8 @@ __all__ = ["LowBitView", "draft_at_low_bits"]
 
 # Tokens of drafts that a window leaves room for, at least.
 _DRAFT_ROOM_TOKENS = 64
+# A window lets go of so many tokens at once.
+_WINDOW_STEP_TOKENS = 64
 # So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
 _HANDED_TOKENS = 256
 
@@ -77,7 +79,7 @@ def _plan(target: Lender, weights: Any, how: LowBit, options: LoadOptions) -> Co
     """A context of the target's kind, as large or as large as the window and what is drafted after it."""
     tokens = target.context.tokens
     if how.window_tokens is not None:
-        looked_at = how.sink_tokens + how.window_tokens + _DRAFT_ROOM_TOKENS
+        looked_at = how.sink_tokens + how.window_tokens + _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
         tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token)
@@ -93,7 +95,7 @@ class LowBitView:
     """The target as its own draft, with the weights of a low-bit copy.
 
     Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
-    after them. Without a window `begin` stays at the sinks' end.
+    after them. Without a window `begin` stays at the sinks' end; it moves on in steps.
     """
 
     def __init__(
@@ -120,7 +122,11 @@ class LowBitView:
             self._context.close()
             raise
         able = target.facts.capabilities
-        width = self._context.max_width if whole else plan.tokens - self._sinks - self._window
+        width = (
+            self._context.max_width
+            if whole
+            else plan.tokens - self._sinks - self._window - _WINDOW_STEP_TOKENS
+        )
         able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
         facts = describe(weights, path, name, plan, self.vocabulary, Findings(able, "overwritten"))
         self.facts = replace(facts, context_tokens=target.context.tokens, notice="")
@@ -174,19 +180,21 @@ class LowBitView:
     def _take_over(self) -> None:
         """Take the target's new cells, and drop what it has no longer and what was drafted."""
         cells, length = self._cells, self._target.length
+        let_go = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
+        begin = self._sinks + max(0, let_go)
+        same = min(cells.length, self._same.until)
+        if same < cells.length and self._begin > self._sinks:
+            same = 0  # what the window let go may be looked at again
+        if begin > self._begin and self._context.window:
+            # Layers with a window of their own would fill the hole with drafts too early.
+            same = 0
         try:
-            if self._begin > self._sinks and self._same.until < cells.length:
-                # What the window let go may be looked at again.
-                cells.cut(0)
-            # Ends the round too.
-            cells.cut(min(cells.length, self._same.until))
-            if cells.length <= self._sinks:
-                self._begin = self._sinks
-                self._hand_over(cells.length, min(self._sinks, length))
-            begin = max(self._sinks, length - self._window)
-            if begin > self._begin:
-                self._context.drop(0, self._begin, min(begin, cells.length))
-                self._begin = begin
+            cells.cut(same)  # ends the round too
+            if same <= self._sinks:
+                self._hand_over(same, min(self._sinks, length))
+            elif begin > self._begin:
+                self._context.drop(0, self._begin, min(begin, same))
+            self._begin = begin
             self._hand_over(max(begin, cells.length), length)
         except BaseException:
             # Stopped between two steps: nothing that is there is counted on.
