@@ -1,0 +1,413 @@
+"""A low-bit copy drafts on the target's keys and values, whatever has become of them since it last looked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.catalog.catalogue import models_folder
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
+from tests.backends.contract import TREES, Rows, path_to, row_of, tokens_for, tree_of
+from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
+
+CONTEXT = 512
+# Cells in another order are added up in another order; a missing or a stale cell moves logits by more.
+ROUNDING = 2e-3
+
+
+def load(path: Path, **options: object) -> LanguageModel:
+    return llamacpp.load(str(path), "target", LoadOptions(context_tokens=CONTEXT, **options))  # type: ignore[arg-type]
+
+
+class Pair(NamedTuple):
+    target: LanguageModel
+    copy: Path
+    rounding: float
+
+    def view(self, sinks: int = 4, window: int | None = None) -> LanguageModel:
+        return self.target.self_draft(LowBit(str(self.copy), sinks, window))
+
+
+def _demo(path: Path) -> Path:
+    """Quantised keys and values need larger heads than tiny models have."""
+    return Path(shutil.copy(models_folder() / "demo-target-q8_0.gguf", path))
+
+
+KINDS: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
+    "full": (write_llama, {}),
+    "window": (partial(write_gemma2, window=4), {}),
+    "quantised": (_demo, {"kv_type": "q8_0"}),
+    "keys unlike values": (_demo, {"kv_type": "q4_0/f16"}),
+    "no flash attention": (write_llama, {"flash_attention": "off", "kv_type": "f16"}),
+}
+
+
+def make_pair(folder: Path, write: Callable[[Path], Path], options: dict[str, object]) -> Pair:
+    source, copy = write(folder / "model.gguf"), folder / "copy.gguf"
+    quantise(source, copy, "Q4_0")
+    rounding = 0.0 if "q" in str(options.get("kv_type")) else ROUNDING
+    return Pair(load(source, **options), copy, rounding)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = make_pair(tmp_path_factory.mktemp("pair"), *KINDS[request.param])
+    yield made
+    made.target.close()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = make_pair(tmp_path_factory.mktemp("full"), *KINDS["full"])
+    yield made
+    made.target.close()
+
+
+def drafted(view: LanguageModel, tree: TokenTree) -> Rows:
+    """What the view says of a tree that it grows level by level."""
+    rows = []
+    for first in sorted(set(range(0, tree.width, 3))):
+        some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.laws[: first + 3])
+        logits = view.verify(some, first)
+        rows += [row_of(view, logits, row) for row in range(some.width - first)]
+    return np.stack(rows)
+
+
+def check_equal(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -> None:
+    """The view holds the target's cells to the bit, and says what a new one does that got all at once."""
+    got = drafted(view, tree)
+    check_cells(pair.target, view, how)
+    fresh = pair.target.self_draft(how)
+    try:
+        # Where keys are rounded to few bits, another order may round them the other way.
+        if pair.rounding:
+            np.testing.assert_allclose(got, drafted(fresh, tree), rtol=0, atol=pair.rounding)
+    finally:
+        fresh.close()
+
+
+def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
+    """Every cell that the view may look at is the target's, and there is none in between."""
+    lent, held = _context(target), _context(view)
+    length = target.length
+    begin = 0
+    if how.window_tokens:
+        # It moves on by 64 tokens at once.
+        begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
+    nothing = lent.lift(0, CONTEXT + 1, CONTEXT + 2)
+    for position in range(length):
+        there = held.lift(0, position, position + 1)
+        if min(how.sink_tokens, begin) <= position < begin:
+            assert there == nothing
+        else:
+            assert there == lent.lift(0, position, position + 1)
+
+
+def _context(model: LanguageModel) -> LlamaContext:
+    context = model._context  # type: ignore[attr-defined]
+    assert isinstance(context, LlamaContext)
+    return context
+
+
+class Act(NamedTuple):
+    what: str
+    amount: int
+    shape: tuple[int, ...]
+    look: bool
+
+
+acts = st.lists(
+    st.builds(
+        Act,
+        st.sampled_from(
+            [
+                "commit",
+                "commit",
+                "commit",
+                "truncate",
+                "prefill",
+                "give up",
+                "cancel",
+                "save",
+                "restore",
+                "new",
+            ]
+        ),
+        st.integers(0, 90),
+        st.sampled_from(list(TREES.values())),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+class TestHandingOver:
+    @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(acts, st.sampled_from([None, 1, 7, 40]), st.integers(0, 5))
+    def test_after_any_history(self, pair: Pair, history: list[Act], window: int | None, sinks: int) -> None:
+        self.check(pair, history, LowBit(str(pair.copy), sinks, window))
+
+    @pytest.mark.long
+    @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(acts, st.sampled_from([None, 1, 7, 40, 200]), st.integers(0, 9))
+    def test_after_very_many_histories(
+        self, pair: Pair, history: list[Act], window: int | None, sinks: int
+    ) -> None:
+        self.check(pair, history, LowBit(str(pair.copy), sinks, window))
+
+    @staticmethod
+    def check(pair: Pair, history: list[Act], how: LowBit) -> None:
+        target = pair.target
+        target.truncate(0)
+        view = target.self_draft(how)
+        try:
+            target.prefill(tokens_for(target, 30))
+            saved = target.snapshot()
+            for seed, act in enumerate(history):
+                tree = tree_of(target, act.shape, seed)
+                if act.look:
+                    drafted(view, tree)
+                if act.what == "truncate":
+                    target.truncate(act.amount)
+                elif act.what == "prefill":
+                    target.prefill(tokens_for(target, min(act.amount, target.room), seed))
+                elif act.what == "save":
+                    saved = target.snapshot()
+                elif act.what == "restore":
+                    target.restore(saved)
+                elif act.what == "new":
+                    target.truncate(0)
+                    target.prefill(tokens_for(target, act.amount, seed + 100))
+                elif act.what == "cancel":
+                    target.interrupt(True)
+                    with pytest.raises(CancelledError):
+                        target.verify(tree)
+                    target.interrupt(False)
+                else:
+                    target.verify(tree)
+                    if act.what == "commit":
+                        target.commit(path_to(tree, act.amount % tree.width))
+                assert view.length == target.length
+            check_equal(pair, view, how, tree_of(target, TREES["deep and wide"]))
+            target.truncate(target.length)
+        finally:
+            view.close()
+
+    def test_it_is_the_target_s_own_memory(self, full: Pair) -> None:
+        """A copy with the very weights of the target says what the target says."""
+        target = full.target
+        target.truncate(0)
+        target.prefill(tokens_for(target, 300))
+        view = target.self_draft(LowBit(target.facts.path))
+        tree = tree_of(target, TREES["binary"])
+        guessed = drafted(view, tree)
+        logits = target.verify(tree)
+        said = np.stack([row_of(target, logits, row) for row in range(tree.width)])
+        np.testing.assert_allclose(guessed, said, rtol=0, atol=1e-4)
+        target.truncate(0)
+        view.close()
+
+    def test_only_new_cells_are_handed_over(self, full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        handed: list[tuple[int, int]] = []
+        lift = LlamaContext.lift
+
+        def counted(self: LlamaContext, source: int, start: int, end: int) -> list[bytes]:
+            handed.append((start, end))
+            return lift(self, source, start, end)
+
+        target = full.target
+        target.truncate(0)
+        view = full.view(sinks=2, window=10)
+        whole = full.view()
+        target.prefill(tokens_for(target, 400))
+        monkeypatch.setattr(LlamaContext, "lift", counted)
+        view.verify(TokenTree.chain(3))
+        assert handed == [(0, 2), (386, 400)]
+        whole.verify(TokenTree.chain(3))
+        assert handed[2:] == [(0, 256), (256, 400)]
+        target.verify(TokenTree.chain(3, [4, 5]))
+        target.commit((1,))
+        view.verify(TokenTree.chain(3))
+        whole.verify(TokenTree.chain(3))
+        assert handed[4:] == [(400, 402), (400, 402)]
+        target.truncate(300)
+        whole.verify(TokenTree.chain(3))
+        assert handed[6:] == []
+        view.close()
+        whole.close()
+
+    @pytest.mark.parametrize("window", [None, 20])
+    def test_stopped_while_handing_over(
+        self, full: Pair, window: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target, put_down = full.target, LlamaContext.put_down
+        target.truncate(0)
+        view = full.view(4, window)
+        target.prefill(tokens_for(target, 300))
+        drafted(view, TokenTree.chain(3))
+        target.truncate(0)
+        target.prefill(tokens_for(target, 400, 1))
+
+        def stopped(*_: object) -> bool:
+            monkeypatch.setattr(LlamaContext, "put_down", put_down)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(LlamaContext, "put_down", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            view.verify(TokenTree.chain(3))
+        check_equal(full, view, LowBit(str(full.copy), 4, window), tree_of(target, TREES["binary"]))
+        view.close()
+
+    def test_an_interrupted_draft_leaves_nothing_behind(self, full: Pair) -> None:
+        target = full.target
+        target.truncate(0)
+        target.prefill(tokens_for(target, 300))
+        view = full.view()
+        view.interrupt(True)
+        with pytest.raises(CancelledError):
+            view.verify(TokenTree.chain(3))
+        view.interrupt(False)
+        check_equal(full, view, LowBit(str(full.copy)), tree_of(target, TREES["binary"]))
+        view.close()
+
+
+class TestWindows:
+    def test_a_window_that_nothing_falls_out_of_is_no_window(self, pair: Pair) -> None:
+        target = pair.target
+        target.truncate(0)
+        target.prefill(tokens_for(target, 168))
+        tree = tree_of(target, TREES["binary"])
+        rows = []
+        for window in (None, 101, 100):
+            view = pair.view(4, window)
+            rows.append(drafted(view, tree))
+            view.close()
+        np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=ROUNDING)
+        assert np.abs(rows[0] - rows[2]).max() > ROUNDING
+
+    def test_its_memory_is_the_window_s_and_not_the_text_s(self, full: Pair) -> None:
+        target, view = full.target, full.view(4, 100)
+        whole = full.view()
+        assert view.facts.kv_bytes * 2 == whole.facts.kv_bytes == target.facts.kv_bytes
+        assert view.facts.weight_bytes == whole.facts.weight_bytes < target.facts.weight_bytes
+        target.truncate(0)
+        target.prefill(tokens_for(target, 200))
+        for seed in range(90):
+            root, *guesses = tokens_for(target, 4, seed)
+            tree = TokenTree.chain(root, guesses)
+            # As many drafts as there is room for beside the window, in every round.
+            widest = min(view.facts.capabilities.max_width, view.room)
+            view.verify(TokenTree.chain(root, tokens_for(target, widest - 1, seed)))
+            target.verify(tree)
+            target.commit((1, 2))
+        check_equal(full, view, LowBit(str(full.copy), 4, 100), tree_of(target, TREES["binary"]))
+        target.truncate(100)
+        with pytest.raises(CapabilityError, match="wider than"):
+            view.verify(TokenTree.chain(3, [4] * view.facts.capabilities.max_width))
+        view.close()
+        whole.close()
+
+
+class TestLimits:
+    def test_to_the_end_of_the_context(self, full: Pair) -> None:
+        target, view = full.target, full.view()
+        target.truncate(0)
+        target.prefill(tokens_for(target, CONTEXT - 2))
+        view.verify(TokenTree.chain(3, [4]))
+        with pytest.raises(ContextFullError):
+            view.verify(TokenTree.chain(3, [4, 5]))
+        check_equal(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
+        view.close()
+
+    def test_more_branches_than_the_target_was_loaded_for(self, full: Pair) -> None:
+        view = full.view()
+        full.target.truncate(20)
+        with pytest.raises(CapabilityError, match="branches"):
+            view.verify(tree_of(full.target, (-1, *[0] * 12)))
+        check_equal(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
+        view.close()
+
+    def test_what_belongs_to_the_target_is_left_to_it(self, full: Pair) -> None:
+        target, view = full.target, full.view()
+        target.truncate(0)
+        target.prefill(tokens_for(target, 20))
+        view.verify(TokenTree.chain(3))
+        view.commit(())
+        view.truncate(3)
+        view.prefill([1, 2, 3])
+        assert view.length == target.length == 20
+        with pytest.raises(CapabilityError, match="lent"):
+            target.forget(4, 8)
+        view.close()
+        target.forget(4, 8)
+        assert target.length == 16
+
+    def test_closed(self, tmp_path: Path) -> None:
+        target, copy, _ = make_pair(tmp_path, *KINDS["full"])
+        first, second = (target.self_draft(LowBit(str(copy))) for _ in range(2))
+        first.close()
+        first.close()
+        with pytest.raises(ClosedError):
+            first.verify(TokenTree.chain(3))
+        second.verify(TokenTree.chain(3))
+        target.close()
+        with pytest.raises(ClosedError):
+            second.verify(TokenTree.chain(3))
+        second.close()
+
+
+class TestRefusals:
+    def test_another_shape(self, full: Pair, tmp_path: Path) -> None:
+        other = write_gemma2(tmp_path / "other.gguf")
+        with pytest.raises(CapabilityError, match=r"no copy of the target: .*gemma2.*llama"):
+            full.target.self_draft(LowBit(str(other)))
+
+    def test_other_tokens(self, full: Pair, tmp_path: Path) -> None:
+        other = write_llama(tmp_path / "other.gguf", words=tuple(f"▁word{i}" for i in range(10)))
+        with pytest.raises(CapabilityError, match="its token 259 is another one"):
+            full.target.self_draft(LowBit(str(other)))
+
+    def test_another_context(self, full: Pair, tmp_path: Path) -> None:
+        other = write_llama(tmp_path / "other.gguf", context=256)
+        with pytest.raises(CapabilityError, match="context_length is 256, the target's is 512"):
+            full.target.self_draft(LowBit(str(other)))
+
+    def test_no_copy_and_no_window(self, full: Pair) -> None:
+        with pytest.raises(CapabilityError, match="prepare lowbit"):
+            full.target.self_draft(LowBit())
+        with pytest.raises(CapabilityError, match="at least 1"):
+            full.view(window=0)
+        with pytest.raises(CapabilityError, match="cannot draft for itself"):
+            full.target.self_draft(EarlyExit(1))
+
+    def test_a_recurrent_memory(self, tmp_path: Path) -> None:
+        target = load(write_mamba(tmp_path / "mamba.gguf"))
+        with pytest.raises(CapabilityError):
+            target.self_draft(LowBit(target.facts.path))
+        target.close()
+
+    def test_no_memory_for_it(self, full: Pair) -> None:
+        known = full.view()
+        needed = sum(m.facts.weight_bytes + m.facts.kv_bytes for m in (full.target, known))
+        known.close()
+        target = load(Path(full.target.facts.path), memory_bytes=needed - 1)
+        with pytest.raises(MemoryBudgetError):
+            target.self_draft(LowBit(str(full.copy)))
+        view = target.self_draft(LowBit(str(full.copy), 4, 100))
+        view.verify(TokenTree.chain(3))
+        view.close()
+        target.close()
