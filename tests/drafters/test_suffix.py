@@ -148,6 +148,24 @@ class TestMatches:
             assert {length: found[length] for length in few} == few
             assert set(found) == set(expected)
 
+    def test_long_phrases_that_occur_everywhere(self) -> None:
+        random = np.random.default_rng(2)
+        phrase = [5, 6, 7, 8, 9] * 4
+        text = [token for _ in range(900) for token in (*random.integers(0, 3, 4).tolist(), *phrase)]
+        recent = growing([1, 2, 1, *phrase]).recent()
+        back = recent.tolist()
+        index = index_of(text)
+        matches = index.matches(recent)
+        counts = {length: len(places([text], back[::-1], length)) for length in range(1, 24)}
+        distinct = {length for length in counts if counts[length] > counts.get(length + 1, 0)}
+        assert {match.length for match in matches} == distinct
+        assert max(distinct) == 23
+        assert counts[21] > 256
+        for match in matches:
+            assert min(counts[match.length], SAMPLE // 2) <= len(set(match.after.tolist())) <= SAMPLE
+            for at in match.after.tolist():
+                assert index.text[at - match.length : at][::-1].tolist() == back[: match.length]
+
     def test_of_equal_matches_the_latest_comes_first(self) -> None:
         chat = growing([5, 1, 5, 2, 5, 3, 5])
         (match,) = chat.matches(chat.recent())
@@ -223,6 +241,19 @@ class TestTrees:
         chat = growing([1, 2, 7, 2, 8, 1, 2])
         guess = best_guess(chat.text, chat.matches(chat.recent()), 2, 1, Rule(), never)
         assert paths_of(guess) == {(7,): 1.0}
+
+    def test_of_equal_uncertain_scores_too(self) -> None:
+        # After 1 2 came 7 or 8, after any 2 mostly 9: half of the time each.
+        chat = growing([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2])
+        rule = Rule(can_branch=False)
+        guess = best_guess(chat.text, chat.matches(chat.recent()), 2, 1, rule, never)
+        assert paths_of(guess) == {(8,): 0.5}
+
+    def test_a_path_just_probable_enough_is_followed(self) -> None:
+        chat = growing([2, 7, 2, 8, 2])
+        for least, followed in ((0.5, {(8,): 0.5, (7,): 0.5}), (0.51, {})):
+            rule = Rule(factor=2, min_probability=least)
+            assert paths_of(best_guess(chat.text, chat.matches(chat.recent()), 2, 1, rule, never)) == followed
 
     def test_the_draft_grows_with_the_match(self) -> None:
         text = list(range(30))
