@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
+from edgespec.drafters.record import Mean
 
 __all__ = ["Children", "Curve", "FixedShape", "Growth", "Limits", "PayingGrowth", "gentle"]
 
@@ -133,13 +134,13 @@ class PayingGrowth(Growth):
         self._curve = curve
         self._chances = _Chances(self.siblings)
         self._clock = clock
-        self._pass_seconds, self._plain_seconds = _Mean(), _Mean()
+        self._pass_seconds, self._plain_seconds = Mean(), Mean()
         self._round = _Round(0, 0.0, np.ones(1), 0.0)
 
     @property
     def pass_cost(self) -> float:
         """What a pass of the draft model costs, in plain steps of the target."""
-        if not self._pass_seconds.known or not self._plain_seconds.known:
+        if not self._pass_seconds.value or not self._plain_seconds.value:
             return _UNMEASURED
         return self._pass_seconds.value / self._plain_seconds.value
 
@@ -222,22 +223,6 @@ _LOOK_AHEAD = 4
 _MOST_ROWS = 64
 # What a pass of the draft is taken to cost before it was measured.
 _UNMEASURED = 0.2
-
-
-@dataclass(slots=True)
-class _Mean:
-    """A mean that forgets: of the last ten values or so."""
-
-    value: float = 0.0
-    count: int = 0
-
-    @property
-    def known(self) -> bool:
-        return self.count > 0 and self.value > 0.0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) / min(self.count, 10)
 
 
 @dataclass(slots=True)
