@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 
-ModelFormat = Literal["gguf", "mlx"]
-"""What a model is on disk: a GGUF file, or a folder in MLX's form."""
+ModelFormat = Literal["gguf", "mlx", "layerskip"]
+"""What a model is on disk: a GGUF file, a folder in MLX's form, or a GGUF model prepared for early exit."""
 
 _MLX_SUFFIX = "-mlx"
 

@@ -23,6 +23,7 @@ from edgespec.catalog.hub_files import is_quantisation
 from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.ollama import ollama_model
 from edgespec.errors import ModelFileError, ModelNotFoundError
+from edgespec.prepare.store import MANIFEST, Prepared, check, find, read
 
 __all__ = [
     "HubReference",
@@ -65,7 +66,8 @@ Source = Literal["path", "embedded", "hub", "ollama"]
 
 @dataclass(frozen=True)
 class Resolved:
-    """A model on this machine. `path` is a GGUF file (the first part, when it is split) or an MLX folder.
+    """A model on this machine. `path` is a GGUF file (the first part, when it is split), an MLX folder, or
+    the folder of a GGUF model that was prepared for early exit.
 
     `name` is what was asked for, `entry` the catalogue's model if it is one, `note` the line to show.
     """
@@ -226,6 +228,8 @@ def _at(path: Path) -> Resolved:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
+            if (path / MANIFEST).exists():
+                return _prepared(read(path), path)
             _check_folder(path)
         elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
@@ -235,6 +239,8 @@ def _at(path: Path) -> Resolved:
             with path.open("rb"):
                 pass
     except (FileNotFoundError, NotADirectoryError) as error:
+        if prepared := find("layerskip", path):
+            return _prepared(prepared, path)
         if path.is_symlink():
             raise ModelNotFoundError(
                 f"{path} is a link to {os.readlink(path)}, which is not there",
@@ -255,6 +261,24 @@ def _at(path: Path) -> Resolved:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
     name = path.name or path.resolve().name  # "." has no name of its own
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), _format(path))
+
+
+def _prepared(prepared: Prepared, asked: Path) -> Resolved:
+    """What was prepared for early exit, named by its folder or by the file it was made from, now gone.
+
+    Raises ModelFileError when it is damaged, or is no whole model.
+    """
+    if prepared.kind != "layerskip":
+        raise ModelFileError(
+            f"{asked} holds what was prepared for drafting, not a model of its own",
+            f"name the model it was made from: {prepared.source}",
+        )
+    check(prepared)
+    folder = prepared.folder
+    gone = asked.absolute() != folder.absolute()
+    note = f"{asked} is gone, what was prepared from it is used: {folder}" if gone else str(folder)
+    entry = load_catalogue().embedded_at(prepared.source)
+    return Resolved(prepared.source.name, folder, "path", entry, note, "layerskip")
 
 
 def _check_folder(folder: Path) -> None:

@@ -29,7 +29,11 @@ __all__ = ["command"]
 
 _WIDE, _MEDIUM = 140, 90
 _LOOK_CONTEXT_TOKENS = 256
-_FORMATS = {"gguf": "GGUF, run by llama.cpp", "mlx": "MLX, run by mlx-lm"}
+_FORMATS = {
+    "gguf": "GGUF, run by llama.cpp",
+    "mlx": "MLX, run by mlx-lm",
+    "layerskip": "GGUF prepared for early exit, run by llama.cpp",
+}
 
 
 @click.group(
@@ -242,7 +246,7 @@ def _facts_json(facts: ModelFacts) -> dict[str, Any]:
         "vocab_size": facts.vocab_size,
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
         "chat_template": facts.chat_template,
-        "capabilities": asdict(facts.capabilities),
+        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
         "rollback": facts.rollback,
     }
 

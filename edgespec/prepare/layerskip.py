@@ -14,14 +14,17 @@ from edgespec.backends.llamacpp import layerskip as halves
 from edgespec.backends.llamacpp import load
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
+from edgespec.prepare.exits import Exit, measure_exits
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.sources import source_files
-from edgespec.prepare.store import Prepared, Workbench, make
+from edgespec.prepare.store import Prepared, Workbench, check, find, make, unfinished
 
 __all__ = ["prepare_layerskip"]
 
 _PROOF_CONTEXT_TOKENS = 256
 _PROOF_PREFILL, _PROOF_WIDE, _PROOF_STEPS = 40, 8, 8
+# An exit that agrees as often as this was meant to be one.
+_TRAINED = 0.6
 # How far two computations of one row may differ, in standard deviations of the row: the order of sums only.
 _ROUNDING = 1e-3
 
@@ -35,13 +38,21 @@ def prepare_layerskip(
 ) -> Prepared:
     """Write the model at `path` in two halves, below and from layer `exit_layer` on, and prove them.
 
-    to: the folder to make, by default one in the store. What was prepared before is not made again.
+    exit_layer: None measures which exit pays best. to: the folder to make, by default one in the store.
+    What was prepared before is not made again. The facts of what is returned: `layer_count`, and `exits`,
+    what was measured (empty where the model cannot be read between its layers).
     Raises OptionError (no such layer), CapabilityError with the reason where the halves are not the model,
-    ModelFileError (the file is no model, damaged, or does not fit the disk) and CancelledError.
+    or where no exit pays and none was named, ModelFileError (the file is no model, damaged, or does not
+    fit the disk) and CancelledError.
     """
     source = Source(source_files(path))
     _check_source(source, path)
-    if exit_layer is None or not 1 <= exit_layer < source.layer_count:
+    exits: tuple[Exit, ...] | None = None
+    if exit_layer is None:
+        if to is None and (there := _present(path)):
+            return there
+        exit_layer, exits = _chosen(source, path, progress)
+    if not 1 <= exit_layer < source.layer_count:
         raise OptionError(
             f"--exit is {exit_layer}, and {path.name} has {source.layer_count} layers",
             f"give a layer from 1 to {source.layer_count - 1}, or auto",
@@ -49,10 +60,48 @@ def prepare_layerskip(
     written = sum(tensor.size_bytes for tensor in source.tensors) + 3 * source.header_bytes
 
     def write(bench: Workbench) -> Mapping[str, Any]:
-        return _write(bench, source, path, exit_layer, progress)
+        _write(bench, source, path, exit_layer, progress)
+        measured = _measured(source, path, exit_layer, progress) if exits is None else exits
+        return {"layer_count": source.layer_count, "exits": [found.to_json() for found in measured]}
 
     settings = {"exit_layer": exit_layer}
     return make("layerskip", path, settings, write, needed_bytes=written, to=to, progress=progress)
+
+
+def _present(path: Path) -> Prepared | None:
+    """What was prepared from this file at any exit, if it is still right."""
+    there = find("layerskip", path)
+    try:
+        if there is not None:
+            check(there, path)
+    except ModelFileError:
+        return None
+    return there
+
+
+def _chosen(source: Source, path: Path, progress: Progress | None) -> tuple[int, tuple[Exit, ...] | None]:
+    """The exit that pays best, and what was measured. Raises CapabilityError when none pays."""
+    begun = unfinished("layerskip", path)
+    if begun is not None:
+        return int(begun["exit_layer"]), None
+    exits = measure_exits(path, source, progress=progress)
+    best = max(exits, key=lambda found: found.speed_up)
+    if best.speed_up <= 1.0:
+        trained = best.agreement >= _TRAINED
+        raise CapabilityError(
+            f"{path.name} {'gains nothing from' if trained else 'was not trained for'} early exit,"
+            f" so it will not pay here: the best exit is after layer {best.exit_layer}, which agrees on"
+            f" {best.agreement:.0%} of the tokens and would give {best.speed_up:.2f}x",
+            f"use another method, or --exit {best.exit_layer} to prepare it nevertheless",
+        )
+    return best.exit_layer, exits
+
+
+def _measured(source: Source, path: Path, exit_layer: int, progress: Progress | None) -> tuple[Exit, ...]:
+    try:
+        return measure_exits(path, source, exit_layer, progress)
+    except CapabilityError:
+        return ()  # it works; what it is worth is not known
 
 
 def _check_source(source: Source, path: Path) -> None:
@@ -68,9 +117,7 @@ def _check_source(source: Source, path: Path) -> None:
         raise CapabilityError(f"{path.name} cannot be prepared for early exit: {reason}")
 
 
-def _write(
-    bench: Workbench, source: Source, path: Path, exit_layer: int, progress: Progress | None
-) -> Mapping[str, Any]:
+def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progress: Progress | None) -> None:
     expected, description = _asked_whole(path, progress)
     shared = source.shared()
     count, architecture = source.layer_count, source.architecture
@@ -104,7 +151,6 @@ def _write(
             ),
         )
     _prove(bench.folder, path, expected, progress)
-    return {"layer_count": count}
 
 
 def _options() -> LoadOptions:

@@ -23,7 +23,18 @@ from edgespec.errors import CancelledError, CapabilityError, ModelFileError, Opt
 from edgespec.prepare.records import FileRecord, record, same_sample
 from edgespec.prepare.sources import source_files
 
-__all__ = ["MANIFEST", "Kind", "Prepared", "Workbench", "check", "find", "make", "read", "store_folder"]
+__all__ = [
+    "MANIFEST",
+    "Kind",
+    "Prepared",
+    "Workbench",
+    "check",
+    "find",
+    "make",
+    "read",
+    "store_folder",
+    "unfinished",
+]
 
 Kind: TypeAlias = Literal["layerskip", "lowbit"]
 Settings: TypeAlias = Mapping[str, str | int]
@@ -84,6 +95,16 @@ def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared
             if prepared.source == source and settings in (None, dict(prepared.settings)):
                 found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
     return max(found)[2] if found else None
+
+
+def unfinished(kind: Kind, source: Path) -> Settings | None:
+    """The settings of an interrupted run in the store that another one would go on with."""
+    for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            value = json.loads(journal.read_text(encoding="utf-8"))
+            if value["source"] == str(_absolute(source)):
+                return dict(value["settings"])
+    return None
 
 
 def _entries(kind: Kind) -> list[Path]:
@@ -266,7 +287,8 @@ def _make(
     partial.mkdir(exist_ok=True)
 
     def save() -> None:
-        _write_json(journal, {"version": _VERSION, "source_files": records, "files": finished.values()})
+        told = {"version": _VERSION, "source": str(source), "settings": dict(settings)}
+        _write_json(journal, told | {"source_files": records, "files": finished.values()})
 
     save()
     bench = Workbench(partial, source, finished, save)

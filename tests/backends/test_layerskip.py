@@ -144,13 +144,13 @@ class TestTakingOver:
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
         run: list[tuple[int, ...]] = []
-        hidden = LlamaContext.hidden
+        run_to_tap = LlamaContext.run_to_tap
 
-        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> Any:
+        def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
             run.append(tuple(tokens))
-            return hidden(self, tokens, *rest)
+            run_to_tap(self, tokens, *rest)
 
-        monkeypatch.setattr(LlamaContext, "hidden", watched)
+        monkeypatch.setattr(LlamaContext, "run_to_tap", watched)
         halves.verify(TokenTree.chain(5, [6, 7, 8]))
         assert run == [(8,)]
         halves.commit((1, 2, 3))
@@ -165,7 +165,7 @@ class TestTakingOver:
         below.drop(0, 3)
         below.run([4], [3], [[0]])
         below.drop(0, 3)
-        below.hidden([5], [3], [[0]])
+        below.run_to_tap([5], [3], [[0]])
         # Where its logits would be, there is what earlier passes left.
         assert not np.array_equal(below._logits[:1], whole)
 

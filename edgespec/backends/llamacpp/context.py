@@ -45,7 +45,7 @@ class ContextPlan:
 class LlamaContext:
     """One context with a unified KV memory.
 
-    tap: reads hidden states out of its passes. takes_hidden: its passes may be given hidden states in
+    tap: reads tensors out of its passes. takes_hidden: its passes may be given hidden states in
     place of tokens.
     """
 
@@ -140,10 +140,10 @@ class LlamaContext:
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
         return self._logits[: len(inputs)]
 
-    def hidden(
+    def run_to_tap(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
-    ) -> NDArray[np.float32]:
-        """Run tokens up to what the tap reads, no further: float32 [n, embd]. At most `max_width` tokens."""
+    ) -> None:
+        """Run tokens, at most `max_width`, up to what the tap reads and no further."""
         assert self._tap is not None
         # A row whose logits are not wanted is dropped before the end of the last layer.
         self._batch.put(tokens, positions, sequences, logits=True)
@@ -152,7 +152,6 @@ class LlamaContext:
             self._decode(self._batch)
         finally:
             self._tap.last = False
-        return self._tap.take(len(tokens))
 
     def _batch_of(self, inputs: Inputs) -> Batch:
         if not isinstance(inputs, np.ndarray):

@@ -32,7 +32,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_halves
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
-from edgespec.backends.llamacpp.tap import Tap
+from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.room import check_tokens_fit, check_weights_fit
 from edgespec.engine.logits import HostLogits
@@ -125,14 +125,15 @@ class LayerSkipModel:
         plans = plan_halves(lower, upper, weight_bytes, options)
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
-            tap = Tap(f"l_out-{self.exit_layer - 1}", lib.llama_model_n_embd(lower))
+            exit_name = layer_output(self.exit_layer - 1)
+            tap = Tap([exit_name], lib.llama_model_n_embd(lower))
             below = LlamaContext(lower, options, plans[0], threads, tap=tap)
             undo.callback(below.close)
             self._context = LlamaContext(upper, options, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
             found = _probed(below, lower, plans[0], options)
             _probed(self._context, upper, plans[1], options)
-            self._lower = LowerHalf(below, tap, options.max_branches)
+            self._lower = LowerHalf(below, tap, exit_name, options.max_branches)
             self._cells = Cells(self._context, options.max_branches)
             facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, plans[0], self.vocabulary, found)
             able = replace(found.capabilities, self_drafts=frozenset({"layerskip"}))

@@ -22,10 +22,11 @@ class LowerHalf:
     node is a token after a path, so what the draft has run is found again wherever the target has it.
     """
 
-    def __init__(self, context: LlamaContext, tap: Tap, max_branches: int) -> None:
+    def __init__(self, context: LlamaContext, tap: Tap, exit_name: str, max_branches: int) -> None:
         self.context = context
         self.cells = Cells(context, max_branches)
         self._tap = tap
+        self._exit_name = exit_name
         self._max_branches = max_branches
         self._forget()
 
@@ -45,9 +46,15 @@ class LowerHalf:
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Run tokens after the cached ones, outside a round: their hidden states, float32 [n, embd]."""
         count, length = len(tokens), self.cells.length
-        hidden = self.context.hidden(tokens, range(length, length + count), [(0,)] * count)
+        hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count
         return hidden
+
+    def _run(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+    ) -> NDArray[np.float32]:
+        self.context.run_to_tap(tokens, positions, sequences)
+        return self._tap.take(self._exit_name, len(tokens))
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         """Run nodes `first` and up and leave early: logits float32 [n, vocab], a view until the next pass."""
@@ -56,7 +63,7 @@ class LowerHalf:
         positions, sequences = self.cells.place(tree, first)
         self._add(tree.tokens[first:], tree.parents[first:])
         rows = self.context.run(tree.tokens[first:], positions, sequences)
-        self._hidden += list(self._tap.take(tree.width - first))
+        self._hidden += list(self._tap.take(self._exit_name, tree.width - first))
         return rows
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
@@ -77,7 +84,7 @@ class LowerHalf:
             return self.hidden_of(tree, 0)
         if whole.width > run:
             positions, sequences = self.cells.place(whole, run)
-            self._hidden += list(self.context.hidden(whole.tokens[run:], positions, sequences))
+            self._hidden += list(self._run(whole.tokens[run:], positions, sequences))
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 
     def _find(self, tree: TokenTree, first: int) -> None:

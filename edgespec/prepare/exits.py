@@ -1,0 +1,199 @@
+"""Where to leave early: how often each exit agrees with the whole model, and what that is worth here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp.between import hidden_states
+from edgespec.chat.message import Message
+from edgespec.chat.template import ChatTemplate
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CapabilityError, TemplateError
+from edgespec.prepare.gguf_parts import Source
+
+__all__ = ["Exit", "measure_exits"]
+
+_TEXT = (
+    "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
+    " two sentences how it works. Then list three ways in which it could fail."
+)
+_PROMPT_TOKENS, _REPLY_TOKENS, _CONTEXT_TOKENS = 128, 96, 256
+_MOST_DRAFTED = 8
+_REPEATS = 5
+_MOST_EXITS = 16
+_HEAD_ROWS = 8192
+# The whole model's own last layer, read the same way, must say what the model says.
+_READ_RIGHT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """What leaving after `exit_layer` layers gives.
+
+    agreement: how often its best token is the whole model's. draft_length: the best here; speed_up: what
+    that gives against plain decoding by the measured cost of passes (1.0: nothing).
+    """
+
+    exit_layer: int
+    agreement: float
+    draft_length: int
+    speed_up: float
+
+    def to_json(self) -> dict[str, float]:
+        """The numbers as a JSON object."""
+        return {
+            "exit_layer": self.exit_layer,
+            "agreement": round(self.agreement, 4),
+            "draft_length": self.draft_length,
+            "speed_up": round(self.speed_up, 3),
+        }
+
+
+def measure_exits(
+    path: Path, source: Source, exit_layer: int | None = None, progress: Progress | None = None
+) -> tuple[Exit, ...]:
+    """Try exits, or only one, on a short text and the model's own reply to it; in order of layers.
+
+    Raises CapabilityError where the model cannot be read between its layers, and what loading raises.
+    """
+    options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
+    model = load(str(path), path.name, options, progress)
+    try:
+        prompt = _prompt(model)
+        reply = _greedy(model, prompt)
+        costs = _pass_costs(model, [*prompt, *reply])
+    finally:
+        model.close()
+    # Row i is of the token before reply token i.
+    tokens = [*prompt, *reply[:-1]]
+    try:
+        hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
+    except BackendError as error:
+        raise CapabilityError(
+            f"the exits of {path.name} cannot be compared: {error.what}", "name a layer with --exit"
+        ) from error
+    chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
+    layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
+    *agreements, last = _agreement(source, hidden[layers], np.array(reply))
+    if last < _READ_RIGHT:
+        raise CapabilityError(
+            f"the exits of {path.name} cannot be compared: its last layer is not read right"
+            f" ({last:.0%} of the tokens)",
+            "name a layer with --exit",
+        )
+    return tuple(
+        _estimated(source, layer, agreement, costs)
+        for layer, agreement in zip(chosen, agreements, strict=True)
+    )
+
+
+def _candidates(layer_count: int) -> list[int]:
+    step = -(-(layer_count - 1) // _MOST_EXITS)
+    return list(range(step, layer_count, step))
+
+
+def _prompt(model: LanguageModel) -> list[int]:
+    vocabulary = model.vocabulary
+    text = _TEXT
+    if vocabulary.chat_template:
+        try:
+            template = ChatTemplate(vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text)
+            text = template.render([Message("user", _TEXT)])
+            return vocabulary.tokenize(text, special=True, start=False)[-_PROMPT_TOKENS:]
+        except TemplateError:
+            pass  # the bare text tells nearly as much
+    return vocabulary.tokenize(text, special=False, start=True)[:_PROMPT_TOKENS]
+
+
+def _greedy(model: LanguageModel, prompt: Sequence[int]) -> list[int]:
+    """What the model says, and goes on to say after its end."""
+    model.prefill(prompt[:-1])
+    reply: list[int] = []
+    token = prompt[-1]
+    everything = np.arange(model.facts.vocab_size)
+    for _ in range(_REPLY_TOKENS):
+        token = int(model.verify(TokenTree.chain(token)).at(0, everything).argmax())
+        model.commit(())
+        reply.append(token)
+        if model.vocabulary.is_end(token):
+            break
+    return reply
+
+
+def _pass_costs(model: LanguageModel, tokens: Sequence[int]) -> list[float]:
+    """v(1) to v(_MOST_DRAFTED + 1): the cost of passes in plain steps."""
+    width = _MOST_DRAFTED + 1
+    model.truncate(len(tokens) // 2)
+    chain = [*tokens, *tokens][:width]
+    seconds = [float("inf")] * width
+    for _ in range(_REPEATS):
+        for rows in range(1, width + 1):
+            started = time.perf_counter()
+            model.verify(TokenTree.chain(chain[0], chain[1:rows]))
+            seconds[rows - 1] = min(seconds[rows - 1], time.perf_counter() - started)
+            model.truncate(model.length)
+    return [one / seconds[0] for one in seconds]
+
+
+def _agreement(source: Source, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
+    """How often the head's best token after each layer is the expected one. hidden: [layers, n, embd]."""
+    tensors = {tensor.name: tensor.source for tensor in source.shared()}
+    head = tensors.get("output.weight", tensors.get("token_embd.weight"))
+    norm = tensors.get("output_norm.weight")
+    if head is None or norm is None:
+        raise CapabilityError("the head of this model is not known", "name a layer with --exit")
+    states = _normed(source, hidden, norm, tensors.get("output_norm.bias"))
+    count = states.shape[0] * states.shape[1]
+    flat = states.reshape(count, -1)
+    best, token = np.full(count, -np.inf, np.float32), np.zeros(count, np.int64)
+    for start in range(0, len(head.data), _HEAD_ROWS):
+        rows = _floats(head, start, start + _HEAD_ROWS)
+        logits = flat @ rows.T
+        winner = logits.argmax(axis=1)
+        value = logits[np.arange(count), winner]
+        better = value > best
+        best[better], token[better] = value[better], winner[better] + start
+    agrees = token.reshape(states.shape[:2]) == expected
+    return [float(share) for share in agrees.mean(axis=1)]
+
+
+def _normed(source: Source, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
+    epsilon = source.value("attention.layer_norm_rms_epsilon", None)
+    if epsilon is None:
+        epsilon = source.value("attention.layer_norm_epsilon", 1e-5)
+        hidden = hidden - hidden.mean(axis=-1, keepdims=True)
+    scale = np.sqrt((hidden.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + epsilon)
+    normed: NDArray[np.float32] = (hidden / scale * _floats(weight)).astype(np.float32)
+    return normed if bias is None else normed + _floats(bias)
+
+
+def _floats(tensor: Any, start: int = 0, end: int | None = None) -> NDArray[np.float32]:
+    data: NDArray[np.float32] = gguf.quants.dequantize(tensor.data[start:end], tensor.tensor_type)
+    return data
+
+
+def _estimated(source: Source, layer: int, agreement: float, costs: Sequence[float]) -> Exit:
+    """The best draft length and what it gives, S = E(k) / cost, costs shared out by bytes read."""
+    shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
+    head = shared.get("output.weight", shared.get("token_embd.weight", 0))
+    lower = sum(tensor.size_bytes for tensor in source.layers(0, layer))
+    upper = sum(tensor.size_bytes for tensor in source.layers(layer, source.layer_count))
+    whole = lower + upper + head
+    best = Exit(layer, agreement, 0, 0.0)
+    for drafted in range(1, _MOST_DRAFTED + 1):
+        emitted = sum(agreement**i for i in range(drafted + 1))
+        # The last guess is run through the lower layers too, without the head.
+        cost = (drafted * (lower + head) + lower + (upper + head) * costs[drafted]) / whole
+        if emitted / cost > best.speed_up:
+            best = Exit(layer, agreement, drafted, emitted / cost)
+    return best
