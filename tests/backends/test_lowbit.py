@@ -299,6 +299,18 @@ class TestWindows:
         np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=ROUNDING)
         assert np.abs(rows[0] - rows[2]).max() > ROUNDING
 
+    @pytest.mark.parametrize("left", [2, 50, 150, 199])
+    def test_what_the_window_let_go_comes_back(self, pair: Pair, left: int) -> None:
+        target = pair.target
+        target.truncate(0)
+        view = pair.view(4, 100)
+        for tokens in (tokens_for(target, 120), tokens_for(target, 120, 1)):
+            target.prefill(tokens)
+            drafted(view, TokenTree.chain(3))
+        target.truncate(left)
+        check_equal(pair, view, LowBit(str(pair.copy), 4, 100), TokenTree.chain(3, [4, 5]))
+        view.close()
+
     def test_its_memory_is_the_window_s_and_not_the_text_s(self, full: Pair) -> None:
         target, view = full.target, full.view(4, 100)
         whole = full.view()
