@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
+from edgespec.backends.mlx.exits import choose_exit
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
@@ -25,7 +27,7 @@ from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -107,9 +109,9 @@ class TestReplies:
         for temperature, drafter in drafters.items():
             said, stats = reply(model, drafter, temperature)
             assert said == reply(model, None, temperature)[0]
-            assert drafter.extra_kv_bytes == 0
             accepted += stats.accepted_tokens
         assert accepted > 0
+        assert chains.extra_kv_bytes == 0
 
     def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
         plain, _ = reply(model, None)
@@ -275,6 +277,121 @@ class TestHistories:
         model.truncate(0)
         model.prefill(tokens)
         np.testing.assert_array_equal(got, row(model, TokenTree.chain(9, [10, 11]), 2))
+
+
+class TestViews:
+    def test_layers_that_are_not_there_or_must_stay_are_refused(self, folder: Path) -> None:
+        model = loaded(folder, "llama", config={"num_hidden_layers": 4})
+        for how in (
+            EarlyExit(0),
+            EarlyExit(4),
+            SkippedLayers((0,)),
+            SkippedLayers((1, 3)),
+            SkippedLayers((9,)),
+        ):
+            with pytest.raises(OptionError, match="choose"):
+                model.self_draft(how)
+        assert model.layer_count == 4
+        model.close()
+
+    def test_a_view_has_no_memory_of_its_own(self, llama: LanguageModel) -> None:
+        llama.truncate(0)
+        llama.prefill(PROMPT)
+        view = llama.self_draft(EarlyExit(1))
+        view.prefill([4, 4])
+        view.truncate(2)
+        view.verify(TokenTree.chain(9))
+        view.commit(())
+        assert view.length == llama.length == len(PROMPT)
+        assert view.facts.weight_bytes == view.facts.kv_bytes == 0
+        for call in (lambda: view.restore(llama.snapshot()), lambda: view.forget(1, 2)):
+            with pytest.raises(CapabilityError, match="no memory of its own"):
+                call()
+        with pytest.raises(CapabilityError, match="already"):
+            view.self_draft(EarlyExit(1))
+        view.close()
+        with pytest.raises(ClosedError):
+            view.verify(TokenTree.chain(9))
+        assert np.isfinite(row(llama, TokenTree.chain(9))).all()
+        llama.truncate(0)
+
+    def test_a_round_that_the_target_ended_is_over(self, llama: LanguageModel) -> None:
+        llama.truncate(0)
+        llama.prefill(PROMPT)
+        view, other = llama.self_draft(EarlyExit(1)), llama.self_draft(EarlyExit(1))
+        view.verify(TokenTree.chain(9))
+        other.verify(TokenTree.chain(9))
+        with pytest.raises(BackendError, match="ended"):
+            view.verify(TokenTree.chain(9, [10]), 1)
+        llama.commit(())
+        assert llama.length == len(PROMPT)
+
+    def test_rounds_may_go_on_in_another_thread(self, llama: LanguageModel) -> None:
+        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+        llama.truncate(0)
+        llama.prefill(PROMPT)
+        expected = row(llama, TokenTree.chain(9, [10, 11]), 2)
+        llama.truncate(len(PROMPT))
+        view = llama.self_draft(EarlyExit(1))
+        for draft in (TokenTree.chain(9), TokenTree.chain(9, [10])):
+            thread = threading.Thread(target=lambda: view.verify(draft, draft.width - 1))  # noqa: B023
+            thread.start()
+            thread.join()
+        np.testing.assert_array_equal(row(llama, TokenTree.chain(9, [10, 11]), 2), expected)
+        llama.truncate(0)
+
+
+class TestAgreement:
+    def test_it_is_that_of_the_two_best_tokens_and_leaves_the_memory_alone(self, folder: Path) -> None:
+        model = loaded(folder, "llama_sliding", config={"num_hidden_layers": 5, "layer_types": None})
+        tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
+        model.prefill(tokens)
+        before = model.snapshot().data
+        assert model.agreement((), tokens[-20:]) == 1.0
+        shares = {layers: model.agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
+        assert model.snapshot().data == before
+        assert model.length == 60
+        for layers, share in shares.items():
+            model.truncate(40)
+            chain = TokenTree.chain(tokens[40], tokens[41:])
+            view = model.self_draft(SkippedLayers(layers))
+            drafted = [view.verify(chain).top(node, 1)[0][0] for node in range(20)]
+            said = [model.verify(chain).top(node, 1)[0][0] for node in range(20)]
+            model.truncate(40)
+            model.prefill(tokens[40:])
+            assert share == np.mean(np.array(drafted) == np.array(said))
+        with pytest.raises(CapabilityError, match="look back"):
+            model.agreement((1,), [*tokens, 5])
+        model.close()
+
+
+class TestExits:
+    def test_the_best_exit_is_found_and_the_memory_left_alone(self) -> None:
+        model: Any = mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=512))
+        text = "The river ran down from the hills and through the old town, where the market was."
+        tokens = model.vocabulary.tokenize(text, special=False, start=True)
+        model.prefill(PROMPT)
+        before = model.snapshot().data
+        table = choose_exit(model, tokens)
+        assert model.snapshot().data == before
+        assert [one.exit_layer for one in table.exits] == list(range(1, 12))
+        costs = [one.cost for one in table.exits]
+        assert costs == sorted(costs)
+        assert 0.0 < costs[0] < costs[-1] < 1.0
+        view = model.self_draft(EarlyExit(4))
+        rows = view.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        early = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
+        rows = model.verify(TokenTree.chain(tokens[0], tokens[1:]))
+        whole = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
+        assert table.exits[3].agreement == np.mean(np.array(early) == np.array(whole))
+        model.close()
+
+    def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
+        model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
+        table = choose_exit(model, [(31 * i + 7) % 200 + 3 for i in range(64)])
+        assert not table.pays
+        assert "not trained for early exit and it will not pay" in table.verdict
+        model.close()
 
 
 def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.float64]:
