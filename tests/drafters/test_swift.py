@@ -125,7 +125,9 @@ class TestTheSearch:
         [(0.0, 0.5, 1.0 / 1.5, 1), (0.5, 0.5, 1.0, 1), (1.0, 0.0, 9.0, 8)],
     )
     def test_the_expected_speed_up(self, agreement: float, cost: float, expected: float, length: int) -> None:
-        assert speed_up(agreement, cost, free_pass) == (pytest.approx(expected), length)
+        speed, best = speed_up(agreement, cost, free_pass)
+        assert speed == pytest.approx(expected)
+        assert best == length
 
     def test_a_steep_curve_makes_it_not_pay(self) -> None:
         assert speed_up(0.9, 0.55, free_pass)[0] > 1.0

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 from mlx import optimizers
-from mlx.utils import tree_flatten
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
@@ -97,7 +97,7 @@ class MlxLearner:
         others = mx.array([row not in lesson.rows for row in range(len(lesson.tokens))])
 
         def loss(weights: _Weights) -> mx.array:
-            """Forward KL, but for a constant, to the target where the draft was wrong, elsewhere to the original.
+            """Forward KL, but for a constant: to the target where the draft was wrong, else to the original.
 
             Without the second what the draft knew already would be forgotten for a few corrections.
             """

@@ -84,7 +84,7 @@ def probe(model: MlxModel) -> Findings:
     tried = {name: _trouble(model, expected, check) for name, check in _SELF_DRAFTS.items()}
     missing = {name: why for name, why in tried.items() if why}
     can = frozenset(tried.keys() - missing.keys())
-    capabilities = Capabilities(True, not trouble, trouble, width, taps=taps, self_drafts=can)
+    capabilities = Capabilities(True, not trouble, trouble, width, taps=taps, self_drafts=can, learns=True)
     return Findings(capabilities, rollback, False, kv_bytes_for, missing)
 
 
