@@ -1,0 +1,58 @@
+"""`edgespec prepare`: what it prints, how it ends, and what is left when it is stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.backends.tiny_models import write_llama
+from tests.cli.conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "prepared"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model.gguf", layers=3)
+
+
+def test_layerskip_as_json(run: Run, model: Path, tmp_path: Path) -> None:
+    result = run(
+        "prepare", "layerskip", str(model), "--exit", "1", "--to", str(tmp_path / "halves"), "--json"
+    )
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    assert told["kind"] == "layerskip"
+    assert told["settings"] == {"exit_layer": 1}
+    assert told["layer_count"] == 3
+    assert [found["exit_layer"] for found in told["exits"]] == [1]
+    assert Path(told["folder"]).is_dir()
+    assert told["file_bytes"] >= model.stat().st_size // 2
+
+
+def test_layerskip_as_a_table(run: Run, model: Path) -> None:
+    result = run("prepare", "layerskip", str(model), "--exit", "1")
+    assert result.exit_code == 0
+    assert "AGREES" in result.stdout
+    assert "exit after layer 1 of 3" in result.stdout
+
+
+def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:
+    result = run("prepare", "layerskip", str(model))
+    assert result.exit_code == 1
+    assert "was not trained for early exit" in result.stderr
+
+
+@pytest.mark.parametrize("exit_layer", ["x", "0", "3", "1.5"])
+def test_a_wrong_exit_is_wrong_usage(run: Run, model: Path, exit_layer: str) -> None:
+    result = run("prepare", "layerskip", str(model), "--exit", exit_layer)
+    assert result.exit_code == 2
+
+
+def test_an_mlx_model_needs_no_preparing(run: Run) -> None:
+    assert run("prepare", "layerskip", "demo-mlx", "--exit", "1").exit_code == 2
