@@ -255,4 +255,4 @@ def _with_few_bits(module: Any, low_bits: LowBits) -> Any:
 
 
 # (weights of at least so many bits, bits of their copies)
-_FEWER = ((8, 4), (5, 3), (3, 2))
+_FEWER = ((8, 4), (4, 3), (3, 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import perf_counter as now
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from numpy.typing import NDArray
 
 from edgespec.backends.base import (
     LanguageModel,
@@ -32,6 +31,7 @@ from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.memory import Mark, Memory
 from edgespec.backends.mlx.rounds import Round
 from edgespec.backends.mlx.saved import from_bytes, to_bytes
+from edgespec.backends.mlx.scoring import Best, Scorer
 from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
 from edgespec.backends.mlx.shortcuts import ExitShortcut, Shortcut, Shortcuts
@@ -55,15 +55,6 @@ class _Ahead:
     source: DeviceLogits
     logits: DeviceLogits
     before: Mark
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """What the whole model says after each of the last cached tokens."""
-
-    kept: Mark
-    tokens: tuple[int, ...]
-    best: NDArray[np.uint32]
 
 
 class MlxModel:
@@ -100,7 +91,7 @@ class MlxModel:
         self._kept = self.memory.mark()
         self._round = Round()
         self._shortcut: Shortcut | None = None
-        self._scored: _Scored | None = None
+        self._scorer = Scorer(self._forward_part, self.memory, self._shape)
         self._ahead: _Ahead | None = None
         self._runs_ahead = False
         self._follower: MlxModel | None = None
@@ -425,43 +416,29 @@ class MlxModel:
         return MlxSelfDraft(self, *self.shortcuts.make(how, self.facts))
 
     def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        self._check(0)
+        self._check_trial(0)
         skip, _, _ = self.shortcuts.make(SkippedLayers(tuple(layers)), self.facts)
         start = self.length - len(tokens)
         if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.memory.attention):
             raise CapabilityError(f"{self.facts.name} cannot look back on {len(tokens)} tokens")
-        if not self._scored or self._scored.kept is not self._kept or self._scored.tokens != tuple(tokens):
-            best = self._tried(tokens, start, nullcontext())
-            self._scored = _Scored(self._kept, tuple(tokens), best)
-        return float(np.mean(self._tried(tokens, start, skip.drafting(0)) == self._scored.best))
+        try:
+            return self._scorer.agreement(self._kept, tokens, skip.drafting(0))
+        finally:
+            self._settle()
 
-    def best_by_exit(self, tokens: Sequence[int]) -> list[NDArray[np.uint32]]:
+    def best_by_exit(self, tokens: Sequence[int]) -> list[Best]:
         """The best token after each of these, after what is cached, if the model ended with each layer."""
-        self._check(len(tokens))
-        taps, layers = self.taps(), LayerList(self._net)
-        self._tried(tokens, self.length, taps.on(range(taps.count)))
-        return [
-            self._tried(tokens, self.length, layers.replaced(layers.after(taps.count, taps.outputs[layer])))
-            for layer in range(taps.count)
-        ]
+        self._check_trial(len(tokens))
+        try:
+            return self._scorer.best_by_exit(self.length, tokens, LayerList(self._net), self.taps())
+        finally:
+            self._settle()
 
-    def _tried(
-        self, tokens: Sequence[int], start: int, part: AbstractContextManager[None]
-    ) -> NDArray[np.uint32]:
-        """The best token after each of these, run from position `start` on; nothing is kept."""
-        self._settle()
+    def _check_trial(self, more: int) -> None:
+        self._check(more)
         if self._interrupted:
             raise CancelledError("cancelled")
-        try:
-            self.memory.stand(start)
-            self._shape.chain(start)
-            self._shape.scratch = True
-            best = mx.argmax(self._forward_part(mx.array(list(tokens)), part), axis=-1)
-            evaluated(best)
-            return np.array(best)
-        finally:
-            self._shape.scratch = False
-            self._settle()
+        self._settle()
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
@@ -475,8 +452,8 @@ class MlxModel:
         self.follow(None)
         if self._follower:
             self._follower.follow(None)
-        self._ahead = self._shortcut = self._scored = None
-        del self._net, self.memory, self.shortcuts
+        self._ahead = self._shortcut = None
+        del self._net, self.memory, self.shortcuts, self._scorer
         gc.collect()
         mx.clear_cache()
         leave_thread()

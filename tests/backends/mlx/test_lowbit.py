@@ -93,7 +93,8 @@ class TestSplit:
 
 class TestCopies:
     @pytest.mark.parametrize(
-        ("quantisation", "bits"), [(None, 4), (("affine", 6, 32), 3), (("affine", 4, 32), 2), (("mxfp8",), 4)]
+        ("quantisation", "bits"),
+        [(None, 4), (("affine", 6, 32), 3), (("affine", 4, 32), 3), (("affine", 3, 32), 2), (("mxfp8",), 4)],
     )
     def test_other_weights_get_a_copy_and_stay_as_they_are(
         self, folder: Path, quantisation: Any, bits: int

@@ -33,6 +33,7 @@ from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 # Long enough for the windows of the tiny models to move.
 TOKENS = 20
+GREEDY = SamplingParams(temperature=0.0)
 
 
 def reply(
@@ -187,8 +188,7 @@ class TestDemo:
         demo.prefill(PROMPT)
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
-        greedy = SamplingParams(temperature=0.0)
-        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, greedy, 0, 0)
+        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
         assert demo.memory.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
         assert demo.memory.length == len(PROMPT) + 2
@@ -209,7 +209,9 @@ def count_rows(cache: Any, rows: dict[int, int], layer: int) -> None:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["draft", "draft tree", "round", "tree", "truncate", "prefill", "stopped", "scored"]),
+        st.sampled_from(
+            ["draft", "draft tree", "round", "tree", "truncate", "prefill", "plain", "stopped", "scored"]
+        ),
         st.sampled_from([EarlyExit(1), EarlyExit(3), LowBit(), LowBit(None, 2, 8), SkippedLayers((1, 2))]),
         st.integers(3, 200),
     ),
@@ -245,7 +247,14 @@ class TestHistories:
             chain = TokenTree.chain(token, [token + 1, token + 2])
             tree = TokenTree((token, 5, token + 1, 6, token + 2), (-1, 0, 0, 1, 2), (None,) * 5)
             if what == "draft":
-                view.verify(chain)
+                view.run_ahead(token % 2 == 0)
+                view.verify(chain).best(2, 1, GREEDY, 0, 2)
+            elif what == "plain":
+                model.run_ahead(True)
+                model.verify(TokenTree.chain(token)).best(0, 1, GREEDY, 0, 0)
+                model.run_ahead(False)
+                model.commit(())
+                tokens.append(token)
             elif what == "draft tree":
                 view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
                 view.verify(tree, 3)
