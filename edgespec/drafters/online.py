@@ -248,6 +248,9 @@ class OnlineDrafter(Drafter):
         )
 
     def note(self) -> str:
+        return " · ".join(filter(None, (self._learnt(), self._notes.notice if self._notes else "")))
+
+    def _learnt(self) -> str:
         if not self._steps:
             return "the draft has learnt nothing yet"
         before, after, tokens = self.judged

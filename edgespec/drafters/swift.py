@@ -32,7 +32,9 @@ MOST_TRIED = 1000
 
 
 class Notes(Protocol):
-    """Where something learnt is kept from one run to the next. Neither call raises."""
+    """Where something learnt is kept from one run to the next. Neither call raises: see `notice`."""
+
+    notice: str
 
     def load(self) -> Mapping[str, NDArray[Any]]:
         """What was saved last, by name; nothing where there is nothing or it cannot be read."""
@@ -141,6 +143,9 @@ class SwiftDrafter(Drafter):
             self._target.leave_thread()
 
     def note(self) -> str:
+        return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))
+
+    def _found(self) -> str:
         best, tried = self._search.best, self._search.tried
         if best is None:
             return "swift does not draft yet: it looks for layers to skip between replies"

@@ -55,6 +55,7 @@ class Kept:
     """Notes in memory."""
 
     def __init__(self) -> None:
+        self.notice = ""
         self.values: dict[str, NDArray[Any]] = {}
 
     def load(self) -> Mapping[str, NDArray[Any]]:
@@ -200,6 +201,12 @@ class TestKeeping:
         with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
             assert runtime._session.note("swift") == said
             assert runtime.generate(PROMPT, seed=1, max_tokens=30).stats.drafted_tokens
+
+    def test_what_cannot_be_kept_is_told(self) -> None:
+        notes, target = Kept(), Skippable()
+        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+            notes.notice = "the disk is full"
+            assert runtime._session.note("swift").endswith("· the disk is full")
 
     def test_what_belongs_to_another_model_is_left_out(self) -> None:
         search = SkipSearch(LAYERS, free_pass, 0)
