@@ -15,19 +15,14 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.between import hidden_states
-from edgespec.chat.message import Message
-from edgespec.chat.template import ChatTemplate
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, TemplateError
+from edgespec.errors import BackendError, CapabilityError
+from edgespec.prepare.calibration import calibration_tokens
 from edgespec.prepare.gguf_parts import Source
 
 __all__ = ["Exit", "measure_exits"]
 
-_TEXT = (
-    "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
-    " two sentences how it works. Then list three ways in which it could fail."
-)
-_PROMPT_TOKENS, _REPLY_TOKENS, _CONTEXT_TOKENS = 128, 96, 256
+_REPLY_TOKENS, _CONTEXT_TOKENS = 96, 256
 _MOST_DRAFTED = 8
 _REPEATS = 5
 _MOST_EXITS = 16
@@ -69,7 +64,7 @@ def measure_exits(
     options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
     model = load(str(path), path.name, options, progress)
     try:
-        prompt = _prompt(model)
+        prompt = calibration_tokens(model.vocabulary)
         reply = _greedy(model, prompt)
         costs = _pass_costs(model, [*prompt, *reply])
     finally:
@@ -100,19 +95,6 @@ def measure_exits(
 def _candidates(layer_count: int) -> list[int]:
     step = -(-(layer_count - 1) // _MOST_EXITS)
     return list(range(step, layer_count, step))
-
-
-def _prompt(model: LanguageModel) -> list[int]:
-    vocabulary = model.vocabulary
-    text = _TEXT
-    if vocabulary.chat_template:
-        try:
-            template = ChatTemplate(vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text)
-            text = template.render([Message("user", _TEXT)])
-            return vocabulary.tokenize(text, special=True, start=False)[-_PROMPT_TOKENS:]
-        except TemplateError:
-            pass  # the bare text tells nearly as much
-    return vocabulary.tokenize(text, special=False, start=True)[:_PROMPT_TOKENS]
 
 
 def _greedy(model: LanguageModel, prompt: Sequence[int]) -> list[int]:

@@ -188,7 +188,8 @@ class TestInterruptions:
             process.send_signal(signal.SIGKILL)
             process.wait()
             there = find("layerskip", demo)
-            assert there is None or check(there, demo, full=True) is None
+            if there is not None:
+                check(there, demo, full=True)
         prepared = prepare_layerskip(demo, 4)
         check(prepared, demo, full=True)
         assert not list(store_folder().rglob("*.partial"))
