@@ -11,9 +11,13 @@ from pathlib import Path
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
 from edgespec.checks import whole_number
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
+from edgespec.drafters.windowed import WindowedModel, window_for
+from edgespec.drafting import Branches, Draft, Drafting, outfit
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes, parse_size
-from edgespec.methods import Drafters, check_vocabularies, parse_method
+from edgespec.methods import Drafters, parse_method
+from edgespec.prepare.store import check, find
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -37,19 +41,26 @@ def load(
     mlock: bool = False,
     method: str = "auto",
     draft_length: int | None = None,
-    draft_branches: tuple[int, ...] = (),
-    draft_confidence: float = 0.0,
+    methods: Sequence[str] = (),
     acceptance: str = "invariant",
     adapter: str | None = None,
+    draft_branches: Branches = (),
+    draft_confidence: float = 0.0,
+    draft_window: int | None = None,
+    draft_sinks: int = 4,
+    exit_layer: int | None = None,
+    corpus: str | None = None,
+    remember: bool = False,
+    learn: bool = False,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
 
     target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the recommended one
     if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
-    "8GiB"; by default what is available. context: tokens of prompt and reply together. draft_branches:
-    children of a draft node at each depth, () for a chain. draft_confidence: stop drafting below this
-    probability. adapter: a folder with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them.
+    "8GiB"; by default what is available. context: tokens of prompt and reply together. adapter: a folder
+    with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them. methods: those that replies may ask
+    for besides `method`; what they need is loaded as well. draft_branches to learn: see `Drafting`.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
@@ -58,10 +69,20 @@ def load(
         whole_number("context", context, 1, _NO_LIMIT)
     if threads is not None:
         whole_number("threads", threads, 1, 1024)
-    if not 0.0 <= draft_confidence < 1.0:
-        raise OptionError(f"draft_confidence is {draft_confidence!r}", "give a number from 0 to below 1")
     defaults = Defaults().but(method, draft_length, acceptance)
-    branches = _checked_branches(draft_branches)
+    named = [parse_method(each) for each in (method, *methods) if each != "auto"]
+    how = Drafting(
+        asked=frozenset(name for names in named for name in names),
+        together=any(len(names) > 1 for names in named),
+        branches=_checked_branches(draft_branches),
+        confidence=draft_confidence,
+        window_tokens=draft_window,
+        sink_tokens=draft_sinks,
+        exit_layer=exit_layer,
+        corpus=corpus,
+        remember=remember,
+        learn=learn,
+    )
     options = LoadOptions(
         context_tokens=context,
         threads=threads,
@@ -70,7 +91,7 @@ def load(
         flash_attention=flash_attention,
         mmap=mmap,
         mlock=mlock,
-        max_branches=max(8, math.prod(branches) + 1),
+        max_branches=_most_branches(how),
         memory_bytes=parse_size(memory) if memory is not None else available_bytes(),
         adapter=_checked_adapter(adapter),
     )
@@ -80,38 +101,119 @@ def load(
             f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
         )
+    if found.format == "gguf" and "layerskip" in how.asked:
+        found = _prepared_for_exit(found)
+    options = replace(options, low_bits=found.format == "mlx" and "lowbit" in how.asked)
     found_draft, why_no_draft = _find_draft(found, draft, progress)
-    if not found_draft and method != "auto" and "model" in parse_method(method):
+    if not found_draft and "model" in how.asked:
         raise OptionError(f"method {method!r} needs a draft model: {why_no_draft}", "give --draft REF")
     with ExitStack() as undo:
         model = _load_model(found, _meant_for(found, found_draft, options), progress)
         undo.callback(model.close)
-        draft_model = None
+        paired = None
         if found_draft:
-            draft_options = _for_draft(options, model.facts)
-            draft_model = _load_model(found_draft, _meant_for(found_draft, found, draft_options), progress)
-            undo.callback(draft_model.close)
-            check_vocabularies(model.vocabulary, draft_model.vocabulary, found.name, found_draft.name)
+            draft_options = _meant_for(found_draft, found, _for_draft(options, model.facts))
+            paired = _Pairing(model, found, found_draft, how, draft_options, progress).made()
+            undo.callback(paired.model.close)
+        made = outfit(found, model, paired, how, progress)
         drafters = Drafters(
             model,
-            draft_model,
-            branches=branches,
+            paired.model if paired else None,
+            branches=made.growth(paired.model) if paired else (),
             min_confidence=draft_confidence,
             why_no_draft=why_no_draft,
+            others=made.others,
+            curve=made.curve,
         )
+        undo.callback(drafters.close)
+        notices = (found.entry.notice if found.entry else "", model.facts.notice, *made.notices)
         runtime = Runtime(
             model,
-            draft_model,
+            paired.model if paired else None,
             drafters,
             defaults=defaults,
-            notice=" · ".join(filter(None, (found.entry.notice if found.entry else "", model.facts.notice))),
+            notice=" · ".join(filter(None, (*notices, paired.notice if paired else ""))),
         )
         undo.pop_all()
         return runtime
 
 
+def _prepared_for_exit(found: Resolved) -> Resolved:
+    """The form of a GGUF model that was prepared for early exit; the model itself where there is none.
+
+    Raises ModelFileError when it is damaged, or the model has changed since.
+    """
+    prepared = find("layerskip", found.path)
+    if prepared is None:
+        return found
+    check(prepared, found.path)
+    return replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
+
+
+class _Pairing:
+    """Loads a draft model for a target, with the window and the vocabulary it needs."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        found: Resolved,
+        found_draft: Resolved,
+        how: Drafting,
+        options: LoadOptions,
+        progress: Progress | None,
+    ) -> None:
+        self._target = target
+        self._found = found
+        self._found_draft = found_draft
+        self._how = how
+        self._options = options
+        self._progress = progress
+
+    def made(self) -> Draft:
+        """The draft. Raises VocabularyMismatchError where target and draft have no token in common."""
+        context_tokens = self._target.facts.context_tokens
+        draft = _load_model(self._found_draft, self._options, self._progress)
+        try:
+            trained = draft.facts.trained_context_tokens
+            window = window_for(context_tokens, trained, self._how.window_tokens, self._how.sink_tokens)
+            if window:
+                # All of the text was never wanted in its cache: with the window it is a small one.
+                draft.close()
+                smaller = replace(self._options, context_tokens=window.context_tokens)
+                draft = _load_model(self._found_draft, smaller, self._progress)
+            vocabulary = self._target.vocabulary
+            compared = compare(vocabulary, draft.vocabulary, self._target.facts.name, self._found_draft.name)
+            said = compared.explanation
+            if window:
+                # The text may be longer in other tokens.
+                longest = context_tokens * (1 if compared.translation is None else 4)
+                draft = WindowedModel(draft, window, longest)
+                seen = f"the first {window.sink_tokens} and the last {window.window_tokens} tokens"
+                said = " · ".join(filter(None, (said, f"{self._found_draft.name} sees {seen}")))
+            if compared.translation is None:
+                return Draft(draft, said)
+            if compared.way == "translated":
+                return Draft(TranslatedModel(draft, vocabulary, compared.translation), said)
+            if self._how.branches:
+                raise OptionError(
+                    f"{self._found_draft.name} has other tokens than {self._found.name} and drafts chains",
+                    "leave --draft-branches out",
+                )
+            drafter = RetokenisedDrafter(
+                draft, vocabulary, compared.translation, min_confidence=self._how.confidence
+            )
+            return Draft(draft, said, drafter)
+        except BaseException:
+            draft.close()
+            raise
+
+
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     """Load with the backend of the model's format, which is imported when it is needed."""
+    if found.format == "layerskip":
+        from edgespec.backends.llamacpp.layerskip import load_layerskip
+
+        return load_layerskip(str(found.path), found.name, options, progress)
     if found.format == "mlx":
         require_mlx(found.name)
         from edgespec.backends import mlx
@@ -176,7 +278,11 @@ def _checked_adapter(adapter: str | None) -> str | None:
     return str(folder)
 
 
-def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:
+def _checked_branches(branches: Branches) -> Branches:
+    if isinstance(branches, str):
+        if branches != "auto":
+            raise OptionError(f"draft_branches is {branches!r}", "give auto, or numbers such as (3, 2)")
+        return "auto"
     for count in branches:
         whole_number("draft_branches", count, 1, _MOST_BRANCHES)
     if math.prod(branches) > _MOST_BRANCHES:
@@ -185,3 +291,9 @@ def _checked_branches(branches: Sequence[int]) -> tuple[int, ...]:
             f"their product may be {_MOST_BRANCHES} at most",
         )
     return tuple(branches)
+
+
+def _most_branches(how: Drafting) -> int:
+    """How many leaves the target's passes must hold."""
+    fixed = 1 if isinstance(how.branches, str) else math.prod(how.branches)
+    return max(16 if how.branches == "auto" or "lookahead" in how.asked else 8, fixed + 1)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.growth import Curve, Growth, Limits, gentle
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.errors import OptionError, VocabularyMismatchError
@@ -37,8 +38,9 @@ class Missing:
 class Drafters:
     """The drafters a target has, made once and put together as a method asks.
 
-    why_no_draft: said when `auto` has no draft model to use.
-    others: drafters beside the draft model's and n-gram lookup, or why they are missing, by name.
+    branches: of the draft model's tree; a Growth is this drafter's alone. why_no_draft: said when `auto` has
+    no draft model to use. others: drafters beside the draft model's and n-gram lookup, or why they are
+    missing, by name; a `model` among them takes the usual one's place. curve: v(m) of the target.
     """
 
     def __init__(
@@ -46,21 +48,24 @@ class Drafters:
         target: LanguageModel,
         draft: LanguageModel | None,
         *,
-        branches: tuple[int, ...] = (),
+        branches: tuple[int, ...] | Growth = (),
         min_confidence: float = 0.0,
         why_no_draft: str = "",
         others: Mapping[str, Drafter | Missing] = MappingProxyType({}),
+        curve: Curve = gentle,
     ) -> None:
         self._target = target.facts
         self._why_no_draft = why_no_draft
+        self._curve = curve
         self._made: dict[str, Drafter] = {"ngram": NgramDrafter()}
         self._missing: dict[str, Missing] = {
             "model": Missing(
                 f"it needs a draft model: {why_no_draft}", "give --draft REF or use --method ngram"
             )
         }
-        self._chains = draft if not branches else None
-        if draft is not None:
+        self._combined: dict[tuple[str, ...], CombinedDrafter] = {}
+        self._chains = draft if not branches and "model" not in others else None
+        if draft is not None and "model" not in others:
             self._made["model"] = ModelDrafter(
                 draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
             )
@@ -95,10 +100,21 @@ class Drafters:
                 missing = self._missing.get(name, _NEVER)
                 raise OptionError(f"method {method!r} cannot be used: {missing.why}", missing.hint)
         effective = "+".join(names) or "none"
-        chosen = [self._made[name] for name in sorted(names, key=DRAFTER_NAMES.index)]
-        if len(chosen) < 2:
-            return (chosen[0] if chosen else None), MethodReport(method, effective, reason)
-        return CombinedDrafter(chosen, capabilities.tree), MethodReport(method, effective, reason)
+        names = tuple(sorted(names, key=DRAFTER_NAMES.index))
+        drafter = self._combination(names) if len(names) > 1 else self._made[names[0]] if names else None
+        return drafter, MethodReport(method, effective, reason)
+
+    def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
+        """The drafters of these names together; made once, for it learns which of them is worth asking."""
+        if names not in self._combined:
+            able = self._target.capabilities
+            self._combined[names] = CombinedDrafter(
+                [self._made[name] for name in names],
+                able.tree,
+                limits=Limits(able.max_width, able.max_branches if able.tree else 1),
+                curve=self._curve,
+            )
+        return self._combined[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
         """The draft model whose chains this method proposes as they stand, if there is one."""

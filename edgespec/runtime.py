@@ -69,6 +69,11 @@ class Runtime:
         return self._template
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of the drafters a method may ask for."""
+        return self._session.drafters.names
+
+    @property
     def context_tokens(self) -> int:
         """How many tokens prompt and reply may have together."""
         return self.target.context_tokens
@@ -136,13 +141,16 @@ class Runtime:
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         how = self._defaults.but(method, draft_length, acceptance)
-        report = self.method if method is None else self._session.drafters.choose(method)[1]
+        drafter, report = self._session.drafters.choose(how.method)
         request = make_request(
             tokens, self.target, how, max_tokens=max_tokens, seed=seed, stop=stop, sampling=sampling
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
-        if self.draft:
-            stats.draft_weight_bytes, stats.draft_kv_bytes = self.draft.weight_bytes, self.draft.kv_bytes
+        if drafter:
+            stats.draft_weight_bytes, stats.draft_kv_bytes = (
+                drafter.extra_weight_bytes,
+                drafter.extra_kv_bytes,
+            )
         return ReplyStream(
             self._session,
             request,

@@ -16,6 +16,7 @@ from edgespec.cli.options import (
     METHOD_NAMES,
     MODEL_NAMES,
     SAMPLING_NAMES,
+    drafting_options,
     given,
     method_options,
     model_options,
@@ -46,6 +47,7 @@ __all__ = ["command"]
 @reply_options
 @click.option("--light/--dark", default=None, help="The colours. [default: as last time]")
 @model_options
+@drafting_options(remember=True)
 @method_options
 @sampling_options(logit_bias=False)
 @click.pass_context

@@ -16,6 +16,7 @@ from edgespec.cli.options import (
     METHOD_NAMES,
     MODEL_NAMES,
     SAMPLING_NAMES,
+    drafting_options,
     json_option,
     method_options,
     model_options,
@@ -48,6 +49,7 @@ __all__ = ["command"]
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @json_option
 @model_options
+@drafting_options()
 @method_options
 @sampling_options()
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:

@@ -17,6 +17,7 @@ __all__ = [
     "MODEL_NAMES",
     "SAMPLING_NAMES",
     "acceptance_option",
+    "drafting_options",
     "given",
     "json_option",
     "listed",
@@ -34,14 +35,18 @@ Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
     "target", "draft", "memory", "context", "threads", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "draft_branches", "draft_confidence", "adapter",
+    "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window", "draft_sinks", "exit_layer",
+    "corpus", "remember", "learn",
 )  # fmt: skip
 METHOD_NAMES = ("method", "draft_length", "acceptance")
 SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "penalty_window", "logit_bias",
 )  # fmt: skip
-METHODS = ("auto", "none", "model", "ngram", "model+ngram")
+METHODS = (
+    "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+ngram",
+    "layerskip+suffix", "lowbit+suffix",
+)  # fmt: skip
 ACCEPTANCES = ("invariant", "rejection")
 _KV_TYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "iq4_nl", "q4_1", "q4_0")
 MAX_SEED = (1 << 63) - 1
@@ -89,6 +94,11 @@ def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ..
             raise click.BadParameter(f"{value!r} is not a list of values joined by commas") from error
 
     return read
+
+
+def _branches(value: Any) -> tuple[int, ...] | str:
+    """Reads `auto` or `3,2`."""
+    return value if value == "auto" else listed(whole(1))(value)
 
 
 def _token_bias(value: Any) -> tuple[int, float]:
@@ -147,6 +157,7 @@ def _option(section: str) -> Callable[..., Decorator]:
 
 
 _model = _option("Model options")
+_drafting = _option("Drafting options")
 _method = _option("Method options")
 _sampling = _option("Sampling options")
 
@@ -170,13 +181,36 @@ model_options = _apply([
            help="Whether to use the fused attention kernels."),
     _model("--mmap/--no-mmap", default=True, help="Map the weights from the file, or read them into memory."),
     _model("--mlock", is_flag=True, show_default=False, help="Keep the weights from being swapped out."),
-    _model("--draft-branches", type=listed(whole(1)), metavar="N,N,...", default=(),
-           show_default=False, help="Guesses to branch into at each depth, such as 3,2. [default: none]"),
-    _model("--draft-confidence", type=float, metavar="P", default=0.0,
-           help="Stop guessing where the draft is less sure than this."),
     _model("--adapter", metavar="DIR", type=click.Path(),
            help="A folder with a LoRA or DoRA adapter for the target, as mlx-lm writes it. MLX models only."),
 ])  # fmt: skip
+
+
+def drafting_options(*, remember: bool = False) -> Decorator:
+    """How drafters draft. remember: whether replies are kept unless the person says otherwise."""
+    return _apply([
+        _drafting("--draft-branches", type=_branches, metavar="auto|N,N,...", default=(), show_default=False,
+                  help="Guesses to branch into at each depth, such as 3,2. auto: where it pays."
+                       " [default: none]"),
+        _drafting("--draft-confidence", type=float, metavar="P", default=0.0,
+                  help="Stop guessing where the draft is less sure than this."),
+        _drafting("--draft-window", type=whole(0), metavar="N",
+                  help="Let the draft see the last N tokens only; 0 is all."
+                       " [default: all, while it was trained for as many]"),
+        _drafting("--draft-sinks", type=whole(0), metavar="N", default=4,
+                  help="First tokens the draft sees besides its window."),
+        _drafting("--exit-layer", type=whole(1), metavar="E",
+                  help="Layers that draft with method layerskip, MLX only. [default: measured at load]"),
+        _drafting("--corpus", metavar="PATH", type=click.Path(),
+                  help="A text file, or a folder of them, that method suffix guesses from: the code you edit,"
+                       " for instance."),
+        _drafting("--remember/--no-remember", default=remember,
+                  help="Keep replies on this machine, readable by you only, so that method suffix guesses from"
+                       " them later."),
+        _drafting("--learn", is_flag=True, show_default=False,
+                  help="Train an MLX draft between replies on what it guessed wrong."),
+    ])  # fmt: skip
+
 
 acceptance_option = _method(
     "--acceptance", type=click.Choice(ACCEPTANCES), default="invariant",
@@ -185,7 +219,8 @@ acceptance_option = _method(
 
 method_options = _apply([
     _method("--method", metavar="METHOD", default="auto", shell_complete=_complete_method,
-            help="auto, none, or drafters joined by +: model, ngram, model+ngram."),
+            help="auto, none, or drafters joined by +: model, layerskip, lowbit, swift, lookahead, suffix,"
+                 " ngram."),
     _method("--draft-length", type=whole(1, 64), metavar="K",
             help="Tokens to guess ahead, 1 to 64. [default: edgespec decides]"),
     acceptance_option,

@@ -16,6 +16,7 @@ from edgespec.cli.options import (
     MAX_SEED,
     MODEL_NAMES,
     acceptance_option,
+    drafting_options,
     json_option,
     listed,
     model_options,
@@ -50,7 +51,7 @@ _PROMPTS_OF_A_SKILL = 2
     "--methods",
     type=listed(str),
     metavar="A,B",
-    help="Methods to compare with none. [default: model if there is a draft, ngram, model+ngram]",
+    help="Methods to compare with none. [default: every drafter at hand, and model+ngram]",
 )
 @click.option(
     "--prompts",
@@ -94,6 +95,7 @@ _PROMPTS_OF_A_SKILL = 2
 @json_option
 @acceptance_option
 @model_options
+@drafting_options()
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:
@@ -128,14 +130,15 @@ def _verify(
 ) -> Report:
     from edgespec.sameness import verify
 
-    with loaded(stop, **pick(options, MODEL_NAMES), acceptance=acceptance) as runtime:
+    wanted = pick(options, MODEL_NAMES)
+    with loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
         stop.then(runtime.cancel)
         progress = ProgressLine(stop)
         try:
             report = verify(
                 runtime,
                 prompts,
-                methods=methods or _all_methods(runtime.draft is not None),
+                methods=methods or _all_methods(runtime.drafters),
                 acceptance=acceptance,
                 progress=progress,
                 **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
@@ -155,8 +158,9 @@ def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompt for same in by_skill.values() for prompt in same[:_PROMPTS_OF_A_SKILL]]
 
 
-def _all_methods(has_draft: bool) -> tuple[str, ...]:
-    return ("model", "ngram", "model+ngram") if has_draft else ("ngram",)
+def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
+    """Every drafter there is, and the usual pair."""
+    return (*drafters, "model+ngram") if "model" in drafters else tuple(drafters)
 
 
 def _smallest_p_value(facts: dict[str, Any]) -> float:

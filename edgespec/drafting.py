@@ -1,0 +1,275 @@
+"""Which drafters a target gets: by what was asked for, and by what the models can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+from edgespec.backends.base import (
+    EarlyExit,
+    LanguageModel,
+    LowBit,
+    Progress,
+    Skippable,
+    Teachable,
+)
+from edgespec.catalog import Resolved
+from edgespec.checks import whole_number
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.growth import Curve, Growth, Limits, PayingGrowth, gentle
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.errors import CapabilityError, OptionError
+from edgespec.learnt import LearntFile, identity_of
+from edgespec.methods import Missing
+from edgespec.policy.curve import CostCurve, measure
+from edgespec.prepare.calibration import calibration_tokens
+from edgespec.prepare.store import Prepared, check, read
+from edgespec.texts import suffix_drafter
+
+__all__ = ["Branches", "Draft", "Drafting", "Outfit", "outfit"]
+
+Branches: TypeAlias = tuple[int, ...] | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How drafters are to draft.
+
+    asked: names of the drafters that replies may ask for; those that cost memory or time are made only then.
+    together: some of them at once.
+    branches: children of a draft node at each depth, () for a chain; `auto` grows trees where they pay.
+    confidence: stop drafting below this probability. window_tokens, sink_tokens: let a draft see the first
+    few and the last tokens only; None decides by what the draft was trained for, 0 is never.
+    exit_layer: layers that draft in early exit on MLX; None measures. corpus: texts to look guesses up in.
+    remember: keep replies for later guesses. learn: train the draft between replies.
+    Raises OptionError.
+    """
+
+    asked: frozenset[str] = frozenset()
+    together: bool = False
+    branches: Branches = ()
+    confidence: float = 0.0
+    window_tokens: int | None = None
+    sink_tokens: int = 4
+    exit_layer: int | None = None
+    corpus: str | None = None
+    remember: bool = False
+    learn: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.confidence < 1.0:
+            raise OptionError(f"draft_confidence is {self.confidence!r}", "give a number from 0 to below 1")
+        for name, value, least in (
+            ("draft_window", self.window_tokens, 0),
+            ("draft_sinks", self.sink_tokens, 0),
+            ("exit_layer", self.exit_layer, 1),
+        ):
+            if value is not None:
+                whole_number(name, value, least, (1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A loaded draft model. notice: what a person should know of it.
+
+    drafts: the drafter to use with it where that is not the usual one.
+    """
+
+    model: LanguageModel
+    notice: str = ""
+    drafts: Drafter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outfit:
+    """All that goes into `Drafters` for a target. notices: what a person should know about it."""
+
+    others: dict[str, Drafter | Missing]
+    growth: Callable[[LanguageModel], tuple[int, ...] | Growth]
+    curve: Curve
+    notices: tuple[str, ...]
+
+
+def outfit(
+    found: Resolved,
+    model: LanguageModel,
+    draft: Draft | None,
+    how: Drafting,
+    progress: Progress | None,
+) -> Outfit:
+    """Make the drafters of a target, or say why they are missing.
+
+    Raises what making those fails with that were asked for: CapabilityError, OptionError, ModelFileError,
+    MemoryBudgetError; CancelledError. What was made until then is closed.
+    """
+    maker = _Maker(found, model, how, progress)
+    try:
+        return maker.all(draft)
+    except BaseException:
+        for drafter in maker.made.values():
+            if isinstance(drafter, Drafter):
+                drafter.close()
+        raise
+
+
+class _Maker:
+    """Makes the drafters of one target."""
+
+    def __init__(
+        self, found: Resolved, model: LanguageModel, how: Drafting, progress: Progress | None
+    ) -> None:
+        self._found = found
+        self._model = model
+        self._how = how
+        self._progress = progress
+        self._curve: CostCurve | None = None
+        self.made: dict[str, Drafter | Missing] = {}
+
+    def all(self, draft: Draft | None) -> Outfit:
+        suffix, said = suffix_drafter(
+            self._model.vocabulary,
+            corpus=self._how.corpus,
+            remember=self._how.remember,
+            can_branch=self._model.facts.capabilities.tree,
+            progress=self._progress,
+        )
+        self.made["suffix"] = suffix
+        for name, make in (
+            ("lookahead", self._lookahead),
+            ("layerskip", self._layerskip),
+            ("lowbit", self._lowbit),
+            ("swift", self._swift),
+        ):
+            self.made[name] = make() if name in self._how.asked else _not_asked(name)
+        if draft and draft.drafts:
+            self.made["model"] = draft.drafts
+        elif draft and self._how.learn:
+            self.made["model"] = self._learning(draft.model)
+        elif self._how.learn:
+            raise OptionError(
+                "there is no draft model that could learn", "give an MLX draft with --draft REF"
+            )
+        curve = self._v.v if self._how.together else gentle
+        return Outfit(self.made, self._growth, curve, (said,))
+
+    @property
+    def _v(self) -> CostCurve:
+        """The measured cost curve of the target; taken once, when something needs it."""
+        if self._curve is None:
+            if self._progress:
+                self._progress("measuring what a pass costs", 0.0)
+            self._curve = measure(self._model)
+            self._model.truncate(0)
+        return self._curve
+
+    def _growth(self, draft: LanguageModel) -> tuple[int, ...] | Growth:
+        """How the drafts of a model grow; each drafter needs one of its own."""
+        branches = self._how.branches
+        if not isinstance(branches, str):
+            return branches
+        limits = Limits.of(self._model.facts.capabilities, draft.facts.capabilities)
+        return PayingGrowth(limits, self._v.v)
+
+    def _drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
+        return ModelDrafter(
+            draft,
+            self._model.facts.vocab_size,
+            branches=self._growth(draft),
+            min_confidence=self._how.confidence,
+            name=name,
+        )
+
+    def _lookahead(self) -> Drafter:
+        return LookaheadDrafter(self._model.facts.capabilities, self._v)
+
+    def _layerskip(self) -> Drafter | Missing:
+        facts = self._model.facts
+        if self._found.format == "gguf":
+            return Missing(
+                f"{facts.name} was not prepared for early exit",
+                f"run `edgespec prepare layerskip {self._found.name}` once",
+            )
+        if "layerskip" not in facts.capabilities.self_drafts:
+            return Missing(f"{facts.name} cannot be left early", "choose another method")
+        exit_layer = self._how.exit_layer
+        if self._found.format == "layerskip":
+            if exit_layer is not None:
+                raise OptionError(
+                    "exit_layer is for MLX models, and this one was prepared for one exit",
+                    "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
+                )
+            exit_layer = int(read(self._found.path).settings["exit_layer"])
+        return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
+
+    def _best_exit(self) -> int:
+        """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
+        from edgespec.backends.mlx.exits import choose_exit
+
+        table = choose_exit(self._model, calibration_tokens(self._model.vocabulary))
+        if not table.pays:
+            raise CapabilityError(
+                f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
+            )
+        return table.best.exit_layer
+
+    def _lowbit(self) -> Drafter | Missing:
+        facts = self._model.facts
+        copy = None
+        if self._found.format == "gguf":
+            prepared = self._lowbit_copy()
+            if prepared is None:
+                return Missing(
+                    f"there is no copy of {facts.name} with fewer bits",
+                    f"run `edgespec prepare lowbit {self._found.name}` once",
+                )
+            from edgespec.prepare.lowbit import copy_path
+
+            copy = str(copy_path(prepared))
+        elif "lowbit" not in facts.capabilities.self_drafts:
+            return Missing(f"{facts.name} cannot draft with fewer bits", "choose another method")
+        how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
+        return self._drafter(self._model.self_draft(how), "lowbit")
+
+    def _lowbit_copy(self) -> Prepared | None:
+        """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
+        from edgespec.prepare.lowbit import find_lowbit
+
+        prepared = find_lowbit(self._found.path)
+        if prepared:
+            check(prepared, self._found.path)
+        return prepared
+
+    def _swift(self) -> Drafter | Missing:
+        from edgespec.drafters.swift import SwiftDrafter
+
+        facts = self._model.facts
+        if "swift" not in facts.capabilities.self_drafts:
+            return Missing(
+                f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
+            )
+        return SwiftDrafter(
+            cast(Skippable, self._model),
+            notes=LearntFile("swift", identity_of(facts)),
+            min_confidence=self._how.confidence,
+        )
+
+    def _learning(self, draft: LanguageModel) -> Drafter:
+        from edgespec.drafters.online import OnlineDrafter
+
+        if not draft.facts.capabilities.learns:
+            raise OptionError(
+                f"the draft {draft.facts.name} cannot learn: that takes an MLX draft of its own",
+                "leave --learn out, or give an MLX draft",
+            )
+        learner = cast(Teachable, draft).learner()
+        notes = LearntFile("online", identity_of(self._model.facts, draft.facts))
+        return OnlineDrafter(self._drafter(draft, "model"), draft, learner, notes=notes)
+
+
+def _not_asked(name: str) -> Missing:
+    return Missing(
+        f"{name} was not asked for when the model was loaded",
+        f"load with --method {name} (in Python: method or methods of load)",
+    )
