@@ -176,7 +176,7 @@ class MlxModel:
                 self._shortcut = shortcut
             self._round.add(tree, first)
             return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
-        except (BackendError, CapabilityError, ContextFullError, CancelledError):
+        except BaseException:  # of a pass cut short nothing may be taken over
             self._settle()
             raise
 
@@ -269,9 +269,9 @@ class MlxModel:
         known = states.shape[1]
         if known < tree.width:
             self.memory.stand(self.length + known)
-            self._shortcut = exit_
-            self._run(tree.tokens, known)  # its logits are not asked for, and so never computed
-            self._shortcut = None
+            self._set_shape(known)
+            # Its logits are not asked for, and so never computed.
+            self._forward_part(mx.array(list(tree.tokens[known:])), exit_.drafting(known))
             states = mx.concatenate([states, exit_.said(tree.width)], axis=1)
             exit_.forget()
         self.memory.stand(self.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -348,6 +349,42 @@ class TestViews:
             thread.join()
         np.testing.assert_array_equal(row(llama, TokenTree.chain(9, [10, 11]), 2), expected)
         llama.truncate(0)
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize("way", [EarlyExit(2), LowBit(), SkippedLayers((2,))])
+    def test_a_pass_cut_short_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
+        model = loaded(folder, "qwen2", config={"num_hidden_layers": 4})
+        model.prefill(PROMPT)
+        tree = TokenTree.chain(9, [10, 11])
+        expected = row(model, tree, 2)
+        model.truncate(len(PROMPT))
+        for layer in (0, 1, 3):
+            for mine in (True, False):
+                view = model.self_draft(way)
+                view.run_ahead(True)
+                view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
+                interrupt_at(model.memory.attention[layer])
+                with contextlib.suppress(KeyboardInterrupt):
+                    if mine:
+                        view.verify(TokenTree.chain(9, [10]), 1)
+                    else:
+                        model.verify(tree)
+                vars(model.memory.attention[layer]).pop("update_and_fetch")
+                np.testing.assert_array_equal(row(model, tree, 2), expected)
+                model.truncate(len(PROMPT))
+        model.close()
+
+
+def interrupt_at(cache: Any) -> None:
+    """Let Ctrl-C come when rows have just been appended to a cache."""
+    append = cache.update_and_fetch
+
+    def stopped(keys: Any, values: Any) -> None:
+        append(keys, values)
+        raise KeyboardInterrupt
+
+    cache.update_and_fetch = stopped
 
 
 class TestAgreement:
