@@ -382,7 +382,7 @@ def _entry_name(source: Path, settings: Settings) -> str:
 
 
 def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path.expanduser()))
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
