@@ -24,7 +24,7 @@ from edgespec.errors import CapabilityError, OptionError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
 from edgespec.policy.curve import CostCurve, measure
-from edgespec.prepare.calibration import calibration_tokens
+from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, check, read
 from edgespec.texts import suffix_drafter
 
@@ -207,7 +207,18 @@ class _Maker:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
         from edgespec.backends.mlx.exits import choose_exit
 
-        table = choose_exit(self._model, calibration_tokens(self._model.vocabulary))
+        request = calibration_tokens(self._model.vocabulary)
+        if len(request) >= self._model.room:
+            raise CapabilityError(
+                f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
+                "give --exit-layer, or a larger --context",
+            )
+        try:
+            reply = greedy_reply(self._model, request)
+            self._model.truncate(0)
+            table = choose_exit(self._model, [*request, *reply], len(request) - 1, self._v.v)
+        finally:
+            self._model.truncate(0)
         if not table.pays:
             raise CapabilityError(
                 f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
@@ -252,6 +263,7 @@ class _Maker:
         return SwiftDrafter(
             cast(Skippable, self._model),
             notes=LearntFile("swift", identity_of(facts)),
+            pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
 

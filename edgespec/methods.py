@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from edgespec.backends.base import LanguageModel, Vocabulary
+from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.growth import Curve, Growth, Limits, gentle
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.errors import OptionError, VocabularyMismatchError
+from edgespec.errors import OptionError
 from edgespec.reply import MethodReport
 
-__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "check_vocabularies", "parse_method"]
+__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "parse_method"]
 
 # In the order in which their guesses are merged: a self-draft first, so that the target can take over what
 # it computed, and what is certain of its guesses after what is drawn.
@@ -158,28 +158,3 @@ def parse_method(method: str) -> tuple[str, ...]:
             f"name one of {', '.join(selves)}",
         )
     return names
-
-
-def check_vocabularies(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> None:
-    """Compare two vocabularies token by token. Raises VocabularyMismatchError with the first that differs.
-
-    One may be longer than the other: padding at the end of an embedding table is not a difference, and ids
-    only one of them knows are never drafted.
-    """
-    for token in range(min(target.size, draft.size)):
-        mine, its = target.raw_piece(token), draft.raw_piece(token)
-        if mine != its:
-            raise VocabularyMismatchError(
-                f"{draft_name} cannot draft for {target_name}: token {token} is"
-                f" {mine.decode('utf-8', 'replace')!r} in {target_name}"
-                f" and {its.decode('utf-8', 'replace')!r} in {draft_name}",
-                "choose a draft of the same family, or --draft none",
-            )
-    if abs(target.size - draft.size) > _MOST_PADDING:
-        raise VocabularyMismatchError(
-            f"{draft_name} cannot draft for {target_name}: {draft.size} tokens against {target.size}",
-            "choose a draft of the same family, or --draft none",
-        )
-
-
-_MOST_PADDING = 1024

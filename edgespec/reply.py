@@ -21,11 +21,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class MethodReport:
-    """Which method was asked for, which one runs, and why."""
+    """Which method was asked for, which one runs, and why.
+
+    note: what its drafters say of themselves after a reply: what they cost, why one is silent.
+    """
 
     requested: str
     effective: str
     reason: str
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 
 from edgespec.backends.base import Progress
 from edgespec.chat.text import ReplyText
@@ -109,6 +110,8 @@ class ReplyStream:
         self.stats.peak_memory_bytes = peak_bytes()
         target, draft = self._names
         if not failed:
+            note = self._session.note(self._request.how.method)
+            self.method = replace(self.method, note=note)
             self._reply = Reply(
                 self._text.text,
                 tuple(self._tokens),

@@ -312,7 +312,7 @@ class Lesson:
 
 
 class Learner(Protocol):
-    """What changes a draft model a little, beside its weights, which stay as they are (OSD, arXiv 2310.07177).
+    """What changes a draft model a little beside its weights, which stay as they are (OSD, arXiv 2310.07177).
 
     Between calls the model runs as `adapted` says. Its cache is not looked at: what is in there stays
     computed as it was. The methods belong to the model's thread.

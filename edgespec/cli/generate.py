@@ -106,6 +106,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
         with closing(stream):
             _write(stream, progress, silent=as_json)
         note(summary(stream.reply))
+        note(stream.reply.method.note)
         return stream.reply
 
 

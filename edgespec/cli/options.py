@@ -205,8 +205,8 @@ def drafting_options(*, remember: bool = False) -> Decorator:
                   help="A text file, or a folder of them, that method suffix guesses from: the code you edit,"
                        " for instance."),
         _drafting("--remember/--no-remember", default=remember,
-                  help="Keep replies on this machine, readable by you only, so that method suffix guesses from"
-                       " them later."),
+                  help="Keep replies on this machine, readable by you only, so that method suffix guesses"
+                       " from them later."),
         _drafting("--learn", is_flag=True, show_default=False,
                   help="Train an MLX draft between replies on what it guessed wrong."),
     ])  # fmt: skip

@@ -155,10 +155,6 @@ class CombinedDrafter(Drafter):
     def note(self) -> str:
         return "; ".join(note for drafter in self._drafters if (note := drafter.note()))
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
-        for drafter in self._drafters:
-            drafter.rest(wanted)
-
     def interrupt(self, wanted: bool) -> None:
         for drafter in self._drafters:
             drafter.interrupt(wanted)

@@ -91,7 +91,7 @@ class WindowedModel:
         self.facts: ModelFacts = replace(
             inner,
             context_tokens=context_tokens,
-            capabilities=replace(able, max_width=min(able.max_width, spare)),
+            capabilities=replace(able, max_width=min(able.max_width, spare), learns=False),
         )
         # So many tokens the inner cache may hold when a round begins.
         self._most = window.sink_tokens + window.window_tokens + window.slack_tokens

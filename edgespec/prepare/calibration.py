@@ -1,13 +1,18 @@
-"""A short text to measure a model on."""
+"""A short text to measure a model on: a request, and what the model itself says to it."""
 
 from __future__ import annotations
 
-from edgespec.backends.base import Vocabulary
+from collections.abc import Sequence
+
+import numpy as np
+
+from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
+from edgespec.engine.tree import TokenTree
 from edgespec.errors import TemplateError
 
-__all__ = ["calibration_tokens"]
+__all__ = ["calibration_tokens", "greedy_reply"]
 
 _TEXT = (
     "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
@@ -15,6 +20,7 @@ _TEXT = (
     " there or one that is no text, and say for each of them what the function should do instead."
 )
 _MOST_TOKENS = 128
+_REPLY_TOKENS = 96
 
 
 def calibration_tokens(vocabulary: Vocabulary) -> list[int]:
@@ -27,3 +33,18 @@ def calibration_tokens(vocabulary: Vocabulary) -> list[int]:
         except TemplateError:
             pass  # the bare text tells nearly as much
     return vocabulary.tokenize(_TEXT, special=False, start=True)[:_MOST_TOKENS]
+
+
+def greedy_reply(model: LanguageModel, request: Sequence[int]) -> list[int]:
+    """What a model with an empty cache says, as far as its context goes; both stay in its cache."""
+    model.prefill(request[:-1])
+    reply: list[int] = []
+    token = request[-1]
+    everything = np.arange(model.facts.vocab_size)
+    while len(reply) < _REPLY_TOKENS and model.room:
+        token = int(model.verify(TokenTree.chain(token)).at(0, everything).argmax())
+        model.commit(())
+        reply.append(token)
+        if model.vocabulary.is_end(token):
+            break
+    return reply

@@ -17,12 +17,12 @@ from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.between import hidden_states
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.prepare.calibration import calibration_tokens
+from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.gguf_parts import Source
 
 __all__ = ["Exit", "measure_exits"]
 
-_REPLY_TOKENS, _CONTEXT_TOKENS = 96, 256
+_CONTEXT_TOKENS = 256
 _MOST_DRAFTED = 8
 _REPEATS = 5
 _MOST_EXITS = 16
@@ -65,7 +65,7 @@ def measure_exits(
     model = load(str(path), path.name, options, progress)
     try:
         prompt = calibration_tokens(model.vocabulary)
-        reply = _greedy(model, prompt)
+        reply = greedy_reply(model, prompt)
         costs = _pass_costs(model, [*prompt, *reply])
     finally:
         model.close()
@@ -95,21 +95,6 @@ def measure_exits(
 def _candidates(layer_count: int) -> list[int]:
     step = -(-(layer_count - 1) // _MOST_EXITS)
     return list(range(step, layer_count, step))
-
-
-def _greedy(model: LanguageModel, prompt: Sequence[int]) -> list[int]:
-    """What the model says, and goes on to say after its end."""
-    model.prefill(prompt[:-1])
-    reply: list[int] = []
-    token = prompt[-1]
-    everything = np.arange(model.facts.vocab_size)
-    for _ in range(_REPLY_TOKENS):
-        token = int(model.verify(TokenTree.chain(token)).at(0, everything).argmax())
-        model.commit(())
-        reply.append(token)
-        if model.vocabulary.is_end(token):
-            break
-    return reply
 
 
 def _pass_costs(model: LanguageModel, tokens: Sequence[int]) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
+from edgespec.errors import ChatFileError
 from edgespec.tui.session import Session
 
 __all__ = ["Archive"]
@@ -37,6 +38,22 @@ class Archive:
             return await asyncio.to_thread(self._store.load, chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Remove one chat."""
+        """Remove one chat, and with it the replies that later chats would have guessed from.
+
+        Nobody knows any more which of those were said in it: all go.
+        """
         async with self._lock:
             await asyncio.to_thread(self._store.delete, chat_id)
+            await asyncio.to_thread(_forget_replies)
+
+
+def _forget_replies() -> None:
+    from edgespec.texts import forget_replies
+
+    try:
+        forget_replies()
+    except OSError as error:
+        raise ChatFileError(
+            f"the chat is deleted, but replies kept for guessing are not: {error.strerror or error}",
+            "delete the folder `replies` in edgespec's data folder",
+        ) from error

@@ -5,7 +5,7 @@ Source: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,7 @@ class Exit:
     """One place to leave.
 
     agreement: how often the best token is the whole model's. cost: a drafted token, in plain steps.
-    speed_up: the most to be expected over plain decoding, with `draft_length` tokens drafted a round, where
-    verifying them takes no longer than one step.
+    speed_up: what is to be expected over plain decoding, with `draft_length` tokens drafted a round.
     """
 
     exit_layer: int
@@ -57,16 +56,17 @@ class ExitTable:
         right = f"{right} {best.agreement:.0%} of the time"
         if not self.pays:
             return f"it was not trained for early exit and it will not pay: {right}"
-        return (
-            f"{right}: at most {best.speed_up:.2f} times as fast, {best.draft_length} tokens drafted a round"
-        )
+        return f"{right}: about {best.speed_up:.2f} times as fast, {best.draft_length} tokens drafted a round"
 
 
-def choose_exit(model: LanguageModel, tokens: Sequence[int]) -> ExitTable:
+def choose_exit(
+    model: LanguageModel, tokens: Sequence[int], first: int = 0, v: Callable[[int], float] = lambda _: 1.0
+) -> ExitTable:
     """Try every exit on a text, in one pass through the layers; the cache is left as it is.
 
-    tokens: 64 to 256 of ordinary text; they must fit the context. Raises CapabilityError where this model
-    cannot be left early, ContextFullError.
+    tokens: 64 to 256 of ordinary text, judged from `first` on; they must fit the context. v: what a pass of
+    so many rows costs, in plain steps. Raises CapabilityError where this model cannot be left early,
+    ContextFullError.
     """
     if not isinstance(model, MlxModel):
         raise CapabilityError(f"{model.facts.name} cannot be left early", "choose another method")
@@ -76,13 +76,16 @@ def choose_exit(model: LanguageModel, tokens: Sequence[int]) -> ExitTable:
     total = sum(lower) + head
     exits = []
     for layer in range(1, len(lower)):
-        agreement = float(np.mean(said[layer - 1] == said[-1]))
-        cost = (sum(lower[:layer]) + head) / total
-        speed_up, length = max((_speed_up(agreement, cost, k), k) for k in range(1, _LONGEST_DRAFT + 1))
-        exits.append(Exit(layer, agreement, cost, length, speed_up))
+        agreement = float(np.mean((said[layer - 1] == said[-1])[first:]))
+        below = sum(lower[:layer]) / total
+        # The pass that verifies goes on where the drafts left; the last of them has not run at all.
+        speed_up, length = max(
+            (
+                sum(agreement**i for i in range(k + 1))
+                / (k * (below + head / total) + below + (1 - below) * v(k + 1)),
+                k,
+            )
+            for k in range(1, _LONGEST_DRAFT + 1)
+        )
+        exits.append(Exit(layer, agreement, below + head / total, length, speed_up))
     return ExitTable(tuple(exits))
-
-
-def _speed_up(agreement: float, cost: float, draft_length: int) -> float:
-    """Tokens of a round over its cost: the drafts, and the pass that goes on where they left."""
-    return sum(agreement**i for i in range(draft_length + 1)) / (1 + draft_length * cost)

@@ -114,7 +114,7 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 def _method(method: MethodReport) -> Content:
     name = "plain decoding" if method.effective == "none" else method.effective
     asked = f" (asked for {method.requested})" if method.requested != method.effective else ""
-    reason = f"{method.reason}\n" if method.reason else ""
+    reason = "".join(f"{line}\n" for line in (method.reason, method.note) if line)
     return Content.assemble(_heading("Method"), f"{name}{asked}\n", (reason, "$muted"))
 
 
