@@ -21,8 +21,9 @@ def logs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def prepared_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests prepare does not end up among the user's."""
+    """What tests prepare, learn or save does not end up among the user's."""
     os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["EDGESPEC_DATA_DIR"] = str(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="session")

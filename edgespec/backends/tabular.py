@@ -24,6 +24,7 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.view import TargetView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
@@ -183,6 +184,10 @@ class TabularModel:
     def close(self) -> None:
         self._closed = True
 
+    def check_open(self) -> None:
+        """Raises ClosedError."""
+        self._check(0)
+
     def _check(self, more: int) -> None:
         if self._closed:
             raise ClosedError("the model is closed")
@@ -194,39 +199,24 @@ class TabularModel:
             raise CancelledError("cancelled")
 
 
-class _TabularView(TabularModel):
-    """A table near another one, on the other's tokens."""
+class _TabularView(TargetView[TabularModel]):
+    """A table near the target's, read after the target's tokens."""
 
     def __init__(self, target: TabularModel, noise: float) -> None:
+        super().__init__(target)
         random = np.random.default_rng(7)
         off = random.normal(0, noise, target._table.shape).astype(np.float32)
-        super().__init__(target._table + off, tree=target.facts.capabilities.tree)
-        self._target = target
-        self.facts = replace(target.facts, name=f"{target.facts.name} itself", weight_bytes=0)
-
-    @property
-    def length(self) -> int:
-        return self._target.length
-
-    @property
-    def room(self) -> int:
-        return self._target.room
+        facts = target.facts
+        self._near = TabularModel(
+            target._table + off, context_tokens=facts.context_tokens, tree=facts.capabilities.tree
+        )
+        self.vocabulary = target.vocabulary
+        self.facts = replace(facts, name=f"{facts.name} itself", weight_bytes=0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
-        self._tokens = list(self._target._tokens)
-        return super().verify(tree, first)
+        self._check()
+        self._near._tokens = list(self._target._tokens)
+        return self._near.verify(tree, first)
 
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        pass  # the target's tokens are its tokens
-
-    def commit(self, path: tuple[int, ...]) -> None:
-        pass
-
-    def truncate(self, length: int) -> None:
-        pass
-
-    def forget(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} drafts on the target's memory, which is left whole")
-
-    def close(self) -> None:
-        pass
+    def interrupt(self, wanted: bool) -> None:
+        self._near.interrupt(wanted)

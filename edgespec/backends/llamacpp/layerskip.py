@@ -300,6 +300,10 @@ class LayerSkipModel:
             library().llama_model_free(weights)
         gc.collect()
 
+    def check_open(self) -> None:
+        """Raises ClosedError."""
+        self._check(0)
+
     def _check(self, more: int) -> None:
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")

@@ -7,26 +7,26 @@ only, and its memory does not grow with the text (MagicDec, arXiv 2408.11049).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import psutil
 
-from edgespec.backends.base import LanguageModel, LoadOptions, LowBit, Progress, SelfDraft, Snapshot
+from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
-from edgespec.backends.llamacpp.lending import Lender
 from edgespec.backends.llamacpp.likeness import check_same_model
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
+from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, check_tokens_fit, check_weights_fit
+from edgespec.backends.view import TargetView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
 __all__ = ["LowBitView", "draft_at_low_bits"]
 
@@ -38,7 +38,7 @@ _WINDOW_STEP_TOKENS = 64
 _HANDED_TOKENS = 256
 
 
-def draft_at_low_bits(target: Lender, how: LowBit) -> LowBitView:
+def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
     """A view of `target` that drafts with the copy of `how`.
 
     Raises CapabilityError when this target cannot lend its memory or the file is no copy of it,
@@ -75,7 +75,7 @@ def draft_at_low_bits(target: Lender, how: LowBit) -> LowBitView:
         raise
 
 
-def _plan(target: Lender, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
+def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
     """A context of the target's kind, as large or as large as the window and what is drafted after it."""
     tokens = target.context.tokens
     if how.window_tokens is not None:
@@ -91,7 +91,7 @@ def _plan(target: Lender, weights: Any, how: LowBit, options: LoadOptions) -> Co
     return plan
 
 
-class LowBitView:
+class LowBitView(TargetView[TargetParts]):
     """The target as its own draft, with the weights of a low-bit copy.
 
     Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
@@ -99,11 +99,10 @@ class LowBitView:
     """
 
     def __init__(
-        self, target: Lender, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
+        self, target: TargetParts, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
     ) -> None:
-        self._target = target
+        super().__init__(target)
         self._weights = weights
-        self._closed = False
         self.vocabulary = target.vocabulary
         plan = _plan(target, weights, how, options)
         whole = how.window_tokens is None or plan.tokens == target.context.tokens
@@ -149,17 +148,6 @@ class LowBitView:
                 "make the copy again: edgespec prepare lowbit",
             )
         self._cells.cut(0)
-
-    @property
-    def length(self) -> int:
-        return self._target.length
-
-    @property
-    def room(self) -> int:
-        return self._target.room
-
-    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        pass  # what the target remembers is handed over
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -216,33 +204,6 @@ class LowBitView:
                 )
             self._cells.length = stop
 
-    def commit(self, path: tuple[int, ...]) -> None:
-        pass  # the target's own cells overwrite what was drafted
-
-    def truncate(self, length: int) -> None:
-        pass  # only the target can be cut back
-
-    def forget(self, start: int, end: int) -> None:
-        self._check()
-        raise CapabilityError(
-            f"{self.facts.name} has no memory of its own to take {end - start} tokens out of"
-        )
-
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.length, b"")
-
-    def restore(self, snapshot: Snapshot) -> None:
-        pass  # what the target remembers is handed over
-
-    def run_ahead(self, wanted: bool) -> None:
-        pass  # nothing runs in the background
-
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # nothing runs in the background
-
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} is a draft already and has no draft ({how})")
-
     def interrupt(self, wanted: bool) -> None:
         self._context.interrupt.wanted = wanted
 
@@ -253,8 +214,3 @@ class LowBitView:
         self._target.cells.unwatch(self._same)
         self._context.close()
         library().llama_model_free(self._weights)
-
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        self._target.check()

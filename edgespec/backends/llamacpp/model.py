@@ -20,13 +20,13 @@ from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.lending import Lender
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_context
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
+from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.replay import ReplayModel
 from edgespec.backends.room import check_tokens_fit
@@ -203,7 +203,7 @@ class LlamaCppModel:
         if not isinstance(how, LowBit):
             raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
         return draft_at_low_bits(
-            Lender(
+            TargetParts(
                 self._weights,
                 self._context,
                 self._cells,

@@ -148,9 +148,9 @@ class AttentionCache:
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
         """Which positions up to `end` the next pass may look at, as (first, after the last)."""
-        focus, before = self._shape.focus, self._shape.round_start
-        if focus and self.window is None and before > focus.sinks + focus.recent:
-            return [(0, focus.sinks), (before - focus.recent, end)]
+        near, before = self._shape.sink_window, self._shape.round_start
+        if near and self.window is None and before > near.sinks + near.recent:
+            return [(0, near.sinks), (before - near.recent, end)]
         return [(self._first_key(), end)]
 
     def _first_key(self) -> int:

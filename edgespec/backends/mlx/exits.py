@@ -70,9 +70,9 @@ def choose_exit(
     """
     if not isinstance(model, MlxModel):
         raise CapabilityError(f"{model.facts.name} cannot be left early", "choose another method")
-    model.shortcuts.check("layerskip", model.facts)
+    model.parts.check("layerskip", model.facts)
     said = model.best_by_exit(tokens)
-    lower, head = model.shortcuts.layer_bytes()
+    lower, head = model.parts.layer_bytes()
     total = sum(lower) + head
     exits = []
     for layer in range(1, len(lower)):

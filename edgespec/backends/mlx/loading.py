@@ -61,7 +61,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     )
     try:
         found = _probed(model, options)
-        model.shortcuts.missing = found.no_self_draft
+        model.parts.missing = found.no_self_draft
         _check_memory(checkpoint, context_tokens, found.kv_bytes_for, options)
         model.facts = replace(
             facts,

@@ -18,7 +18,7 @@ from edgespec.backends.base import Capabilities, LowBit
 from edgespec.backends.mlx.caches import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.shortcuts import Shortcut
+from edgespec.backends.mlx.parts import Part
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 
@@ -165,7 +165,7 @@ def _check_exit(model: MlxModel, expected: _Expected) -> str:
     if layers < 2:
         return "it has one layer"
     for exit_layer in {1, layers - 1}:
-        trouble = _check_shortcut(model, expected, model.shortcuts.leaving(exit_layer, model.facts.name))
+        trouble = _check_part(model, expected, model.parts.leaving(exit_layer, model.facts.name))
         if trouble:
             return trouble
     return ""
@@ -176,25 +176,25 @@ def _check_skipping(model: MlxModel, expected: _Expected) -> str:
     if layers < 3:
         return "it has no layers between the first and the last"
     skipped = range(1, layers - 1)
-    return _check_shortcut(model, expected, model.shortcuts.skipping(skipped, model.facts.name))
+    return _check_part(model, expected, model.parts.skipping(skipped, model.facts.name))
 
 
 def _check_low_bits(model: MlxModel, expected: _Expected) -> str:
-    low_bits = model.shortcuts.low_bits
+    low_bits = model.parts.low_bits
     if low_bits is None:
         return "it was loaded without low_bits"
     if not low_bits.weights:
         return "its weights have no fewer bits to be read at"
-    return _check_shortcut(model, expected, model.shortcuts.lowered(LowBit(), model.facts.name))
+    return _check_part(model, expected, model.parts.lowered(LowBit(), model.facts.name))
 
 
-def _check_shortcut(model: MlxModel, expected: _Expected, shortcut: Shortcut) -> str:
+def _check_part(model: MlxModel, expected: _Expected, part: Part) -> str:
     """The target does not notice a round drafted before its own, of which it may take over a part."""
     tokens, what = expected.tokens, "drafting for itself"
     model.truncate(0)
     model.prefill(tokens[:2])
     for width in (1, 2, 3):  # the last guess is wrong
-        model.draft(shortcut, TokenTree.chain(tokens[2], [tokens[3], tokens[6]][: width - 1]), width - 1)
+        model.draft(part, TokenTree.chain(tokens[2], [tokens[3], tokens[6]][: width - 1]), width - 1)
     logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
     trouble = _differs(model, what, logits, [0, 1, 2], expected, [2, 3, 4])
     model.commit((1, 2))
@@ -203,7 +203,7 @@ def _check_shortcut(model: MlxModel, expected: _Expected, shortcut: Shortcut) ->
     model.truncate(2)
     nodes, parents = (tokens[2], tokens[6], tokens[3], tokens[7], tokens[4]), (-1, 0, 0, 1, 2)
     for first, end in ((0, 1), (1, 3), (3, 5)):
-        model.draft(shortcut, TokenTree(nodes[:end], parents[:end], (None,) * end), first)
+        model.draft(part, TokenTree(nodes[:end], parents[:end], (None,) * end), first)
     logits = model.verify(TokenTree((*nodes, tokens[5]), (*parents, 4), (None,) * 6))
     trouble = _differs(model, what, logits, [0, 2, 4, 5], expected, [2, 3, 4, 5])
     model.commit((2, 4, 5))

@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-__all__ = ["Focus", "PassShape", "let_ropes_follow"]
+__all__ = ["PassShape", "SinkWindow", "let_ropes_follow"]
 
 
 @dataclass(frozen=True, slots=True)
-class Focus:
+class SinkWindow:
     """So many first and so many last tokens (StreamingLLM, arXiv 2309.17453)."""
 
     sinks: int
@@ -28,7 +28,7 @@ class PassShape:
     positions: absolute positions of the pass's tokens, or None for a chain, where they follow from the
     cache. known: positions of all rows of the round so far, this pass's included. visible: for each token
     of the pass, which rows of the round it sees.
-    focus: of the rows before the round, layers that look back all the way see the first `sinks` and the
+    sink_window: of the rows before the round, layers that look back all the way see the first `sinks` and the
     last `recent` only; None is all. scratch: what the pass computes is not kept in the caches.
     """
 
@@ -37,7 +37,7 @@ class PassShape:
     known: list[int] = field(default_factory=list)
     visible: list[list[bool]] = field(default_factory=list)
     offsets: mx.array | None = None
-    focus: Focus | None = None
+    sink_window: SinkWindow | None = None
     scratch: bool = False
 
     def chain(self, round_start: int) -> None:

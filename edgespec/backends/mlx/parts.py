@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SelfDraft
 from edgespec.backends.mlx.layers import LayerList, LeftOut
 from edgespec.backends.mlx.lowbit import LowBits
-from edgespec.backends.mlx.shape import Focus, PassShape
+from edgespec.backends.mlx.shape import PassShape, SinkWindow
 from edgespec.errors import CapabilityError, OptionError
 
-__all__ = ["ExitShortcut", "LowBitShortcut", "Shortcut", "Shortcuts", "SkipShortcut"]
+__all__ = ["ExitPart", "LowBitPart", "Part", "Parts", "SkipPart"]
 
 
-class Shortcut(ABC):
+class Part(ABC):
     """One way to draft with the target's weights and memory.
 
     runs_ahead: the hint of `LanguageModel.run_ahead`.
@@ -44,7 +44,7 @@ class Shortcut(ABC):
         """The round is over."""
 
 
-class SkipShortcut(Shortcut):
+class SkipPart(Part):
     """Without some layers."""
 
     def __init__(self, layers: LayerList, skipped: frozenset[int]) -> None:
@@ -56,26 +56,26 @@ class SkipShortcut(Shortcut):
         return self._list.replaced(self._left)
 
 
-class LowBitShortcut(Shortcut):
-    """With fewer bits of the weights; where a focus is given, with the first and last cached tokens only."""
+class LowBitPart(Part):
+    """With fewer bits of the weights; where a window is given, with the first and last cached tokens only."""
 
-    def __init__(self, low_bits: LowBits, shape: PassShape, focus: Focus | None) -> None:
+    def __init__(self, low_bits: LowBits, shape: PassShape, sink_window: SinkWindow | None) -> None:
         super().__init__()
         self._low_bits = low_bits
         self._shape = shape
-        self._focus = focus
+        self._window = sink_window
 
     @contextmanager
     def drafting(self, first: int) -> Iterator[None]:  # noqa: ARG002
-        self._shape.focus = self._focus
+        self._shape.sink_window = self._window
         try:
             with self._low_bits.lowered():
                 yield
         finally:
-            self._shape.focus = None
+            self._shape.sink_window = None
 
 
-class ExitShortcut(Shortcut):
+class ExitPart(Part):
     """With the layers below `exit_layer`, the norm and the head.
 
     What those layers said of each node is kept, so that the target can go on from there.
@@ -121,7 +121,7 @@ def _bytes(module: Any) -> int:
     return sum(weight.nbytes for _, weight in weights)
 
 
-class Shortcuts:
+class Parts:
     """Makes them for one loaded model.
 
     low_bits: None where it was not made ready for fewer. missing: why a way of `Capabilities.self_drafts`
@@ -151,8 +151,8 @@ class Shortcuts:
         rest = _bytes(self._net) - sum(layers)
         return layers, rest - tables if rest >= 2 * tables else rest
 
-    def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[Shortcut, str, int]:
-        """A shortcut, what it is called, and the bytes kept for it alone.
+    def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[Part, str, int]:
+        """A part, what it is called, and the bytes kept for it alone.
 
         Raises CapabilityError where it is not exact or not there, OptionError for layers that are not there.
         """
@@ -176,7 +176,7 @@ class Shortcuts:
                 f"{facts.name} cannot draft for itself by {way}: {why}", "choose another method"
             )
 
-    def leaving(self, exit_layer: int, name: str) -> ExitShortcut:
+    def leaving(self, exit_layer: int, name: str) -> ExitPart:
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         if not 1 <= exit_layer <= last:
@@ -184,9 +184,9 @@ class Shortcuts:
                 f"{name} has {last + 1} layers and cannot be left after {exit_layer}",
                 f"choose an exit from 1 to {last}",
             )
-        return ExitShortcut(layers, exit_layer)
+        return ExitPart(layers, exit_layer)
 
-    def skipping(self, skipped: Collection[int], name: str) -> SkipShortcut:
+    def skipping(self, skipped: Collection[int], name: str) -> SkipPart:
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         for layer in skipped:
@@ -194,20 +194,20 @@ class Shortcuts:
                 raise OptionError(
                     f"layer {layer} of {name} cannot be skipped", f"choose layers from 1 to {last - 1}"
                 )
-        return SkipShortcut(layers, frozenset(skipped))
+        return SkipPart(layers, frozenset(skipped))
 
-    def lowered(self, how: LowBit, name: str) -> LowBitShortcut:
+    def lowered(self, how: LowBit, name: str) -> LowBitPart:
         if how.copy is not None:
             raise CapabilityError(
                 f"{name} holds both precisions itself and takes no copy", "leave the copy out"
             )
-        focus = None
+        window = None
         if how.window_tokens is not None:
             if how.window_tokens < 1 or how.sink_tokens < 0:
                 raise OptionError(
                     f"a window of {how.sink_tokens} first and {how.window_tokens} last tokens is none",
                     "choose at least one last token",
                 )
-            focus = Focus(how.sink_tokens, how.window_tokens)
+            window = SinkWindow(how.sink_tokens, how.window_tokens)
         assert self.low_bits is not None
-        return LowBitShortcut(self.low_bits, self._shape, focus)
+        return LowBitPart(self.low_bits, self._shape, window)

@@ -10,12 +10,12 @@ from edgespec.backends.base import LoadOptions, ModelFacts, Vocabulary
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 
-__all__ = ["Lender"]
+__all__ = ["TargetParts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Lender:
-    """The parts of a loaded model. check: raises ClosedError when they are gone."""
+class TargetParts:
+    """The parts of a loaded target. check_open: raises ClosedError when they are gone."""
 
     weights: Any
     context: LlamaContext
@@ -24,7 +24,7 @@ class Lender:
     options: LoadOptions
     facts: ModelFacts
     vocabulary: Vocabulary
-    check: Callable[[], None]
+    check_open: Callable[[], None]
 
     @property
     def length(self) -> int:

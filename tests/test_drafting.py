@@ -1,0 +1,175 @@
+"""From options to drafters: what is asked for is made, what is missing says how to get it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.prepare.lowbit import prepare_lowbit
+
+PROMPT = "How do I list files by size?"
+LENGTH = 24
+
+
+def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: Any) -> list[edgespec.Reply]:
+    """The replies by these methods, which say what plain decoding says."""
+    how: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "temperature": 0.8} | options
+    plain = runtime.generate(PROMPT, method="none", **how)
+    replies = [runtime.generate(PROMPT, method=method, **how) for method in methods]
+    for reply in replies:
+        assert reply.tokens == plain.tokens, reply.method
+    return replies
+
+
+class TestAsked:
+    def test_what_costs_nothing_is_always_there(self) -> None:
+        with edgespec.load("demo", context=512) as runtime:
+            assert runtime.drafters == ("model", "suffix", "ngram")
+            same_as_plain(runtime, ["suffix", "model+suffix", "model+suffix+ngram"])
+
+    @pytest.mark.parametrize("name", ["lookahead", "layerskip", "lowbit", "swift"])
+    def test_what_was_not_asked_for_says_how_to_ask(self, name: str) -> None:
+        with (
+            edgespec.load("demo", "none", context=512) as runtime,
+            pytest.raises(OptionError, match=f"{name} was not asked for .*; load with --method {name}"),
+        ):
+            runtime.generate(PROMPT, method=name)
+
+    @pytest.mark.parametrize(
+        ("name", "step"),
+        [
+            ("layerskip", "run `edgespec prepare layerskip demo` once"),
+            ("lowbit", "run `edgespec prepare lowbit demo` once"),
+            ("swift", "that takes an MLX model"),
+        ],
+    )
+    def test_what_is_missing_says_what_helps(self, name: str, step: str) -> None:
+        with pytest.raises(OptionError, match=step):
+            edgespec.load("demo", "none", context=512, method=name)
+
+    def test_a_combination_is_made_once(self) -> None:
+        with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
+            drafters = runtime._session.drafters
+            assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
+
+    def test_two_self_drafts_are_refused(self) -> None:
+        with pytest.raises(OptionError, match="one memory in 2 ways; name one of layerskip, lowbit"):
+            edgespec.load("demo", method="layerskip+lowbit")
+
+    def test_lookahead_tells_what_it_does(self) -> None:
+        with edgespec.load("demo", "none", context=512, method="lookahead") as runtime:
+            (reply,) = same_as_plain(runtime, ["lookahead"], draft_length=8)
+        assert "lookahead" in reply.method.note
+
+    def test_trees_that_pay(self) -> None:
+        with edgespec.load("demo", context=512, draft_branches="auto") as runtime:
+            same_as_plain(runtime, ["model", "auto"], draft_length=8)
+
+
+class TestPrepared:
+    def test_early_exit(self, demo_target: Path) -> None:
+        prepared = prepare_layerskip(demo_target, 4)
+        with edgespec.load("demo", "none", context=512, method="layerskip") as runtime:
+            alone, together = same_as_plain(runtime, ["layerskip", "layerskip+suffix"])
+            assert runtime.target.path == str(prepared.folder)
+        assert alone.stats.accepted_tokens
+        assert alone.stats.draft_weight_bytes == alone.stats.draft_kv_bytes == 0
+        assert together.stats.accepted_tokens
+        with edgespec.load(str(prepared.folder), context=512, methods=("layerskip",)) as runtime:
+            same_as_plain(runtime, ["layerskip", "ngram"], temperature=0.0)
+        (prepared.folder / "lower.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ModelFileError, match="damaged"):
+            edgespec.load("demo", "none", method="layerskip")
+        with edgespec.load("demo", "none", context=512, method="ngram") as runtime:
+            same_as_plain(runtime, ["ngram"])
+
+    def test_fewer_bits(self, demo_target: Path) -> None:
+        prepared = prepare_lowbit(demo_target, "Q4_0")
+        with edgespec.load("demo", "none", context=512, method="lowbit", draft_window=64) as runtime:
+            alone, together = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
+        assert alone.stats.draft_weight_bytes == prepared.facts["weight_bytes"]
+        assert alone.stats.accepted_tokens
+        assert together.stats.accepted_tokens
+
+    def test_another_model_of_the_same_name(self, demo_target: Path, tmp_path: Path) -> None:
+        model = tmp_path / "model.gguf"
+        data = demo_target.read_bytes()
+        model.write_bytes(data)
+        prepare_lowbit(model, "Q4_0")
+        model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(ModelFileError, match="changed"):
+            edgespec.load(str(model), "none", method="lowbit")
+
+
+class TestMlx:
+    def test_every_self_draft(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load("demo-mlx", "none", context=256, method="lowbit") as runtime:
+            same_as_plain(runtime, ["lowbit"])
+        with edgespec.load(
+            "demo-mlx", "none", context=256, methods=("layerskip", "swift"), exit_layer=4
+        ) as runtime:
+            early, swift = same_as_plain(runtime, ["layerskip", "swift"])
+        assert early.stats.accepted_tokens
+        assert early.stats.draft_weight_bytes == 0
+        assert swift.method.note
+
+    def test_an_exit_that_is_not_there(self) -> None:
+        pytest.importorskip("mlx.core")
+        with pytest.raises(OptionError, match="12"):
+            edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=12)
+
+    def test_learning_takes_an_mlx_draft(self) -> None:
+        with pytest.raises(OptionError, match="cannot learn"):
+            edgespec.load("demo", "demo-draft", context=256, learn=True)
+        with pytest.raises(OptionError, match="no draft model that could learn"):
+            edgespec.load("demo", "none", context=256, learn=True)
+
+    def test_a_draft_that_learns(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load("demo-mlx", "demo-mlx-draft", context=256, learn=True) as runtime:
+            same_as_plain(runtime, ["model", "model+ngram"])
+
+
+class TestTexts:
+    def test_a_corpus_is_guessed_from(self, tmp_path: Path) -> None:
+        with edgespec.load("demo", "none", context=512) as runtime:
+            said = runtime.generate(PROMPT, temperature=0.0, max_tokens=60)
+            (without,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
+        (tmp_path / "notes.txt").write_text(said.text, encoding="utf-8")
+        with edgespec.load("demo", "none", context=512, corpus=str(tmp_path)) as runtime:
+            (found,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
+        assert found.stats.target_passes < without.stats.target_passes
+        assert "tokens of other texts" in found.method.note
+
+    def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match="missing"):
+            edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"draft_branches": "some"},
+            {"draft_window": -1},
+            {"draft_sinks": -1},
+            {"exit_layer": 0},
+            {"draft_confidence": 1.0},
+            {"methods": ("modle",)},
+        ],
+    )
+    def test_nonsense_is_refused(self, options: dict[str, Any]) -> None:
+        with pytest.raises(OptionError):
+            edgespec.load("demo", **options)
+
+    def test_a_window_on_the_draft(self) -> None:
+        with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
+            assert "sees the first 2 and the last 24 tokens" in runtime.target.notice
+            same_as_plain(runtime, ["model"], max_tokens=60)
