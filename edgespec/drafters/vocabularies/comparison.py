@@ -45,9 +45,9 @@ class Comparison:
     @property
     def explanation(self) -> str:
         """One line about what the difference means; empty when there is none."""
-        share = f"{100 * self.shared_share:.0f} % of {self.target_name}'s tokens"
-        if self.way == "same":
+        if self.translation is None:
             return ""
+        share = _share(self.translation, self.target_name)
         if self.way == "retokenised":
             return (
                 f"{self.draft_name} has only {share}: its text is put into the target's tokens, so expect"
@@ -58,6 +58,15 @@ class Comparison:
             f"{self.draft_name} has {share}, under other ids: only those are drafted"
             f"{less if self.shared_share < _POOR_BELOW else ''}"
         )
+
+
+def _share(translation: Translation, target_name: str) -> str:
+    """How many of the target's tokens a draft has: in percent, and counted where that would say none or all."""
+    shared, total = len(translation.targets), translation.target_tokens
+    percent = round(100 * shared / total)
+    if percent * total != 100 * shared and percent in (0, 100):
+        return f"{shared:,} of {target_name}'s {total:,} tokens"
+    return f"{percent} % of {target_name}'s tokens"
 
 
 def compare(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> Comparison:
