@@ -61,12 +61,15 @@ class Comparison:
 
 
 def _share(translation: Translation, target_name: str) -> str:
-    """How many of the target's tokens a draft has: in percent, and counted where that would say none or all."""
+    """How many of the target's tokens a draft has; never rounded to all of them, or to none."""
     shared, total = len(translation.targets), translation.target_tokens
     percent = round(100 * shared / total)
-    if percent * total != 100 * shared and percent in (0, 100):
-        return f"{shared:,} of {target_name}'s {total:,} tokens"
-    return f"{percent} % of {target_name}'s tokens"
+    said = f"{percent} %"
+    if percent == 100 and shared < total:
+        said = f"all but {total - shared:,}"
+    elif percent == 0:
+        said = f"{shared:,}"
+    return f"{said} of {target_name}'s tokens"
 
 
 def compare(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> Comparison:
