@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import ModelFacts
-from edgespec.chat.store import data_folder
-from edgespec.texts.files import reason_of, write_private
+from edgespec.files import data_folder, private_folder, reason_of, write_private
 
 __all__ = ["LearntFile", "identity_of"]
 
@@ -66,6 +65,7 @@ class LearntFile:
         named: dict[str, Any] = {**values, "header": np.array(self._header)}
         np.savez(payload, **named)
         try:
+            private_folder(self.path.parent)
             write_private(self.path, payload.getvalue())
             self.notice = ""
         except OSError as error:

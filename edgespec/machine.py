@@ -16,6 +16,7 @@ from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendMissingError
+from edgespec.files import log_folder
 from edgespec.memory import available_bytes
 
 __all__ = ["Folders", "LlamaCpp", "Machine", "Mlx", "inspect_machine"]
@@ -147,12 +148,11 @@ def _mlx() -> Mlx:
 
 
 def _folders() -> Folders:
-    import platformdirs
     from huggingface_hub import constants
 
     return Folders(
         models=Path(constants.HF_HUB_CACHE),
         chats=ChatStore().folder,
-        logs=platformdirs.user_log_path("edgespec", appauthor=False),
+        logs=log_folder(),
         aliases=user_aliases_path(),
     )

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from edgespec.chat.message import Message, Role
 from edgespec.errors import ChatFileError
+from edgespec.files import data_folder, reason_of, write_private
 
-__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "data_folder", "title_of"]
+__all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 
 Setting = str | int | float | bool | list[str]
 """What one sampling setting may hold in a chat file."""
@@ -31,15 +29,6 @@ _MAX_TITLE = 60
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
-
-
-def data_folder() -> Path:
-    """Where edgespec keeps what a user made: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
-    if chosen := os.environ.get("EDGESPEC_DATA_DIR"):
-        return Path(chosen).expanduser()
-    from platformdirs import user_data_dir
-
-    return Path(user_data_dir("edgespec", appauthor=False))
 
 
 def title_of(messages: Sequence[Message]) -> str:
@@ -112,22 +101,11 @@ class ChatStore:
         # Lone surrogates can reach us through a paste; they have no UTF-8 form.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
         payload = text.encode("utf-8", "replace") + b"\n"
-        temporary: str | None = None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # mkstemp makes the file readable by its owner only, and os.replace keeps that.
-            handle, temporary = tempfile.mkstemp(dir=self.folder, prefix=f".{chat.id}.", suffix=".tmp")
-            with os.fdopen(handle, "wb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            write_private(path, payload)
         except OSError as error:
-            if temporary is not None:
-                with suppress(OSError):
-                    os.unlink(temporary)
             raise ChatFileError(
-                f"cannot save the chat to {path}: {_reason(error)}",
+                f"cannot save the chat to {path}: {reason_of(error)}",
                 "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
             ) from error
         return path
@@ -143,7 +121,7 @@ class ChatStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {_reason(error)}", "check the permissions of its folder"
+                f"cannot delete {path}: {reason_of(error)}", "check the permissions of its folder"
             ) from error
 
     def list(self) -> list[StoredChat]:
@@ -154,7 +132,7 @@ class ChatStore:
             return []
         except OSError as error:
             raise ChatFileError(
-                f"cannot list the chats in {self.folder}: {_reason(error)}",
+                f"cannot list the chats in {self.folder}: {reason_of(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
             ) from error
         return sorted(
@@ -191,7 +169,7 @@ def read_chat(path: Path) -> SavedChat:
         raise ChatFileError(f"there is no saved chat at {path}", "pick one from the list of chats") from None
     except OSError as error:
         raise ChatFileError(
-            f"cannot read {path.name}: {_reason(error)}", f"check the permissions of {path}"
+            f"cannot read {path.name}: {reason_of(error)}", f"check the permissions of {path}"
         ) from error
     except UnicodeDecodeError as error:
         raise _broken(path, f"it is not UTF-8 text (byte {error.start})") from None
@@ -289,7 +267,3 @@ def _broken(path: Path, why: str) -> ChatFileError:
 def _kind(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "missing"}
     return names.get(type(value), "a number")
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or type(error).__name__).lower()

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
+from edgespec.files import cache_folder, replacing, sync
 from edgespec.prepare.records import FileRecord, record, same_sample
 from edgespec.prepare.sources import source_files
 
@@ -74,11 +75,7 @@ class Prepared:
 
 def store_folder() -> Path:
     """Where prepared things are kept: in `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder."""
-    if chosen := os.environ.get("EDGESPEC_CACHE_DIR"):
-        return Path(chosen).expanduser() / "prepared"
-    from platformdirs import user_cache_path
-
-    return user_cache_path("edgespec", appauthor=False) / "prepared"
+    return cache_folder() / "prepared"
 
 
 def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared | None:
@@ -195,10 +192,8 @@ class Workbench:
                 if record([path], f"checking {name}", progress)[0] == known:
                     return path
             del self._finished[name]
-        growing = path.with_suffix(path.suffix + ".tmp")
-        write(growing)
-        _sync(growing)
-        growing.replace(path)
+        with replacing(path) as growing:
+            write(growing)
         self._finished[name] = record([path], f"checking {name}", progress)[0]
         self._save()
         return path
@@ -315,9 +310,9 @@ def _make(
         if leftover.name not in finished:
             leftover.unlink()
     _write_json(partial / MANIFEST, manifest)
-    _sync(partial)
+    sync(partial)
     partial.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     return prepared
 
 
@@ -370,9 +365,8 @@ def _point(kind: Kind, prepared: Prepared) -> None:
     name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
     entry = store_folder() / kind / name
     entry.parent.mkdir(parents=True, exist_ok=True)
-    growing = entry.with_suffix(".tmp")
-    growing.write_text(str(prepared.folder), encoding="utf-8")
-    growing.replace(entry)
+    with replacing(entry) as growing:
+        growing.write_text(str(prepared.folder), encoding="utf-8")
 
 
 def _entry_name(source: Path, settings: Settings) -> str:
@@ -386,24 +380,8 @@ def _absolute(path: Path) -> Path:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    growing = path.with_suffix(".tmp")
-
     def plain(part: Any) -> Any:
         return part.to_json() if isinstance(part, FileRecord) else list(part)
 
-    growing.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")
-    _sync(growing)
-    growing.replace(path)
-
-
-def _sync(path: Path) -> None:
-    """Make sure the disk has it; folders cannot be asked everywhere."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        with suppress(OSError):
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+    with replacing(path) as growing:
+        growing.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")

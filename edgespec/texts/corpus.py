@@ -16,7 +16,7 @@ import numpy as np
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.drafters.text import Tokens
 from edgespec.errors import CancelledError, OptionError
-from edgespec.texts.files import cache_folder, reason_of, write_private
+from edgespec.files import cache_folder, private_folder, reason_of, write_private
 
 __all__ = ["Corpus", "read_corpus"]
 
@@ -192,6 +192,7 @@ class _Cache:
             "files": [(key, len(tokens)) for key, tokens in texts.items()],
         }
         try:
+            private_folder(self._path.parent)
             write_private(self._path, json.dumps(head).encode() + b"\n" + payload)
             caches = sorted(self._path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
             for path in caches[_MOST_CACHES:]:

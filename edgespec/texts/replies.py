@@ -16,9 +16,8 @@ from zlib import crc32
 
 import numpy as np
 
-from edgespec.chat.store import data_folder
 from edgespec.drafters.text import Tokens
-from edgespec.texts.files import private_folder, reason_of, write_private
+from edgespec.files import data_folder, private_folder, reason_of, write_private
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from edgespec.files import write_private
 
 __all__ = ["Preferences"]
 
@@ -37,8 +37,4 @@ class Preferences:
     def write(self, path: Path) -> None:
         """Keep them, if that is possible: a full disk must not disturb the chat."""
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".preferences.", suffix=".tmp")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(asdict(self), file)
-            os.replace(temporary, path)
+            write_private(path, json.dumps(asdict(self)).encode())

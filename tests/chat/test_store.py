@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.chat.message import Message
-from edgespec.chat.store import ChatStore, SavedChat, data_folder, title_of
+from edgespec.chat.store import ChatStore, SavedChat, title_of
 from edgespec.errors import ChatFileError
 
 NOON = datetime(2025, 3, 1, 12, 0, tzinfo=UTC)
@@ -188,9 +188,6 @@ def test_the_title_comes_from_the_first_user_message() -> None:
     assert len(title_of((Message("user", "x" * 200),))) == 60
 
 
-def test_the_data_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_chats_are_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
-    assert data_folder() == tmp_path
     assert ChatStore().folder == tmp_path / "chats"
-    monkeypatch.delenv("EDGESPEC_DATA_DIR")
-    assert "edgespec" in str(data_folder())

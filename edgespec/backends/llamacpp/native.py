@@ -10,9 +10,8 @@ from logging.handlers import RotatingFileHandler
 from types import ModuleType
 from typing import Any
 
-import platformdirs
-
 from edgespec.errors import BackendMissingError
+from edgespec.files import log_folder
 
 __all__ = ["Interrupt", "library", "recent_errors"]
 
@@ -45,7 +44,8 @@ def _open_log() -> None:
     _LOG.propagate = False
     _LOG.setLevel(logging.INFO)
     try:
-        folder = platformdirs.user_log_path("edgespec", ensure_exists=True)
+        folder = log_folder()
+        folder.mkdir(parents=True, exist_ok=True)
         handler: logging.Handler = RotatingFileHandler(
             folder / "llamacpp.log", maxBytes=1_000_000, backupCount=1, delay=True, encoding="utf-8"
         )

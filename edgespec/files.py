@@ -1,0 +1,103 @@
+"""The folders edgespec keeps its own files in, and files that are written in one step: whole or not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = [
+    "cache_folder",
+    "data_folder",
+    "log_folder",
+    "private_folder",
+    "reason_of",
+    "replacing",
+    "sync",
+    "write_private",
+]
+
+
+def data_folder() -> Path:
+    """Where edgespec keeps what a user made: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
+    if chosen := os.environ.get("EDGESPEC_DATA_DIR"):
+        return Path(chosen).expanduser()
+    from platformdirs import user_data_path
+
+    return user_data_path("edgespec", appauthor=False)
+
+
+def cache_folder() -> Path:
+    """Where edgespec keeps what it can make again: `$EDGESPEC_CACHE_DIR`, or the platform's cache folder."""
+    if chosen := os.environ.get("EDGESPEC_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("edgespec", appauthor=False)
+
+
+def log_folder() -> Path:
+    """Where the log of llama.cpp is."""
+    from platformdirs import user_log_path
+
+    return user_log_path("edgespec", appauthor=False)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder that only its owner may enter, or make it such a one. Raises OSError."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def write_private(path: Path, payload: bytes) -> None:
+    """Put `payload` where older content may be, for its owner's eyes only. Raises OSError.
+
+    A folder that has to be made for it is private, too; one that is there is left as it is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # mkstemp makes the file readable by its owner only, and os.replace keeps that.
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place when the block ends well. Raises OSError.
+
+    One writer at a time: what a block that failed has written stays until the next one.
+    """
+    growing = path.with_name(f"{path.name}.tmp")
+    yield growing
+    sync(growing)
+    growing.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Make sure the disk has a file or folder; folders cannot be asked everywhere."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def reason_of(error: Exception) -> str:
+    """What the system said, in its words."""
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return (said or type(error).__name__).lower()

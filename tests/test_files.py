@@ -1,0 +1,81 @@
+"""Where files are kept, and how they are written: whole or not there, private ones for their owner only."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edgespec.files import cache_folder, data_folder, private_folder, replacing, write_private
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"), [("EDGESPEC_DATA_DIR", data_folder), ("EDGESPEC_CACHE_DIR", cache_folder)]
+)
+def test_a_folder_can_be_chosen(
+    variable: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert folder() == tmp_path
+    monkeypatch.setenv(variable, "~/elsewhere")
+    assert folder() == Path.home() / "elsewhere"
+    monkeypatch.delenv(variable)
+    assert "edgespec" in str(folder())
+
+
+def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    for payload in (b"first", b"second"):
+        write_private(path, payload)
+        assert path.read_bytes() == payload
+        assert mode(path) == 0o600
+    assert mode(path.parent) == 0o700
+
+
+def test_a_folder_that_is_there_is_made_private_only_when_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o755)
+    write_private(folder / "file", b"")
+    assert mode(folder) == 0o755
+    private_folder(folder)
+    assert mode(folder) == 0o700
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "file"
+    write_private(path, b"before")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_private(path, b"after")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"before"
+
+
+def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("before")
+
+    def write(text: str, error: Exception | None = None) -> None:
+        with replacing(path) as growing:
+            assert growing.parent == path.parent
+            growing.write_text(text)
+            if error:
+                raise error
+
+    with pytest.raises(ValueError, match="half-way"):
+        write("half", ValueError("half-way"))
+    assert path.read_text() == "before"
+    write("after")
+    assert path.read_text() == "after"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
