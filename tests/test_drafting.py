@@ -49,7 +49,10 @@ class TestAsked:
             ("swift", "that takes an MLX model"),
         ],
     )
-    def test_what_is_missing_says_what_helps(self, name: str, step: str) -> None:
+    def test_what_is_missing_says_what_helps(
+        self, name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         with pytest.raises(OptionError, match=step):
             edgespec.load("demo", "none", context=512, method=name)
 
@@ -93,7 +96,7 @@ class TestPrepared:
         prepared = prepare_lowbit(demo_target, "Q4_0")
         with edgespec.load("demo", "none", context=512, method="lowbit", draft_window=64) as runtime:
             alone, together = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
-        assert alone.stats.draft_weight_bytes == prepared.facts["weight_bytes"]
+        assert alone.stats.draft_weight_bytes == pytest.approx(prepared.facts["weight_bytes"], rel=1e-3)
         assert alone.stats.accepted_tokens
         assert together.stats.accepted_tokens
 
@@ -103,7 +106,7 @@ class TestPrepared:
         model.write_bytes(data)
         prepare_lowbit(model, "Q4_0")
         model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(ModelFileError, match="changed"):
+        with pytest.raises(ModelFileError, match="no longer the file"):
             edgespec.load(str(model), "none", method="lowbit")
 
 

@@ -14,7 +14,7 @@ from edgespec.cli.program import program
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^ {4}(?:[^|\n]*\| )?edgespec ([^|#\n]*)", README, re.MULTILINE)
-SHOWN = re.findall(r"`(edgespec [^`]*|scripts/[^` ]+[^`]*)`", README)
+SHOWN = re.findall(r"`(edgespec \w+ [^`]*|scripts/[^` ]+[^`]*)`", README)
 
 
 def test_there_are_commands_to_try() -> None:

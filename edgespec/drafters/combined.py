@@ -54,6 +54,7 @@ class CombinedDrafter(Drafter):
         self._plain_seconds = Mean()
         self._proposed_at: float | None = None
         self._asked: dict[int, TokenTree] = {}
+        self._last_token = 0
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -61,6 +62,7 @@ class CombinedDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._asked = {}
+        self._last_token = tokens[-1]
         for drafter in self._drafters:
             drafter.begin(tokens)
 
@@ -71,8 +73,15 @@ class CombinedDrafter(Drafter):
                 started = self._clock()
                 asked[i] = self._drafters[i].propose(sampler, acceptance, draft_length)
                 self._records[i].asked(asked[i], self._clock() - started)
+        tree = self._joined() if asked else TokenTree.chain(self._last_token)
+        self._proposed_at = self._clock()
+        return tree
+
+    def _joined(self) -> TokenTree:
+        """What was said, in one tree, as far as it pays."""
+        asked = self._asked
         chosen = sorted(asked) if self._can_branch else self._most_promising()
-        tree = trimmed(
+        return trimmed(
             merged([asked[i] for i in chosen]),
             [self._records[i].chances(asked[i]) for i in chosen],
             [self._drafters[i].lookup for i in chosen],
@@ -80,8 +89,6 @@ class CombinedDrafter(Drafter):
             self._curve,
             sum(self._cost(i) for i in chosen),
         )
-        self._proposed_at = self._clock()
-        return tree
 
     def _most_promising(self) -> list[int]:
         """The one whose chain is taken: one that was worth its passes, else the best lookup."""
@@ -149,6 +156,8 @@ class CombinedDrafter(Drafter):
             else:
                 record.fade()
         self._asked = {}
+        if tokens:
+            self._last_token = tokens[-1]
         for drafter in self._drafters:
             drafter.commit(tokens)
 

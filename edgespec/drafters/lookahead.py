@@ -111,9 +111,7 @@ class LookaheadDrafter(Drafter):
         self._trial: _Trial | None = None
         self._unlooked = 0
 
-    @property
-    def status(self) -> str:
-        """One line: what runs, or why nothing does."""
+    def note(self) -> str:
         if self._window is None:
             return f"lookahead is off: {self._why_off()}"
         line = f"lookahead runs {self._window} ({self._reckoning(self._window)})"

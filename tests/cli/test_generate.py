@@ -30,7 +30,7 @@ def test_json_holds_the_contract(run: Run) -> None:
     keys = {"text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats"}
     assert keys == reply.keys()
     assert reply["stats"].keys() >= STATS
-    assert reply["method"].keys() == {"requested", "effective", "reason"}
+    assert reply["method"].keys() == {"requested", "effective", "reason", "note"}
     assert (reply["target"], reply["draft"], reply["seed"]) == ("demo", "demo-draft", 7)
     assert reply["finish_reason"] in ("stop", "length")
     assert 0 < len(reply["tokens"]) <= 24

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> str:
 def test_json(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--json"))
     assert (report["target"], report["draft"], report["acceptance"]) == ("demo", "demo-draft", "invariant")
-    assert report["methods"].keys() == {"model", "ngram", "model+ngram"}
+    assert report["methods"].keys() == {"model", "suffix", "ngram", "model+ngram"}
     for method in report["methods"].values():
         assert method["prompts"] == 2
         assert method["identical"] + method["near_tie"] == 2
@@ -41,9 +41,9 @@ def test_table(run: Run, prompts: str) -> None:
     assert [line.split()[0] for line in lines[2:4]] == ["ngram", "model"]
 
 
-def test_without_a_draft_only_ngram_is_compared(run: Run, prompts: str) -> None:
+def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--draft", "none", "--json"))
-    assert report["methods"].keys() == {"ngram"}
+    assert report["methods"].keys() == {"suffix", "ngram"}
 
 
 class Verified:
@@ -83,7 +83,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sameness, "verify", verified)
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
-    assert asked["methods"] == ("model", "ngram", "model+ngram")
+    assert asked["methods"] == ("model", "suffix", "ngram", "model+ngram")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"]) == (5, "invariant")
     skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]

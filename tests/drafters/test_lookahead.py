@@ -154,7 +154,7 @@ class TestTables:
     def test_a_target_that_cannot_branch_gets_chains(self) -> None:
         target = table(1, tree=False)
         drafter = forced(Window(0, 3, 1), target.facts.capabilities)
-        assert "n-grams of the text only: made so" in drafter.status
+        assert "n-grams of the text only: made so" in drafter.note()
         with with_drafter(target, drafter) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
             expected = pair.generate(PROMPT, method="none", **asked)
@@ -441,7 +441,7 @@ class TestWhetherItPays:
 
     def test_off_where_every_row_costs(self) -> None:
         drafter = LookaheadDrafter(FREE, STEEP)
-        assert drafter.status.startswith(
+        assert drafter.note().startswith(
             "lookahead is off: no window is worth its rows here (7 rows cost 7.00"
         )
         assert self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 40) == [0] * 120
@@ -451,21 +451,21 @@ class TestWhetherItPays:
     )
     def test_off_where_no_window_fits(self, able: Capabilities) -> None:
         drafter = LookaheadDrafter(able, FLAT)
-        assert "more than the target takes" in drafter.status
+        assert "more than the target takes" in drafter.note()
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2]) == [0] * 4
 
     def test_off_where_the_draft_is_too_short_and_on_again(self) -> None:
         drafter = LookaheadDrafter(FREE, FLAT)
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=2) == [0] * 4
-        assert drafter.status == "lookahead is off: its smallest draft is 3 deep, the draft length 2"
+        assert drafter.note() == "lookahead is off: its smallest draft is 3 deep, the draft length 2"
         assert all(self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=3))
 
     def test_without_a_curve_it_is_off(self) -> None:
-        assert "is off" in LookaheadDrafter(FREE).status
+        assert "is off" in LookaheadDrafter(FREE).note()
 
     def test_on_where_rows_are_free(self) -> None:
         drafter = LookaheadDrafter(Capabilities(True, True, max_branches=8), FLAT)
-        assert drafter.status.startswith("lookahead runs W ")
+        assert drafter.note().startswith("lookahead runs W ")
         assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
 
     def test_luck_turns_it_off_and_on(self) -> None:
@@ -475,7 +475,7 @@ class TestWhetherItPays:
         drafted = self.rounds(drafter, [0], range(1, 600))
         assert drafted[0] > 0
         assert drafted[-1] == 0
-        assert "is off" in drafter.status
+        assert "is off" in drafter.note()
         drafted = self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 200)
         assert drafted[0] == 0
         assert drafted[-1] > 0

@@ -243,6 +243,13 @@ class TestManyReplies:
         )
     )
     def test_any_sequence(self, requests: list[tuple[str, str, int, float, str, int]]) -> None:
+        # What a combination drafts follows what came true before, and drawn tokens what was drafted.
+        requests = [
+            request
+            for request in requests
+            if (request[1], request[3], request[4]) != ("model+ngram", 1.0, "rejection")
+        ]
+
         def reply(pair: Runtime, request: tuple[str, str, int, float, str, int]) -> tuple[int, ...]:
             prompt, method, draft_length, temperature, acceptance, max_tokens = request
             return pair.generate(
