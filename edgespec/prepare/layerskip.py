@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp import layerskip as halves
 from edgespec.backends.llamacpp import load
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.exits import Exit, measure_exits
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
-from edgespec.prepare.sources import source_files
 from edgespec.prepare.store import Prepared, Workbench, check, find, make, unfinished
 
 __all__ = ["prepare_layerskip"]
@@ -45,7 +45,7 @@ def prepare_layerskip(
     or where no exit pays and none was named, ModelFileError (the file is no model, damaged, or does not
     fit the disk) and CancelledError.
     """
-    source = Source(source_files(path))
+    source = Source(gguf_files(path))
     _check_source(source, path)
     exits: tuple[Exit, ...] | None = None
     if exit_layer is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
+from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import OptionError
-from edgespec.prepare.sources import source_files
 from edgespec.prepare.store import Prepared, Workbench, find, make
 
 __all__ = ["DEFAULT_TYPE", "copy_path", "find_lowbit", "prepare_lowbit"]
@@ -33,7 +33,7 @@ def prepare_lowbit(
     from edgespec.backends.llamacpp.quantise import file_type, needs_matrix, quantise, quantised_size
 
     type_name = file_type(type_name)
-    source_bytes = sum(part.stat().st_size for part in source_files(path))
+    source_bytes = sum(part.stat().st_size for part in gguf_files(path))
     size = quantised_size(path, type_name)
     if size.needs_matrix:
         raise needs_matrix(type_name)

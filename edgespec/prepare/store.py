@@ -19,10 +19,10 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from edgespec.backends.base import Progress
+from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.files import cache_folder, replacing, sync
 from edgespec.prepare.records import FileRecord, record, same_sample
-from edgespec.prepare.sources import source_files
 
 __all__ = [
     "MANIFEST",
@@ -164,7 +164,7 @@ def check(prepared: Prepared, source: Path | None = None, *, full: bool = False)
             )
     if source is None:
         return
-    parts, known = source_files(source), prepared.source_records
+    parts, known = gguf_files(source), prepared.source_records
     changed = len(parts) != len(known) or not all(map(same_sample, parts, known))
     if changed or (full and [r.sha256 for r in record(parts, "checking")] != [r.sha256 for r in known]):
         raise ModelFileError(
@@ -218,7 +218,7 @@ def make(
     another folder's place) and CancelledError.
     """
     source = _absolute(source)
-    parts = source_files(source)
+    parts = gguf_files(source)
     folder = _absolute(to) if to is not None else store_folder() / kind / _entry_name(source, settings)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, recent_errors
@@ -25,32 +26,8 @@ _SMALL_MODEL_BYTES = 64 * 2**20
 
 
 def check_file(path: str) -> int:
-    """The size of a GGUF model in bytes, all its splits counted. Raises ModelFileError for anything else."""
-    file = Path(path)
-    try:
-        with file.open("rb") as stream:
-            magic = stream.read(4)
-        size = sum(part.stat().st_size for part in _splits(file))
-    except OSError as error:
-        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
-    if magic != b"GGUF":
-        begins = f"it begins with {magic!r}" if magic else "it is empty"
-        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "give the .gguf file of a model")
-    return size
-
-
-def _splits(file: Path) -> list[Path]:
-    match = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", file.name)
-    if not match:
-        return [file]
-    parts = [file.with_name(f"{match[1]}-{i:05}-of-{match[2]}.gguf") for i in range(1, int(match[2]) + 1)]
-    missing = [part.name for part in parts if not part.exists()]
-    if missing:
-        raise ModelFileError(
-            f"{len(missing)} of {len(parts)} parts are missing, first {missing[0]}",
-            f"put all parts into {file.parent}",
-        )
-    return parts
+    """The size of a GGUF model in bytes, all its parts counted. Raises ModelFileError for anything else."""
+    return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:

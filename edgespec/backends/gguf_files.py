@@ -1,0 +1,36 @@
+"""The files of a GGUF model: itself, or all the parts it is split into."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from edgespec.errors import ModelFileError
+
+__all__ = ["gguf_files"]
+
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """All parts of the model that `path` is, or is a part of. Raises ModelFileError where it is none."""
+    try:
+        with path.open("rb") as stream:
+            magic = stream.read(4)
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+    if magic != b"GGUF":
+        begins = f"it begins with {magic!r}" if magic else "it is empty"
+        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "give the .gguf file of a model")
+    match = _PART.fullmatch(path.name)
+    if not match:
+        return [path]
+    count = int(match[2])
+    parts = [path.with_name(f"{match[1]}-{i:05}-of-{count:05}{match[3]}") for i in range(1, count + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelFileError(
+            f"{len(missing)} of {len(parts)} parts are missing, first {missing[0]}",
+            f"put all parts into {path.parent}",
+        )
+    return parts
