@@ -9,22 +9,13 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
 from edgespec.catalog.hub_files import HubFile, repository_folder, snapshots
 from edgespec.errors import BackendMissingError, ModelFileError, ModelNotFoundError
 
 __all__ = ["cached_folder", "choose_folder_files", "lacking", "mlx_installed", "require_mlx"]
 
-_WEIGHTS = "model*.safetensors"  # what mlx-lm reads; the same weights may lie beside them in another form
 _OTHERS = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-_INDEX = "model.safetensors.index.json"
-_TOKENIZERS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-)
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -64,7 +55,7 @@ def lacking(folder: Path) -> list[str]:
     """
     # A link whose blob is gone does not exist, so an interrupted download is never taken for a model.
     names = {path.name for path in folder.iterdir() if path.is_file()}
-    listed = _listed_weights(folder / _INDEX) - names if _INDEX in names else set()
+    listed = _listed_weights(folder / WEIGHTS_INDEX) - names if WEIGHTS_INDEX in names else set()
     return list(dict.fromkeys([*_missing(names), *sorted(listed)]))
 
 
@@ -80,7 +71,7 @@ def cached_folder(cache: Path, repository: str) -> Path | None:
 
 
 def _is_weights(name: str) -> bool:
-    return fnmatchcase(name, _WEIGHTS)
+    return fnmatchcase(name, WEIGHTS)
 
 
 def _is_wanted(name: str) -> bool:
@@ -90,7 +81,7 @@ def _is_wanted(name: str) -> bool:
 def _missing(names: Iterable[str]) -> list[str]:
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
-    if not any(fnmatchcase(name, pattern) for name in names for pattern in _TOKENIZERS):
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
         missing.append("tokenizer.json")
     weights = sorted(name for name in names if _is_weights(name))
     if not weights:

@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
 from edgespec.errors import ModelFileError
 
 __all__ = ["StoredWeights", "check_adapter", "check_tokenizer", "check_weights", "read_config", "read_json"]
 
 _MOST_HEADER_BYTES = 100 * 2**20
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +72,7 @@ def read_json(folder: Path, file: str, hint: str = "download the model again") -
 
 def check_tokenizer(folder: Path) -> None:
     """Raises ModelFileError where no file holds a tokenizer."""
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise ModelFileError(f"{folder} has no tokenizer.json", "download the tokenizer's files as well")
 
 
@@ -111,8 +104,8 @@ def _stored(files: list[Path]) -> StoredWeights:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files mlx-lm reads. Raises ModelFileError when there are none, or fewer than the index names."""
-    found = sorted(folder.glob("model*.safetensors"))
-    index = folder / "model.safetensors.index.json"
+    found = sorted(folder.glob(WEIGHTS))
+    index = folder / WEIGHTS_INDEX
     if index.exists():
         shards = read_json(folder, index.name).get("weight_map")
         named = sorted({str(shard) for shard in shards.values()}) if isinstance(shards, dict) else []
