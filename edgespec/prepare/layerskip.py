@@ -17,7 +17,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.exits import Exit, measure_exits
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
-from edgespec.prepare.store import Prepared, Workbench, check, find, make, unfinished
+from edgespec.prepare.making import Workbench, make, unfinished
+from edgespec.prepare.store import Prepared, check, find
 
 __all__ = ["prepare_layerskip"]
 

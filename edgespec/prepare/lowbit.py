@@ -9,7 +9,8 @@ from typing import Any
 from edgespec.backends.base import Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import OptionError
-from edgespec.prepare.store import Prepared, Workbench, find, make
+from edgespec.prepare.making import Workbench, make
+from edgespec.prepare.store import Prepared, find
 
 __all__ = ["DEFAULT_TYPE", "copy_path", "find_lowbit", "prepare_lowbit"]
 

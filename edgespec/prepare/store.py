@@ -1,50 +1,40 @@
-"""The store of prepared files: a folder for each prepared thing, whole or not there.
-
-A folder is written beside its name and renamed when it is whole, so that one that has its name can be
-used. What an interrupted run had finished is kept for the next one.
-"""
+"""The store of prepared files: a folder for each prepared thing, whole or not there."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from edgespec.backends.base import Progress
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.files import cache_folder, replacing, sync
+from edgespec.errors import ModelFileError
+from edgespec.files import cache_folder
 from edgespec.prepare.records import FileRecord, record, same_sample
 
 __all__ = [
     "MANIFEST",
+    "VERSION",
     "Kind",
     "Prepared",
-    "Workbench",
+    "Settings",
+    "absolute",
     "check",
     "find",
-    "make",
     "read",
     "store_folder",
-    "unfinished",
 ]
 
 Kind: TypeAlias = Literal["layerskip", "lowbit"]
 Settings: TypeAlias = Mapping[str, str | int]
 
 MANIFEST = "edgespec.json"
-_JOURNAL = "journal.json"
-_VERSION = 1
+VERSION = 1
 _KINDS: tuple[Kind, ...] = ("layerskip", "lowbit")
-_WAIT_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +74,7 @@ def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared
     Neither the source nor the files are looked at: see `check`. A folder with a manifest that cannot be
     read counts as not there.
     """
-    source = _absolute(source)
+    source = absolute(source)
     found = []
     for entry in _entries(kind):
         with suppress(ModelFileError, OSError):
@@ -92,16 +82,6 @@ def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared
             if prepared.source == source and settings in (None, dict(prepared.settings)):
                 found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
     return max(found)[2] if found else None
-
-
-def unfinished(kind: Kind, source: Path) -> Settings | None:
-    """The settings of an interrupted run in the store that another one would go on with."""
-    for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            value = json.loads(journal.read_text(encoding="utf-8"))
-            if value["source"] == str(_absolute(source)):
-                return dict(value["settings"])
-    return None
 
 
 def _entries(kind: Kind) -> list[Path]:
@@ -121,9 +101,9 @@ def read(folder: Path) -> Prepared:
     path = folder / MANIFEST
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        if value["version"] != _VERSION:
+        if value["version"] != VERSION:
             raise ModelFileError(
-                f"{folder} was prepared in form {value['version']}, and this edgespec reads form {_VERSION}",
+                f"{folder} was prepared in form {value['version']}, and this edgespec reads form {VERSION}",
                 _again(folder),
             )
         if value["kind"] not in _KINDS:
@@ -172,216 +152,6 @@ def check(prepared: Prepared, source: Path | None = None, *, full: bool = False)
         )
 
 
-class Workbench:
-    """The folder of a prepared thing while it is made."""
-
-    def __init__(
-        self, folder: Path, source: Path, finished: dict[str, FileRecord], save: Callable[[], None]
-    ) -> None:
-        self.folder = folder
-        self.source = source
-        self._finished = finished
-        self._save = save
-
-    def file(self, name: str, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
-        """The path of the file `name`, which `write` makes unless an earlier run has."""
-        path = self.folder / name
-        known = self._finished.get(name)
-        if known is not None:
-            with suppress(ModelFileError):
-                if record([path], f"checking {name}", progress)[0] == known:
-                    return path
-            del self._finished[name]
-        with replacing(path) as growing:
-            write(growing)
-        self._finished[name] = record([path], f"checking {name}", progress)[0]
-        self._save()
-        return path
-
-
-def make(
-    kind: Kind,
-    source: Path,
-    settings: Settings,
-    write: Callable[[Workbench], Mapping[str, Any]],
-    *,
-    needed_bytes: int,
-    to: Path | None = None,
-    progress: Progress | None = None,
-) -> Prepared:
-    """Prepare something, or return it when it is there and still right.
-
-    write: makes the files on the workbench and returns facts for the manifest. When it raises
-    CapabilityError nothing is left behind; after any other end the finished files are kept, and the next
-    run goes on from there. to: the folder to make; by default one in the store.
-    Raises ModelFileError (the source cannot be read, or the disk is too small), OptionError (`to` is
-    another folder's place) and CancelledError.
-    """
-    source = _absolute(source)
-    parts = gguf_files(source)
-    folder = _absolute(to) if to is not None else store_folder() / kind / _entry_name(source, settings)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder, progress):
-            prepared = _present(kind, folder, source, settings)
-            if prepared is None:
-                prepared = _make(kind, folder, parts, source, settings, write, needed_bytes, progress)
-            if to is not None:
-                _point(kind, prepared)
-            return prepared
-    except OSError as error:
-        raise ModelFileError(
-            f"{folder} cannot be written: {error.strerror or error}",
-            "make room or choose another folder with --to, then run it again: it goes on from there",
-        ) from error
-
-
-def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prepared | None:
-    """What is there already, if it is what was asked for; what is damaged or stale is put away."""
-    if not folder.exists():
-        return None
-    if not (folder / MANIFEST).exists():
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-            return None
-        raise OptionError(f"{folder} exists and holds something else", "name a folder that is not there")
-    try:
-        there = read(folder)
-        same = (there.kind, there.source, dict(there.settings)) == (kind, source, dict(settings))
-        if not same:
-            raise OptionError(
-                f"{folder} holds what was prepared from {there.source} with other settings",
-                "name another folder, or delete this one",
-            )
-        check(there, source)
-    except ModelFileError:
-        shutil.rmtree(folder)
-        return None
-    return there
-
-
-def _make(
-    kind: Kind,
-    folder: Path,
-    parts: list[Path],
-    source: Path,
-    settings: Settings,
-    write: Callable[[Workbench], Mapping[str, Any]],
-    needed_bytes: int,
-    progress: Progress | None,
-) -> Prepared:
-    partial = folder.with_name(f"{folder.name}.partial")
-    journal = partial / _JOURNAL
-    records, finished = _left_over(journal, parts)
-    if records is None:
-        shutil.rmtree(partial, ignore_errors=True)
-        finished = {}
-    _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
-    if records is None:
-        records = record(parts, f"reading {source.name}", progress)
-    partial.mkdir(exist_ok=True)
-
-    def save() -> None:
-        told = {"version": _VERSION, "source": str(source), "settings": dict(settings)}
-        _write_json(journal, told | {"source_files": records, "files": finished.values()})
-
-    save()
-    bench = Workbench(partial, source, finished, save)
-    try:
-        facts = write(bench)
-    except CapabilityError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if not all(map(same_sample, parts, records)):
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
-    prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
-    manifest = {
-        "version": _VERSION,
-        "kind": kind,
-        "source": str(source),
-        "source_files": records,
-        "settings": dict(settings),
-        "files": prepared.files,
-        "facts": dict(facts),
-    }
-    journal.unlink()
-    for leftover in partial.iterdir():
-        if leftover.name not in finished:
-            leftover.unlink()
-    _write_json(partial / MANIFEST, manifest)
-    sync(partial)
-    partial.rename(folder)
-    sync(folder.parent)
-    return prepared
-
-
-def _left_over(
-    journal: Path, parts: list[Path]
-) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
-    """What an interrupted run knew and had finished; None when it was of another source or cannot be read."""
-    try:
-        value = json.loads(journal.read_text(encoding="utf-8"))
-        records = tuple(map(FileRecord.from_json, value["source_files"]))
-        finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
-        same = value["version"] == _VERSION and len(records) == len(parts)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
-        return None, {}
-    same = same and all(map(same_sample, parts, records))
-    return (records, finished) if same else (None, {})
-
-
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise ModelFileError(
-            f"{needed_bytes / 1e9:.2f} GB are needed in {folder} and {free_bytes / 1e9:.2f} GB are free",
-            "free some space, or name a folder on another disk with --to",
-        )
-
-
-@contextmanager
-def _alone(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """One run at a time makes this folder; others wait."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    while True:
-        try:
-            lock.acquire(timeout=_WAIT_SECONDS)
-            break
-        except Timeout:
-            if progress and not progress("waiting for another run that prepares this", 0.0):
-                raise CancelledError("waiting for another run was cancelled") from None
-            time.sleep(_WAIT_SECONDS)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _point(kind: Kind, prepared: Prepared) -> None:
-    """Let `find` find a folder outside the store."""
-    name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
-    entry = store_folder() / kind / name
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(entry) as growing:
-        growing.write_text(str(prepared.folder), encoding="utf-8")
-
-
-def _entry_name(source: Path, settings: Settings) -> str:
-    told = json.dumps([str(source), dict(settings)], sort_keys=True)
-    stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
-    return f"{stem[:60]}-{sha256(told.encode()).hexdigest()[:12]}"
-
-
-def _absolute(path: Path) -> Path:
+def absolute(path: Path) -> Path:
+    """The path as it is told: from the root, with links left as they are."""
     return Path(os.path.abspath(os.path.expanduser(path)))
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    def plain(part: Any) -> Any:
-        return part.to_json() if isinstance(part, FileRecord) else list(part)
-
-    with replacing(path) as growing:
-        growing.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.store import Prepared, Workbench, check, find, make, read, store_folder
+from edgespec.prepare.making import Workbench, make
+from edgespec.prepare.store import Prepared, check, find, read, store_folder
 
 _SETTINGS = {"exit_layer": 3}
 
