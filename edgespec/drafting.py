@@ -238,6 +238,8 @@ class _Maker:
             from edgespec.prepare.lowbit import copy_path
 
             copy = str(copy_path(prepared))
+        elif self._found.format == "layerskip":
+            return Missing(f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip")
         elif "lowbit" not in facts.capabilities.self_drafts:
             return Missing(f"{facts.name} cannot draft with fewer bits", "choose another method")
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)

@@ -126,6 +126,8 @@ def load(
             curve=made.curve,
         )
         undo.callback(drafters.close)
+        for each in methods:
+            drafters.choose(each)  # what is missing is said now, not with the first reply
         notices = (found.entry.notice if found.entry else "", model.facts.notice, *made.notices)
         runtime = Runtime(
             model,

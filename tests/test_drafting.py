@@ -81,6 +81,8 @@ class TestPrepared:
         with edgespec.load("demo", "none", context=512, method="layerskip") as runtime:
             alone, together = same_as_plain(runtime, ["layerskip", "layerskip+suffix"])
             assert runtime.target.path == str(prepared.folder)
+        with pytest.raises(OptionError, match="in two halves, for layerskip; load it without layerskip"):
+            edgespec.load("demo", "none", context=512, methods=("layerskip", "lowbit"))
         assert alone.stats.accepted_tokens
         assert alone.stats.draft_weight_bytes == alone.stats.draft_kv_bytes == 0
         assert together.stats.accepted_tokens
