@@ -85,7 +85,10 @@ def make(
     """
     source = absolute(source)
     parts = gguf_files(source)
-    folder = absolute(to) if to is not None else store_folder() / kind / _entry_name(source, settings)
+    entry = store_folder() / kind / _entry_name(source, settings)
+    folder = absolute(entry if to is None else to)
+    if not folder.name:
+        raise OptionError(f"{folder} exists and holds something else", "name a folder that is not there")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder, progress):
@@ -123,17 +126,37 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
         raise OptionError(f"{folder} exists and holds something else", "name a folder that is not there")
     try:
         there = read(folder)
-        same = (there.kind, there.source, dict(there.settings)) == (kind, source, dict(settings))
-        if not same:
+    except ModelFileError as error:
+        if not _in_store(folder):
+            # Who knows whose it is.
             raise OptionError(
-                f"{folder} holds what was prepared from {there.source} with other settings",
-                "name another folder, or delete this one",
-            )
+                f"{folder} exists, and {error.what}", "name a folder that is not there"
+            ) from error
+        shutil.rmtree(folder)
+        return None
+    if (there.kind, there.source, dict(there.settings)) != (kind, source, dict(settings)):
+        raise OptionError(
+            f"{folder} holds what was prepared from {there.source} with other settings",
+            "name another folder, or delete this one",
+        )
+    try:
         check(there, source)
     except ModelFileError:
+        ours = {MANIFEST, *(file.name for file in there.files)}
+        foreign = [path for path in folder.iterdir() if path.name not in ours or path.is_dir()]
+        if foreign and not _in_store(folder):
+            raise OptionError(
+                f"{folder} is damaged or stale, and holds {foreign[0].name}, which is not edgespec's",
+                "move that elsewhere, or name a folder that is not there",
+            ) from None
         shutil.rmtree(folder)
         return None
     return there
+
+
+def _in_store(folder: Path) -> bool:
+    """Whether nobody but edgespec keeps anything there."""
+    return folder.is_relative_to(absolute(store_folder()))
 
 
 def _make(
@@ -148,8 +171,12 @@ def _make(
 ) -> Prepared:
     partial = folder.with_name(f"{folder.name}.partial")
     journal = partial / _JOURNAL
-    records, finished = _left_over(journal, parts)
+    told = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
+    records, finished = _left_over(journal, parts, told)
     if records is None:
+        foreign = partial.exists() and not journal.exists() and not _in_store(folder)
+        if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
+            raise OptionError(f"{partial} exists and holds something else", "name another folder")
         shutil.rmtree(partial, ignore_errors=True)
         finished = {}
     _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
@@ -158,7 +185,6 @@ def _make(
     partial.mkdir(exist_ok=True)
 
     def save() -> None:
-        told = {"version": VERSION, "source": str(source), "settings": dict(settings)}
         _write_json(journal, told | {"source_files": records, "files": finished.values()})
 
     save()
@@ -172,15 +198,7 @@ def _make(
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
     prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
-    manifest = {
-        "version": VERSION,
-        "kind": kind,
-        "source": str(source),
-        "source_files": records,
-        "settings": dict(settings),
-        "files": prepared.files,
-        "facts": dict(facts),
-    }
+    manifest = told | {"source_files": records, "files": prepared.files, "facts": dict(facts)}
     journal.unlink()
     for leftover in partial.iterdir():
         if leftover.name not in finished:
@@ -193,14 +211,14 @@ def _make(
 
 
 def _left_over(
-    journal: Path, parts: list[Path]
+    journal: Path, parts: list[Path], told: Mapping[str, Any]
 ) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
-    """What an interrupted run knew and had finished; None when it was of another source or cannot be read."""
+    """What an interrupted run knew and had finished; None when it made something else or cannot be read."""
     try:
         value = json.loads(journal.read_text(encoding="utf-8"))
         records = tuple(map(FileRecord.from_json, value["source_files"]))
         finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
-        same = value["version"] == VERSION and len(records) == len(parts)
+        same = {name: value[name] for name in told} == told and len(records) == len(parts)
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}
     same = same and all(map(same_sample, parts, records))

@@ -90,6 +90,51 @@ def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> N
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize("manifest", ['{"theme": "dark"}', '{"version": 1, "kind": "letters"}', "not JSON"])
+def test_a_folder_that_only_looks_like_ones_own_keeps_what_it_holds(
+    source: Path, tmp_path: Path, manifest: str
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("dear")
+    (mine / "edgespec.json").write_text(manifest)
+    with pytest.raises(OptionError, match="exists, and"):
+        _made(source, to=mine)
+    assert (mine / "edgespec.json").read_text() == manifest
+    assert (mine / "letter.txt").read_text() == "dear"
+
+
+def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path, tmp_path: Path) -> None:
+    made = _made(source, to=tmp_path / "mine")
+    letter = made.folder / "letter.txt"
+    letter.write_text("dear")
+    (made.folder / "first").write_bytes(b"")
+    with pytest.raises(OptionError, match=r"holds letter\.txt"):
+        _made(source, to=made.folder)
+    letter.unlink()
+    assert _made(source, to=made.folder) == made
+
+
+def test_a_folder_that_has_a_name_edgespec_would_use_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.partial").mkdir()
+    (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
+    with pytest.raises(OptionError, match="holds something else"):
+        _made(source, to=tmp_path / "mine")
+    with pytest.raises(OptionError, match="holds something else"):
+        _made(source, to=Path(tmp_path.anchor))
+    assert (tmp_path / "mine.partial" / "letter.txt").read_text() == "dear"
+
+
+def test_what_an_interrupted_run_with_other_settings_had_finished_is_not_used(
+    source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _made(source, Writer("second", KeyboardInterrupt()), to=tmp_path / "mine")
+    again = Writer()
+    make("layerskip", source, {"exit_layer": 9}, again, needed_bytes=1, to=tmp_path / "mine")
+    assert again.written == ["first", "second"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), CancelledError("cancelled"), OSError(28, "full")])
 def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseException) -> None:
     with pytest.raises((KeyboardInterrupt, CancelledError, ModelFileError)):
