@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
-from edgespec.backends.room import check_tokens_fit
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.usual import UsualModel
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ClosedError
+from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
@@ -59,11 +59,12 @@ class _Rung:
     handle: Any
 
 
-class ReplayModel:
+class ReplayModel(UsualModel):
     """A LanguageModel that rolls back exactly, over one that can only go back to checkpoints.
 
     The inner cache may lag behind: it holds `inner.length` tokens, and the known tokens after them, up to
     `length`, are pending. They count as present. Outside a round the inner cache is never ahead.
+    Passes begin with what is pending, so that it follows no draft.
 
     undo_tokens: so many tokens the inner `commit` drops exactly from the end of the pass before.
     """
@@ -81,15 +82,10 @@ class ReplayModel:
         # Tokens of the open round that were run, and how many of them the inner round holds open.
         self._round: list[int] = []
         self._open = 0
-        self._closed = False
 
     @property
     def length(self) -> int:
         return self._first_known + len(self._known)
-
-    @property
-    def room(self) -> int:
-        return self.facts.context_tokens - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -207,12 +203,6 @@ class ReplayModel:
     def run_ahead(self, wanted: bool) -> None:
         self._inner.run_ahead(wanted)
 
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # its passes begin with what is pending
-
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
-
     def interrupt(self, wanted: bool) -> None:
         self._inner.interrupt(wanted)
 
@@ -260,11 +250,6 @@ class ReplayModel:
             ends = [0, *(rung.length for rung in ladder), length]
             del ladder[min(range(len(ladder)), key=lambda i: ends[i + 2] - ends[i])]
         ladder.append(_Rung(length, self._inner.checkpoint()))
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from edgespec.backends.base import LanguageModel, LoadOptions
+from typing import Protocol
+
+from edgespec.backends.base import LoadOptions, ModelFacts
 from edgespec.errors import ContextFullError, MemoryBudgetError
 
 __all__ = [
@@ -17,6 +19,16 @@ __all__ = [
 _USUAL_CONTEXT_TOKENS = 8192
 # Both libraries make their caches in blocks of so many tokens.
 BLOCK_TOKENS = 256
+
+
+class _Limited(Protocol):
+    facts: ModelFacts
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def room(self) -> int: ...
 
 
 def context_wanted(options: LoadOptions, trained_tokens: int) -> int:
@@ -37,7 +49,7 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
         )
 
 
-def check_tokens_fit(model: LanguageModel, more: int) -> None:
+def check_tokens_fit(model: _Limited, more: int) -> None:
     """Raises ContextFullError when the context does not take so many tokens more."""
     if more > model.room:
         raise ContextFullError(

@@ -24,10 +24,11 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.usual import UsualModel
 from edgespec.backends.view import TargetView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, CapabilityError
 
 __all__ = ["LetterVocabulary", "TabularModel"]
 
@@ -55,7 +56,7 @@ class LetterVocabulary:
         return token == self.size - 1
 
 
-class TabularModel:
+class TabularModel(UsualModel):
     """A LanguageModel over a table of logits.
 
     `logits`: float32 [vocab ** order, vocab]; the row of a context is its last `order` tokens read as a
@@ -95,15 +96,10 @@ class TabularModel:
         self._tokens: list[int] = []
         self._round: list[tuple[int, list[int]]] = []
         self._interrupted = False
-        self._closed = False
 
     @property
     def length(self) -> int:
         return len(self._tokens)
-
-    @property
-    def room(self) -> int:
-        return self.facts.context_tokens - len(self._tokens)
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -166,12 +162,6 @@ class TabularModel:
         except ValueError as error:
             raise BackendError("the saved state does not fit this model", "compute it again") from error
 
-    def run_ahead(self, wanted: bool) -> None:
-        pass  # nothing runs in the background
-
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # nothing runs in the background
-
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         """A view whose logits are off by noise, less with each layer of an early exit."""
         if not self.facts.capabilities.rollback:
@@ -184,17 +174,8 @@ class TabularModel:
     def close(self) -> None:
         self._closed = True
 
-    def check_open(self) -> None:
-        """Raises ClosedError."""
-        self._check(0)
-
     def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError("the model is closed")
-        if more > self.room:
-            raise ContextFullError(
-                f"{self.length} + {more} tokens do not fit the context of {self.facts.context_tokens}"
-            )
+        super()._check(more)
         if more and self._interrupted:
             raise CancelledError("cancelled")
 

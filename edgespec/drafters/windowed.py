@@ -10,11 +10,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
-from edgespec.backends.room import check_tokens_fit
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.usual import UsualModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ClosedError, OptionError
+from edgespec.errors import BackendError, CapabilityError, OptionError
 
 __all__ = ["Window", "WindowedModel", "window_for"]
 
@@ -65,11 +65,12 @@ def window_for(
     return window if window_tokens and window.context_tokens < context_tokens else None
 
 
-class WindowedModel:
+class WindowedModel(UsualModel):
     """A LanguageModel of any length over one with a small context.
 
     The inner cache holds the first tokens of the text, up to the sinks, and then those from `_start` on. It
-    may lag behind the text: the rest is run before the next pass. Positions are those of the inner cache.
+    may lag behind the text: the rest is run before the next pass. Positions are those of the inner cache,
+    so that it follows no draft.
     Where tokens cannot be forgotten the window is computed again, half as long, when it is full.
 
     context_tokens: how long the text may become.
@@ -98,15 +99,10 @@ class WindowedModel:
         self._text: list[int] = []
         self._start = window.sink_tokens
         self._round: tuple[int, ...] = ()
-        self._closed = False
 
     @property
     def length(self) -> int:
         return len(self._text)
-
-    @property
-    def room(self) -> int:
-        return self.facts.context_tokens - len(self._text)
 
     @property
     def _end(self) -> int:
@@ -214,20 +210,9 @@ class WindowedModel:
     def run_ahead(self, wanted: bool) -> None:
         self._model.run_ahead(wanted)
 
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # its positions are not those of the draft
-
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} is a draft already ({how})")
-
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)
 
     def close(self) -> None:
         self._closed = True
         self._model.close()
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)

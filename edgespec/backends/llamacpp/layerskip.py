@@ -34,14 +34,14 @@ from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.room import check_tokens_fit, check_weights_fit
+from edgespec.backends.room import check_weights_fit
+from edgespec.backends.usual import UsualModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
     CancelledError,
     CapabilityError,
-    ClosedError,
     ContextFullError,
     ModelFileError,
 )
@@ -115,7 +115,7 @@ def _half_of(progress: Progress, half: int) -> Progress:
     return lambda what, fraction: progress(what, (half + fraction) / 2)
 
 
-class LayerSkipModel:
+class LayerSkipModel(UsualModel):
     """One model whose layers run in two contexts: the lower ones, then the upper ones on their results.
 
     Drafting runs the lower half alone; verifying runs of it what the draft has not, and the upper half.
@@ -125,7 +125,6 @@ class LayerSkipModel:
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
         lib = library()
         self._weights = (lower, upper)
-        self._closed = False
         self.exit_layer: int = lib.llama_model_n_layer(lower)
         self._vocabulary = LlamaVocabulary(lower)
         self.vocabulary: Vocabulary = self._vocabulary
@@ -269,12 +268,6 @@ class LayerSkipModel:
             self._context, above, length, False
         )
 
-    def run_ahead(self, wanted: bool) -> None:
-        pass  # nothing runs in the background
-
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # nothing runs in the background
-
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
         if not isinstance(how, EarlyExit):
@@ -299,15 +292,6 @@ class LayerSkipModel:
         for weights in self._weights:
             library().llama_model_free(weights)
         gc.collect()
-
-    def check_open(self) -> None:
-        """Raises ClosedError."""
-        self._check(0)
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)
 
 
 def _check_kind(weights: Any, name: str) -> None:

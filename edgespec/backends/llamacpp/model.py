@@ -29,14 +29,13 @@ from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.room import check_tokens_fit
+from edgespec.backends.usual import UsualModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
     CancelledError,
     CapabilityError,
-    ClosedError,
     ContextFullError,
     ModelFileError,
 )
@@ -62,7 +61,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     return ReplayModel(model, found.capabilities.reason, found.undo_tokens) if found.replays else model
 
 
-class LlamaCppModel:
+class LlamaCppModel(UsualModel):
     """One GGUF model with one KV cache.
 
     Where its tokens are is kept by `Cells`. With a recurrent memory there are chains only, and the
@@ -71,7 +70,6 @@ class LlamaCppModel:
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
         self._weights = weights
-        self._closed = False
         self._vocabulary = LlamaVocabulary(weights)
         self.vocabulary: Vocabulary = self._vocabulary
         if self.vocabulary.size == 0:
@@ -192,12 +190,6 @@ class LlamaCppModel:
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._cells.length = snapshot.length
 
-    def run_ahead(self, wanted: bool) -> None:
-        pass  # nothing runs in the background
-
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # nothing runs in the background
-
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
         if not isinstance(how, LowBit):
@@ -227,8 +219,3 @@ class LlamaCppModel:
         self._context.close()
         library().llama_model_free(self._weights)
         gc.collect()
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)

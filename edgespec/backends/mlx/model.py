@@ -32,9 +32,9 @@ from edgespec.backends.mlx.saved import from_bytes, to_bytes
 from edgespec.backends.mlx.scoring import Best, Scorer
 from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.room import check_tokens_fit
+from edgespec.backends.usual import UsualModel
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import CancelledError, CapabilityError, ContextFullError
 
 __all__ = ["MlxModel"]
 
@@ -42,7 +42,7 @@ __all__ = ["MlxModel"]
 _CPU_BATCH_TOKENS = 64
 
 
-class MlxModel:
+class MlxModel(UsualModel):
     """One MLX model with one memory: what may be asked of it, and when.
 
     How it is run, and what is kept of that, is for `Passes`. parts: what of it drafts for the whole.
@@ -69,15 +69,10 @@ class MlxModel:
         self._scorer = Scorer(self._passes.forward_part, self.memory, self._passes.shape)
         on_cpu = mx.default_device() == mx.cpu
         self._batch_tokens = min(batch_tokens, _CPU_BATCH_TOKENS) if on_cpu else batch_tokens
-        self._closed = False
 
     @property
     def length(self) -> int:
         return self._passes.length
-
-    @property
-    def room(self) -> int:
-        return self.facts.context_tokens - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -227,10 +222,6 @@ class MlxModel:
         mx.clear_cache()
         leave_thread()
 
-    def check_open(self) -> None:
-        """Raises ClosedError."""
-        self._check(0)
-
     def drop_round(self) -> None:
         """End the open round; nothing of it is kept."""
         self._check(0)
@@ -239,11 +230,6 @@ class MlxModel:
     def _check_wanted(self) -> None:
         if self._passes.interrupted:
             raise CancelledError("cancelled")
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)
 
 
 def _trace(net: Any) -> int:

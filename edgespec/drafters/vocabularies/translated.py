@@ -6,22 +6,23 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
-from edgespec.backends.room import check_tokens_fit
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.usual import UsualModel
 from edgespec.drafters.vocabularies.logits import TranslatedLogits
 from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ClosedError
+from edgespec.errors import BackendError
 
 __all__ = ["TranslatedModel"]
 
 
-class TranslatedModel:
+class TranslatedModel(UsualModel):
     """A LanguageModel in the target's vocabulary over a draft model with another one.
 
     A token of the target is one token of the draft where they share it, else the draft's spelling of its
     bytes, so that the inner cache always holds the beginning of the translated text. What it does not
-    hold yet is run before the next pass. Logits are of shared tokens only.
+    hold yet is run before the next pass. Logits are of shared tokens only. Nothing is run
+    ahead: the draft's best token may be one that the target lacks.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: Translation) -> None:
@@ -48,7 +49,6 @@ class TranslatedModel:
         self._nodes: list[int] = []
         self._parents: list[int] = []
         self._last: list[int] = []
-        self._closed = False
 
     @property
     def length(self) -> int:
@@ -181,23 +181,9 @@ class TranslatedModel:
         self._model.restore(Snapshot(held, data))
         self._add(text)
 
-    def run_ahead(self, wanted: bool) -> None:
-        pass  # the draft's best token may be one that the target lacks
-
-    def follow(self, draft: LanguageModel | None) -> None:
-        pass  # its tokens are not those of the draft
-
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
-        raise CapabilityError(f"{self.facts.name} is a draft already ({how})")
-
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)
 
     def close(self) -> None:
         self._closed = True
         self._model.close()
-
-    def _check(self, more: int) -> None:
-        if self._closed:
-            raise ClosedError(f"{self.facts.name} is closed")
-        check_tokens_fit(self, more)
