@@ -248,7 +248,14 @@ def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
     left = None
     if options.memory_bytes is not None:
         left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
-    return replace(options, context_tokens=target.context_tokens, memory_bytes=left, draft=True, adapter=None)
+    return replace(
+        options,
+        context_tokens=target.context_tokens,
+        memory_bytes=left,
+        draft=True,
+        adapter=None,
+        low_bits=False,
+    )
 
 
 def _meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:

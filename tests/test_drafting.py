@@ -136,6 +136,13 @@ class TestMlx:
         with pytest.raises(OptionError, match="no draft model that could learn"):
             edgespec.load("demo", "none", context=256, learn=True)
 
+    def test_a_draft_learns_beside_a_target_at_fewer_bits(self) -> None:
+        pytest.importorskip("mlx.core")
+        with edgespec.load(
+            "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
+        ) as runtime:
+            same_as_plain(runtime, ["model", "lowbit+model"])
+
     def test_a_draft_that_learns(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx", "demo-mlx-draft", context=256, learn=True) as runtime:
