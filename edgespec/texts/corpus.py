@@ -102,8 +102,11 @@ def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         paths: Iterator[Path] = _walk(root) if root.is_dir() else iter([root])
         if root.is_dir():
             os.scandir(root).close()
-        else:
+        elif stat.S_ISREG(root.stat().st_mode):
             root.open("rb").close()
+        else:
+            # A pipe would be waited for.
+            raise OptionError(f"the corpus at {root} is neither a file nor a folder", "give one of these")
     except FileNotFoundError:
         raise OptionError(
             f"there is no corpus at {root}", "give a text file or a folder of text files"

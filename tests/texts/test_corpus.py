@@ -173,6 +173,15 @@ def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) ->
         read(folder / "b.txt" / "inner")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
+def test_a_pipe_is_not_waited_for(folder: Path, read: Read) -> None:
+    before = read(folder).texts
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(OptionError, match="neither a file nor a folder"):
+        read(folder / "pipe")
+    assert len(read(folder).texts) == len(before)
+
+
 def test_an_empty_folder_says_so(tmp_path: Path, read: Read) -> None:
     (tmp_path / "empty").mkdir()
     assert read(tmp_path / "empty") == Corpus((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
