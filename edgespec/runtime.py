@@ -73,6 +73,10 @@ class Runtime:
         """Names of the drafters a method may ask for."""
         return self._session.drafters.names
 
+    def method_for(self, method: str) -> MethodReport:
+        """What a method comes to with this target. Raises OptionError for one that cannot be used."""
+        return self._session.drafters.choose(method)[1]
+
     @property
     def context_tokens(self) -> int:
         """How many tokens prompt and reply may have together."""

@@ -10,7 +10,7 @@ from textual import events, on, work
 from textual.binding import Binding, BindingType
 
 from edgespec.chat.store import Setting, StoredChat
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
@@ -279,11 +279,18 @@ class ChatScreen(ChatView):
         if settings is not None and settings != self.session.settings:
             await self.set_settings(settings, "The settings hold from your next message on.")
 
-    async def set_settings(self, settings: dict[str, Setting], said: str) -> None:
-        """Use other settings from the next message on."""
+    async def set_settings(self, settings: dict[str, Setting], said: str) -> bool:
+        """Use other settings from the next message on; False where the method among them cannot be used."""
+        try:
+            if "method" in settings:
+                self.runtime.method_for(str(settings["method"]))
+        except OptionError as error:
+            await self.transcript.note(f"Not set: {error}.")
+            return False
         self.session.settings = settings
         await self.transcript.note(said)
         await self.save()
+        return True
 
     # Looking
 

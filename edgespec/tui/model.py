@@ -87,6 +87,9 @@ class RuntimeLike(Protocol):
     def context_tokens(self) -> int:
         """The size of the context."""
 
+    def method_for(self, method: str) -> MethodReport:
+        """What a method comes to here. Raises OptionError for one that cannot be used."""
+
     def memory_bytes(self) -> int:
         """Resident bytes of the process."""
 

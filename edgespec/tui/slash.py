@@ -106,8 +106,7 @@ async def _set(screen: ChatScreen, argument: str) -> bool:
     except OptionError as error:
         await screen.transcript.note(f"Not set: {error}.")
         return False
-    await screen.set_settings(settings, said)
-    return True
+    return await screen.set_settings(settings, said)
 
 
 async def _show(screen: ChatScreen, _argument: str) -> bool:

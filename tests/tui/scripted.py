@@ -10,7 +10,8 @@ from typing import Any
 
 from edgespec import Capabilities, MethodReport, ModelFacts, Piece, Reply, Stats
 from edgespec.chat.message import Message
-from edgespec.errors import CancelledError
+from edgespec.errors import CancelledError, OptionError
+from edgespec.methods import parse_method
 from edgespec.tui.model import Load, Progress
 
 METHOD = MethodReport("auto", "model+ngram", "a draft model is loaded and the prompt is searched for repeats")
@@ -178,6 +179,11 @@ class ScriptedRuntime:
     context_tokens: int = 1024
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
+
+    def method_for(self, method: str) -> MethodReport:
+        if "lowbit" in parse_method(method):
+            raise OptionError("method 'lowbit' cannot be used: demo has no copy with fewer bits", "make one")
+        return MethodReport(method, method, "asked for")
 
     def memory_bytes(self) -> int:
         return 123_000_000

@@ -201,11 +201,19 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
 
 async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
-        await d.say("/set method telepathy")
+        d.chat.session.settings["method"] = "telepathy"  # as an older chat may have it
         await d.say(ASK)
         assert "telepathy" in d.transcript()
         assert d.chat.session.lines == []
         assert d.chat.prompt.text == ASK
+        d.chat.prompt.clear()
+        await d.say("/set method default")
+        await d.say("/set method telepathy")
+        assert "Not set: method 'telepathy' is unknown" in d.transcript()
+        d.chat.prompt.clear()
+        await d.say("/set method lowbit")
+        assert "lowbit was not asked for" in d.transcript()
+        assert "method" not in d.chat.session.settings
         d.chat.prompt.clear()
         await d.say("/set method none")
         await d.say(ASK)
