@@ -29,6 +29,8 @@ _MAGIC = b"\xe5RPL"
 _RECORD = struct.Struct("<4sII")  # magic, tokens, crc32 of the tokens
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
+# Its time says when replies were forgotten last.
+_FORGOTTEN = "forgotten"
 
 
 class ReplyStore:
@@ -47,6 +49,7 @@ class ReplyStore:
         self._most_tokens = most_tokens
         self._mending = self._off = False
         self._waiting: list[Tokens] = []
+        self._forgotten_ns = self._last_forgotten_ns()
 
     def load(self) -> list[Tokens]:
         """The replies kept so far, the oldest first."""
@@ -72,10 +75,16 @@ class ReplyStore:
         return self._newest(replies)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append a reply; while another process holds the file it waits for the next one."""
+        """Append a reply; while another process holds the file it waits for the next one.
+
+        One that replies were forgotten after is not kept: it may have been meant.
+        """
         from filelock import Timeout
 
         if self._off or not tokens:
+            return
+        if (forgotten_ns := self._last_forgotten_ns()) != self._forgotten_ns:
+            self._forgotten_ns, self._waiting = forgotten_ns, []
             return
         self._waiting.append(np.array(tokens, np.int32))
         try:
@@ -140,6 +149,12 @@ class ReplyStore:
         tokens = np.frombuffer(payload, "<i4").astype(np.int32)
         return tokens if tokens.min() >= 0 and tokens.max() < self._vocab_size else None
 
+    def _last_forgotten_ns(self) -> int:
+        try:
+            return (self.path.parent / _FORGOTTEN).stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def _newest(self, replies: list[Tokens]) -> list[Tokens]:
         """The last replies that fit the bound."""
         total = 0
@@ -156,8 +171,13 @@ class ReplyStore:
 
 
 def forget_replies(folder: Path | None = None) -> None:
-    """Delete all remembered replies, of every vocabulary. Raises OSError."""
-    for path in (folder or _default_folder()).glob(f"*{_SUFFIX}"):
+    """Delete all remembered replies, of every vocabulary, and those running chats are about to add.
+
+    Raises OSError.
+    """
+    folder = folder or _default_folder()
+    write_private(folder / _FORGOTTEN, b"")
+    for path in folder.glob(f"*{_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 

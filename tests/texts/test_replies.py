@@ -277,8 +277,33 @@ def test_forgetting_forgets_everything(folder: Path) -> None:
     store(folder, OTHER).add([9])
     forget_replies(folder)
     assert kept(folder) == []
-    assert [path.suffix for path in folder.iterdir() if path.suffix != ".lock"] == []
+    assert {path.suffix for path in folder.iterdir()} == {".lock", ""}
+    assert (folder / "forgotten").read_bytes() == b""
     forget_replies(folder / "nowhere")
+
+
+def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
+    running, other = store(folder), store(folder, OTHER)
+    fill(folder)
+    forget_replies(folder)
+    running.add([1, 2])
+    other.add([3])
+    assert kept(folder) == []
+    running.add([4, 5])
+    assert kept(folder) == [[4, 5]]
+    assert kept(folder, mark=OTHER) == []
+
+
+def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_LOCK_SECONDS", 0.01)
+    path = fill(folder)
+    running = store(folder)
+    with FileLock(f"{path}.lock"):
+        running.add([1, 2])
+    forget_replies(folder)
+    running.add([3])
+    running.add([4])
+    assert kept(folder) == [[4]]
 
 
 def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
