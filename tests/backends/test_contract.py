@@ -19,6 +19,7 @@ from edgespec.errors import (
 from tests.backends.conftest import CONTEXT
 from tests.backends.contract import (
     TREES,
+    Rows,
     cut,
     fresh,
     needs,
@@ -32,7 +33,19 @@ from tests.backends.contract import (
 )
 
 
+def rows_of_steps(model: LanguageModel) -> list[Rows]:
+    """The logits after each of 400 tokens, run one by one; the cache is empty before and after."""
+    model.truncate(0)
+    rows = [step(model, token) for token in tokens_for(model, 400)]
+    model.truncate(0)
+    return rows
+
+
 class TestPrefillAndSteps:
+    @pytest.fixture(scope="class")
+    def stepped(self, shared_model: LanguageModel) -> list[Rows]:
+        return rows_of_steps(shared_model)
+
     def test_prefill_in_pieces_equals_at_once(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 150)
         expected = fresh(model, tokens)
@@ -42,23 +55,22 @@ class TestPrefillAndSteps:
         assert model.length == 149
         same(model, step(model, tokens[-1]), expected)
 
-    def test_steps_equal_a_prefill_in_short_and_long_contexts(self, model: LanguageModel) -> None:
+    def test_steps_equal_a_prefill_in_short_and_long_contexts(
+        self, stepped: list[Rows], model: LanguageModel
+    ) -> None:
         tokens = tokens_for(model, 400)
-        rows = [step(model, token) for token in tokens]
         for length in (1, 2, 33, 64, 255, 256, 257, 300, 400):
-            same(model, fresh(model, tokens[:length]), rows[length - 1])
+            same(model, fresh(model, tokens[:length]), stepped[length - 1])
 
     @pytest.mark.parametrize("width", [2, 3, 5, 8, 17, 64, 100])
     def test_wide_passes_equal_steps_in_short_and_long_contexts(
-        self, model: LanguageModel, width: int
+        self, stepped: list[Rows], model: LanguageModel, width: int
     ) -> None:
         tokens = tokens_for(model, 400)
-        rows = [step(model, token) for token in tokens]
-        model.truncate(0)
         for start in range(0, len(tokens) - width + 1, width):
             logits = model.verify(TokenTree.chain(tokens[start], tokens[start + 1 : start + width]))
             for row in range(width):
-                same(model, row_of(model, logits, row), rows[start + row])
+                same(model, row_of(model, logits, row), stepped[start + row])
             model.commit(tuple(range(1, width)))
 
     def test_an_empty_prefill_changes_nothing(self, model: LanguageModel) -> None:

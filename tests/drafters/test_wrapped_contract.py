@@ -13,6 +13,7 @@ from edgespec.backends.tabular import LetterVocabulary, TabularModel
 from edgespec.drafters.vocabularies import TranslatedModel, Translation
 from edgespec.drafters.windowed import Window, WindowedModel
 from tests.backends import test_contract
+from tests.backends.contract import Rows
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
@@ -66,7 +67,9 @@ def model(own_model: LanguageModel) -> LanguageModel:
 
 
 class TestPrefillAndSteps(test_contract.TestPrefillAndSteps):
-    pass
+    @pytest.fixture
+    def stepped(self, model: LanguageModel) -> list[Rows]:
+        return test_contract.rows_of_steps(model)
 
 
 class TestTrees(test_contract.TestTrees):
