@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.engine.payoff import best_chain
+
 __all__ = ["Found", "Layers", "SkipSearch", "speed_up"]
 
 Layers: TypeAlias = tuple[int, ...]
@@ -21,7 +23,7 @@ Layers: TypeAlias = tuple[int, ...]
 # The paper skips about this share of the layers, and takes every 25th step by its model.
 SKIP_RATIO = 0.45
 BAYESIAN_EVERY = 25
-_DRAFT_LENGTHS = range(1, 9)
+_LONGEST_DRAFT = 8
 # Sets that are remembered, and the counts after which older evidence fades.
 _MOST_SETS = 256
 _MOST_JUDGED = 2048
@@ -40,13 +42,8 @@ class Found:
 
 def speed_up(agreement: float, cost: float, pass_cost: Callable[[int], float]) -> tuple[float, int]:
     """(tokens per plain step's time, best draft length) of a draft that costs `cost` plain steps a token."""
-
-    def of(length: int) -> float:
-        emitted = sum(agreement**i for i in range(length + 1))
-        return emitted / (length * cost + pass_cost(length + 1))
-
-    best = max(_DRAFT_LENGTHS, key=of)
-    return of(best), best
+    length, speed = best_chain(agreement, lambda k: k * cost + pass_cost(k + 1), _LONGEST_DRAFT)
+    return speed, length
 
 
 class SkipSearch:

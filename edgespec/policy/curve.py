@@ -1,4 +1,4 @@
-"""What a verify pass costs on this machine, and how much to draft at that cost.
+"""What a verify pass costs on this machine.
 
 Everything is reckoned in plain steps: v(m) is what a pass of m rows costs over a pass of one. The curve
 is measured because it is not even monotone: it differs by machine, quantisation and kernel.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import mul
+from itertools import pairwise
 from statistics import median
 from time import perf_counter as now
 
@@ -19,7 +18,7 @@ import numpy as np
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["WIDTHS", "CostCurve", "best_chain", "best_tree_size", "measure"]
+__all__ = ["WIDTHS", "CostCurve", "measure"]
 
 # Close together where kernels change from one width to the next.
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -103,33 +102,3 @@ def _pass_seconds(model: LanguageModel, width: int) -> float:
         return now() - started
     finally:
         model.truncate(length)
-
-
-def best_chain(curve: CostCurve, draft_cost: float, acceptance: Sequence[float]) -> tuple[int, float]:
-    """How many tokens to draft, and the speed-up over plain decoding that is to be expected.
-
-    S(k) = E(k) / (k c + v(k + 1)) with E(k) = 1 + the sum over i <= k of a_1 ... a_i (Leviathan et al.
-    2023, arXiv 2211.17192, with a measured v). All k up to len(acceptance) are looked at, because v has
-    steps. draft_cost: plain steps for each drafted token. acceptance: a_i, given that all before were
-    accepted. 0 and 1.0 where nothing is gained.
-    """
-    best = (0, 1.0)
-    expected = 1.0
-    for k, reached in enumerate(accumulate(acceptance, mul), 1):
-        expected += reached
-        speed_up = expected / (k * draft_cost + curve.v(k + 1))
-        if speed_up > best[1]:
-            best = (k, speed_up)
-    return best
-
-
-def best_tree_size(curve: CostCurve, path_probabilities: Sequence[float], draft_cost: float = 0.0) -> int:
-    """How many nodes of a drafted tree to verify (Sequoia, arXiv 2402.12374, with a measured v).
-
-    The number n >= 0 that maximises (1 + the sum of the first n) / (draft_cost + v(n + 1)), the least of
-    equals. path_probabilities: for each node the chance that it is accepted, descending. draft_cost: what
-    the whole draft cost already, in plain steps.
-    """
-    sums = list(accumulate(path_probabilities, initial=1.0))
-    gains = [total / (draft_cost + curve.v(n + 1)) for n, total in enumerate(sums)]
-    return gains.index(max(gains))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.between import hidden_states
+from edgespec.engine.payoff import best_chain
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
@@ -156,11 +157,10 @@ def _estimated(source: Source, layer: int, agreement: float, costs: Sequence[flo
     lower = sum(tensor.size_bytes for tensor in source.layers(0, layer))
     upper = sum(tensor.size_bytes for tensor in source.layers(layer, source.layer_count))
     whole = lower + upper + head
-    best = Exit(layer, agreement, 0, 0.0)
-    for drafted in range(1, _MOST_DRAFTED + 1):
-        emitted = sum(agreement**i for i in range(drafted + 1))
+    length, speed_up = best_chain(
+        agreement,
         # The last guess is run through the lower layers too, without the head.
-        cost = (drafted * (lower + head) + lower + (upper + head) * costs[drafted]) / whole
-        if emitted / cost > best.speed_up:
-            best = Exit(layer, agreement, drafted, emitted / cost)
-    return best
+        lambda k: (k * (lower + head) + lower + (upper + head) * costs[k]) / whole,
+        _MOST_DRAFTED,
+    )
+    return Exit(layer, agreement, length, speed_up)

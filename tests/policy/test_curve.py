@@ -1,4 +1,4 @@
-"""The cost curve: what it says between and beyond what was measured, and what to draft by it."""
+"""The cost curve: what it says between and beyond what was measured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,11 @@ from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ContextFullError
 from edgespec.policy import curve as module
-from edgespec.policy.curve import WIDTHS, CostCurve, best_chain, best_tree_size, measure
+from edgespec.policy.curve import WIDTHS, CostCurve, measure
 from tests.tables import table
 
-MEASURED = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# 1.1 B parameters on two cores.
-CURVES = {
-    "F16": CostCurve(MEASURED, (1, 1.27, 1.27, 1.35, 1.48, 1.56, 1.97, 2.29, 2.83)),
-    "Q8_0": CostCurve(MEASURED, (1, 1.89, 2.15, 2.29, 3.47, 3.72, 3.01, 3.86, 5.06)),
-    "Q4_0": CostCurve(MEASURED, (1, 1.88, 2.49, 1.57, 2.63, 3.01, 3.01, 4.25, 4.47)),
-    "Q2_K": CostCurve(MEASURED, (1, 1.77, 2.55, 3.40, 3.95, 4.71, 5.26, 6.36, 7.08)),
-}
+# 1.1 B parameters, F16, on two cores.
+MEASURED = CostCurve((1, 2, 3, 4, 5, 6, 8, 12, 16), (1, 1.27, 1.27, 1.35, 1.48, 1.56, 1.97, 2.29, 2.83))
 
 curves = st.lists(st.floats(0.05, 50), min_size=1, max_size=6).flatmap(
     lambda seconds: st.lists(st.integers(1, 12), min_size=len(seconds) - 1, max_size=len(seconds) - 1).map(
@@ -50,7 +44,7 @@ class TestBetweenAndBeyond:
             assert curve.v(width) == pytest.approx(float(expected))
 
     def test_beyond_the_last_width(self) -> None:
-        assert CURVES["F16"].v(20) == pytest.approx(2.83 + 0.54)
+        assert MEASURED.v(20) == pytest.approx(2.83 + 0.54)
         assert CostCurve((1, 2, 4), (2.0, 6.0, 4.0)).v(9) == 2.0, "what falls at the end falls no further"
         assert CostCurve((1,), (0.1,)).v(5) == 5.0
 
@@ -61,56 +55,6 @@ class TestBetweenAndBeyond:
     def test_what_is_no_curve(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
         with pytest.raises(ValueError, match="widths"):
             CostCurve(widths, seconds)
-
-
-def expected_tokens(acceptance: list[float]) -> float:
-    """The mean of what a chain emits, by going through where it may break."""
-    total, reached = 0.0, 1.0
-    for i, a in enumerate(acceptance):
-        total += reached * (1 - a) * (i + 1)
-        reached *= a
-    return total + reached * (len(acceptance) + 1)
-
-
-rates = st.lists(st.floats(0, 1), max_size=14)
-
-
-class TestHowMuchToDraft:
-    @given(st.sampled_from(list(CURVES.values())), st.floats(0, 1), rates)
-    def test_the_best_chain_by_trying_all(
-        self, curve: CostCurve, cost: float, acceptance: list[float]
-    ) -> None:
-        tried = [
-            expected_tokens(acceptance[:k]) / (k * cost + curve.v(k + 1)) for k in range(len(acceptance) + 1)
-        ]
-        k, speed_up = best_chain(curve, cost, acceptance)
-        assert speed_up == pytest.approx(max(tried))
-        assert tried[k] == pytest.approx(speed_up)
-
-    def test_a_chain_reaches_over_a_hill_into_a_dip(self) -> None:
-        """v(2) and v(3) do not pay, v(4) does: the curve is not monotone."""
-        k, speed_up = best_chain(CURVES["Q4_0"], 0.0, [0.7] * 3)
-        assert k == 3
-        assert speed_up == pytest.approx(2.533 / 1.57)
-        assert best_chain(CURVES["Q4_0"], 0.0, [0.7] * 2) == (0, 1.0)
-        assert best_chain(CURVES["Q2_K"], 0.1, [0.7] * 15)[0] == 0
-        assert best_chain(CURVES["F16"], 0.0, []) == (0, 1.0)
-
-    @given(
-        st.sampled_from(list(CURVES.values())),
-        st.floats(0, 2),
-        st.lists(st.floats(0, 1), max_size=20).map(lambda p: sorted(p, reverse=True)),
-    )
-    def test_the_best_tree_by_trying_all(self, curve: CostCurve, cost: float, probs: list[float]) -> None:
-        tried = [(1 + sum(probs[:n])) / (cost + curve.v(n + 1)) for n in range(len(probs) + 1)]
-        n = best_tree_size(curve, probs, cost)
-        assert tried[n] == pytest.approx(max(tried))
-
-    def test_a_tree_as_large_as_the_curve_is_flat(self) -> None:
-        flat = CostCurve((1, 8, 9), (1.0, 1.0, 90.0))
-        assert best_tree_size(flat, [0.5] * 20) == 7
-        assert best_tree_size(flat, []) == 0
-        assert best_tree_size(CostCurve((1,), (1.0,)), [0.9] * 5) == 0
 
 
 PROMPT = [3, 1, 4, 1, 5, 2, 6]

@@ -12,6 +12,7 @@ import numpy as np
 
 from edgespec.backends.base import LanguageModel
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.engine.payoff import best_chain
 from edgespec.errors import CapabilityError
 
 __all__ = ["Exit", "ExitTable", "choose_exit"]
@@ -73,19 +74,21 @@ def choose_exit(
     model.parts.check("layerskip", model.facts)
     said = model.best_by_exit(tokens)
     lower, head = model.parts.layer_bytes()
-    total = sum(lower) + head
     exits = []
     for layer in range(1, len(lower)):
         agreement = float(np.mean((said[layer - 1] == said[-1])[first:]))
-        below = sum(lower[:layer]) / total
-        # The pass that verifies goes on where the drafts left; the last of them has not run at all.
-        speed_up, length = max(
-            (
-                sum(agreement**i for i in range(k + 1))
-                / (k * (below + head / total) + below + (1 - below) * v(k + 1)),
-                k,
-            )
-            for k in range(1, _LONGEST_DRAFT + 1)
-        )
-        exits.append(Exit(layer, agreement, below + head / total, length, speed_up))
+        exits.append(_estimated(layer, agreement, sum(lower[:layer]), sum(lower[layer:]), head, v))
     return ExitTable(tuple(exits))
+
+
+def _estimated(
+    layer: int, agreement: float, lower: int, upper: int, head: int, v: Callable[[int], float]
+) -> Exit:
+    """The best draft length and what it gives; lower, upper, head: bytes that are read for them."""
+    total = lower + upper + head
+    below, drafted = lower / total, (lower + head) / total
+    # The pass that verifies goes on where the drafts left; the last of them has not run at all.
+    length, speed_up = best_chain(
+        agreement, lambda k: k * drafted + below + (1 - below) * v(k + 1), _LONGEST_DRAFT
+    )
+    return Exit(layer, agreement, drafted, length, speed_up)
