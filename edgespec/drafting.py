@@ -11,7 +11,9 @@ from edgespec.backends.base import (
     LanguageModel,
     LowBit,
     Progress,
+    SelfDraft,
     Skippable,
+    SkippedLayers,
     Teachable,
 )
 from edgespec.catalog import Resolved
@@ -192,7 +194,7 @@ class _Maker:
                 f"run `edgespec prepare layerskip {self._found.name}` once",
             )
         if "layerskip" not in facts.capabilities.self_drafts:
-            return Missing(f"{facts.name} cannot be left early", "choose another method")
+            return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
         if self._found.format == "layerskip":
             if exit_layer is not None:
@@ -202,6 +204,15 @@ class _Maker:
                 )
             exit_layer = int(read(self._found.path).settings["exit_layer"])
         return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
+
+    def _why_not(self, how: SelfDraft) -> Missing:
+        """What the backend says of a way to draft for itself that was not exact when it was tried."""
+        why, hint = f"{self._model.facts.name} cannot draft for itself", ""
+        try:
+            self._model.self_draft(how).close()
+        except CapabilityError as error:
+            why, hint = error.what, error.next_step
+        return Missing(why, hint or "choose another method")
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
@@ -228,6 +239,8 @@ class _Maker:
     def _lowbit(self) -> Drafter | Missing:
         facts = self._model.facts
         copy = None
+        if "lowbit" not in facts.capabilities.self_drafts:
+            return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
         if self._found.format == "gguf":
             prepared = self._lowbit_copy()
             if prepared is None:
@@ -239,7 +252,9 @@ class _Maker:
 
             copy = str(copy_path(prepared))
         elif self._found.format == "layerskip":
-            return Missing(f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip")
+            return Missing(
+                f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip"
+            )
         elif "lowbit" not in facts.capabilities.self_drafts:
             return Missing(f"{facts.name} cannot draft with fewer bits", "choose another method")
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
@@ -258,7 +273,9 @@ class _Maker:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if "swift" not in facts.capabilities.self_drafts:
+        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_drafts:
+            return self._why_not(SkippedLayers((1,)))
+        if self._found.format != "mlx":
             return Missing(
                 f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
             )

@@ -12,6 +12,7 @@ import edgespec
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
+from tests.backends.tiny_models import write_lfm2
 
 PROMPT = "How do I list files by size?"
 LENGTH = 24
@@ -55,6 +56,11 @@ class TestAsked:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         with pytest.raises(OptionError, match=step):
             edgespec.load("demo", "none", context=512, method=name)
+
+    def test_no_copy_is_asked_for_where_none_would_help(self, tmp_path: Path) -> None:
+        model = str(write_lfm2(tmp_path / "model.gguf"))
+        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent memory takes chains"):
+            edgespec.load(model, "none", context=256, method="lowbit")
 
     def test_a_combination_is_made_once(self) -> None:
         with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
@@ -129,6 +135,13 @@ class TestMlx:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="12"):
             edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=12)
+
+    @pytest.mark.parametrize("name", ["layerskip", "lowbit", "swift"])
+    def test_a_recurrent_state_is_said_to_be_the_reason(self, name: str, tmp_path: Path) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
+        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent state takes chains"):
+            edgespec.load(model, "none", context=256, method=name, exit_layer=1)
 
     def test_learning_takes_an_mlx_draft(self) -> None:
         with pytest.raises(OptionError, match="cannot learn"):

@@ -35,7 +35,8 @@ class UsualModel(ABC):
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         """Raises CapabilityError."""
-        raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
+        reason = self.facts.capabilities.reason
+        raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
 
     def check_open(self) -> None:
         """Raises ClosedError."""

@@ -149,15 +149,17 @@ def write_llama(
     return path
 
 
-def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
-    """A recurrent model of one layer: its memory is a state, and a state cannot be cut back."""
+def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 1) -> Path:
+    """A recurrent model: its memory is a state, and a state cannot be cut back."""
     random = np.random.default_rng(seed)
-    writer = _open(path, "mamba", layers=1, feed_forward=0)
+    writer = _open(path, "mamba", layers=layers, feed_forward=0)
     writer.add_head_count(0)
     _add_state_sizes(writer)
     vocab = _vocabulary(writer, WORDS, template)
-    norm = {"blk.0.attn_norm.weight": _ones(_SIZE)}
-    _finish(writer, _ends(random, vocab) | norm | _state_space(random, 0))
+    tensors = _ends(random, vocab)
+    for layer in range(layers):
+        tensors |= {f"blk.{layer}.attn_norm.weight": _ones(_SIZE)} | _state_space(random, layer)
+    _finish(writer, tensors)
     return path
 
 
