@@ -69,6 +69,8 @@ def load(
         whole_number("context", context, 1, _NO_LIMIT)
     if threads is not None:
         whole_number("threads", threads, 1, 1024)
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     defaults = Defaults().but(method, draft_length, acceptance)
     named = [parse_method(each) for each in (method, *methods) if each != "auto"]
     how = Drafting(
@@ -292,6 +294,8 @@ def _checked_branches(branches: Branches) -> Branches:
         if branches != "auto":
             raise OptionError(f"draft_branches is {branches!r}", "give auto, or numbers such as (3, 2)")
         return "auto"
+    if not isinstance(branches, tuple | list):
+        raise OptionError(f"draft_branches is {branches!r}", "give auto, or numbers such as (3, 2)")
     for count in branches:
         whole_number("draft_branches", count, 1, _MOST_BRANCHES)
     if math.prod(branches) > _MOST_BRANCHES:

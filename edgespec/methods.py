@@ -136,6 +136,8 @@ _NEVER = Missing("this target has no such drafter", "choose another method")
 
 def parse_method(method: str) -> tuple[str, ...]:
     """The drafters a method names; `auto` names those it may use, `none` none. Raises OptionError."""
+    if not isinstance(method, str):
+        raise OptionError(f"method is {method!r}", "give a text such as model+ngram")
     if method == "none":
         return ()
     if method == "auto":

@@ -97,6 +97,26 @@ def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], 
     assert not loaded
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"method": ["suffix"]}, r"method is \['suffix'\]"),
+        ({"method": 3}, "method is 3"),
+        ({"methods": "suffix"}, "methods is 'suffix'"),
+        ({"methods": None}, "methods is None"),
+        ({"methods": [None]}, "method is None"),
+        ({"draft_branches": 3}, "draft_branches is 3"),
+        ({"draft_branches": None}, "draft_branches is None"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(
+    loaded: list[tuple[str, Any]], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(OptionError, match=says):
+        edgespec.load("demo", **options)
+    assert loaded == []
+
+
 def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
     options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
     assert _for_draft(options, FACTS) == replace(

@@ -111,7 +111,7 @@ def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         raise OptionError(
             f"there is no corpus at {root}", "give a text file or a folder of text files"
         ) from None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter: no path at all
         raise OptionError(
             f"the corpus at {root} cannot be read: {reason_of(error)}", "check its permissions"
         ) from error

@@ -171,6 +171,8 @@ def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) ->
         read(folder / "nowhere")
     with pytest.raises(OptionError, match=r"cannot be read: not a directory"):
         read(folder / "b.txt" / "inner")
+    with pytest.raises(OptionError, match="cannot be read: embedded null"):
+        read(folder / "b\0")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
