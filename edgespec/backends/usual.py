@@ -33,7 +33,7 @@ class UsualModel(ABC):
     def follow(self, draft: LanguageModel | None) -> None:  # noqa: B027
         """No pass is begun on guesses that are not there yet."""
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, how: SelfDraft) -> LanguageModel:  # noqa: ARG002
         """Raises CapabilityError."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
