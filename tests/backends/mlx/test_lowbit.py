@@ -152,11 +152,12 @@ class TestFewerTokens:
     """MagicDec: the draft looks at the first and the last cached tokens only."""
 
     @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
-    def test_its_cost_stops_growing_and_the_targets_does_not(self, kv_type: str) -> None:
-        model = load(models_folder() / "demo-mlx", low_bits=True, kv_type=kv_type)
+    def test_its_cost_stops_growing_and_the_targets_does_not(self, folder: Path, kv_type: str) -> None:
+        path = write_checkpoint(folder / f"cost {kv_type}", "llama", config={"head_dim": 32})
+        model = load(path, low_bits=True, kv_type=kv_type)
         view = model.self_draft(LowBit(sink_tokens=4, window_tokens=16))
         seen: list[int] = []
-        cache = model.memory.attention[3]
+        cache = model.memory.attention[1]
         append = cache.update_and_fetch
 
         def counted(keys: Any, values: Any) -> Any:
@@ -167,7 +168,7 @@ class TestFewerTokens:
         for length in (12, 40, 90):
             model.truncate(0)
             model.prefill([5 + i % 50 for i in range(length)])
-            cache = model.memory.attention[3]
+            cache = model.memory.attention[1]
             append, cache.update_and_fetch = cache.update_and_fetch, counted
             seen.clear()
             view.verify(TREE)
@@ -176,8 +177,8 @@ class TestFewerTokens:
             assert seen[1] == length + 4
         model.close()
 
-    def test_a_short_text_is_seen_whole(self) -> None:
-        model = load(models_folder() / "demo-mlx", low_bits=True)
+    def test_a_short_text_is_seen_whole(self, folder: Path) -> None:
+        model = load(write_checkpoint(folder / "short", "llama"), low_bits=True)
         rows = []
         for how in (
             LowBit(),
