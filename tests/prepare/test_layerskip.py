@@ -161,7 +161,7 @@ class TestInterruptions:
 
         prepare_layerskip(demo, 4, to=demo.parent / "whole", progress=until(1 << 30))
         needed, written = calls, set[str]()
-        for limit in range(1, needed, max(1, needed // 6)):
+        for limit in range(1, needed, max(1, needed // 4)):
             calls = 0
             try:
                 prepare_layerskip(demo, 4, progress=until(limit))

@@ -51,7 +51,7 @@ def test_a_copy_is_made_once_found_and_smaller(source: Path) -> None:
     assert prepare_lowbit(source, "Q2_K") == made
     assert copy_path(made).stat().st_mtime_ns == written
     # Of several, the one made last.
-    other = prepare_lowbit(source, "IQ4_NL")
+    other = prepare_lowbit(source, "Q4_0")
     assert find_lowbit(source) == other
 
 
@@ -98,19 +98,19 @@ def test_no_model_at_all(tmp_path: Path) -> None:
 
 
 def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
-    made = prepare_lowbit(source, "Q2_K")
+    made = prepare_lowbit(source, "Q4_0")
     with source.open("r+b") as file:
         file.seek(-100, os.SEEK_END)
         file.write(b"changed")
     with pytest.raises(ModelFileError, match="no longer the file"):
         check(made, source)
-    again = prepare_lowbit(source, "Q2_K")
+    again = prepare_lowbit(source, "Q4_0")
     check(again, source)
     assert again.source_records != made.source_records
     os.truncate(copy_path(again), 100_000)
     with pytest.raises(ModelFileError, match="is damaged"):
         check(again, source)
-    check(prepare_lowbit(source, "Q2_K"), source, full=True)
+    check(prepare_lowbit(source, "Q4_0"), source, full=True)
 
 
 def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
