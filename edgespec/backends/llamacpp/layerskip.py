@@ -57,7 +57,6 @@ __all__ = [
     "UPPER_FIRST",
     "LayerSkipModel",
     "load_layerskip",
-    "prepared_exit",
 ]
 
 # The files of a folder: what both halves use, the layers of each, and the first part of each, which
@@ -99,16 +98,6 @@ def load_layerskip(
         model = LayerSkipModel(halves[0], halves[1], folder, name, options)
         undo.pop_all()
         return model
-
-
-def prepared_exit(model: LanguageModel) -> int:
-    """The exit a model was prepared for. Raises CapabilityError for a model that was not."""
-    if not isinstance(model, LayerSkipModel):
-        raise CapabilityError(
-            f"{model.facts.name} was not prepared for early exit",
-            "run `edgespec prepare layerskip` on its file",
-        )
-    return model.exit_layer
 
 
 def _half_of(progress: Progress, half: int) -> Progress:

@@ -9,42 +9,36 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
-from textual.widgets import Button, Input, Static
+from textual.widgets import Input, Static
 
 from edgespec.chat.store import Setting
 from edgespec.errors import OptionError
+from edgespec.tui.screens.form import FormScreen
 from edgespec.tui.settings import FIELDS, Field, default_text, parse, shown
 
 __all__ = ["SettingsScreen"]
 
 
-class SettingsScreen(ModalScreen[dict[str, Setting] | None]):
+class SettingsScreen(FormScreen[dict[str, Setting]]):
     """Edit the settings. Gives all that are set, or None when left as they were."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "cancel", "Cancel", show=False),
-        Binding("ctrl+s", "keep", "Save", show=False, priority=True),
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
     ]
+    heading = "Settings of this chat"
+    leaves = "them"
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         super().__init__()
         self._settings = settings
 
-    def compose(self) -> ComposeResult:
-        """One row for each setting, then two buttons."""
-        with Vertical(classes="dialog -large") as dialog:
-            dialog.border_title = "Settings of this chat"
-            dialog.border_subtitle = "Ctrl+S saves · Esc leaves them"
-            with VerticalScroll(id="settings-rows", can_focus=False):
-                for field in FIELDS:
-                    value = self._settings.get(field.name)
-                    yield _Row(field, "" if value is None else shown(value))
-            with Horizontal(classes="buttons"):
-                yield Button("Save", id="save", variant="primary", compact=True)
-                yield Button("Cancel", id="cancel", compact=True)
+    def compose_fields(self) -> ComposeResult:
+        """One row for each setting."""
+        with VerticalScroll(id="settings-rows", can_focus=False):
+            for field in FIELDS:
+                value = self._settings.get(field.name)
+                yield _Row(field, "" if value is None else shown(value))
 
     def on_mount(self) -> None:
         """Begin at the first field."""
@@ -54,13 +48,6 @@ class SettingsScreen(ModalScreen[dict[str, Setting] | None]):
         """Enter in a field saves the form."""
         self.action_keep()
 
-    def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Save or leave."""
-        if event.button.id == "save":
-            self.action_keep()
-        else:
-            self.action_cancel()
-
     def action_keep(self) -> None:
         """Take the settings, or go to the first one that makes no sense."""
         wrong = [row for row in self.query(_Row) if not row.check()]
@@ -69,10 +56,6 @@ class SettingsScreen(ModalScreen[dict[str, Setting] | None]):
             return
         rows = self.query(_Row)
         self.dismiss({row.field.name: row.value for row in rows if row.value is not None})
-
-    def action_cancel(self) -> None:
-        """Leave them as they were."""
-        self.dismiss(None)
 
 
 class _Row(Vertical):
