@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import ModelFacts
-from edgespec.files import data_folder, private_folder, reason_of, write_private
+from edgespec.files import data_folder, private_folder, reason_of, sample_of, write_private
 
 __all__ = ["LearntFile", "identity_of"]
 
 VERSION = 1
 _MOST_BYTES = 512 * 2**20
-_SAMPLE_BYTES = 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".npz")
 
 
@@ -80,14 +79,16 @@ class LearntFile:
 def identity_of(*models: ModelFacts) -> str:
     """A hash that other models, or other weights of the same shape, would not have; the order counts.
 
-    A few kilobytes of every file of weights are read. A file that cannot be read counts by its name.
+    A few blocks of every file of weights are read. A file that cannot be read counts by its name.
     """
     digest = hashlib.sha256()
     for facts in models:
         told = (facts.architecture, facts.quantisation, facts.parameters, facts.file_bytes, facts.vocab_size)
         digest.update(repr(told).encode())
         for path in _weight_files(Path(facts.path)):
-            digest.update(path.name.encode() + _sample(path))
+            digest.update(path.name.encode())
+            with suppress(OSError):
+                digest.update(sample_of(path).encode())
     return digest.hexdigest()
 
 
@@ -95,13 +96,3 @@ def _weight_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     return sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS)
-
-
-def _sample(path: Path) -> bytes:
-    """The size, the beginning and the end of a file."""
-    with suppress(OSError), path.open("rb") as file:
-        head = file.read(_SAMPLE_BYTES)
-        size = file.seek(0, io.SEEK_END)
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        return hashlib.sha256(b"%d " % size + head + file.read()).digest()
-    return b"?"

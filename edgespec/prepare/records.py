@@ -11,21 +11,18 @@ from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, ModelFileError
+from edgespec.files import sample_of
 
 __all__ = ["FileRecord", "record", "same_sample"]
 
 _CHUNK_BYTES = 1 << 22
-_HEAD_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 16
-_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """A file as it was: its name in its folder, size and SHA-256.
 
-    sample: the SHA-256 of its size, its first megabyte and a few blocks spread over the rest. A file that
-    is cut, replaced or written over nearly always has another, and it is had without reading the whole.
+    sample: see `sample_of`.
     """
 
     name: str
@@ -76,17 +73,10 @@ def same_sample(path: Path, known: FileRecord) -> bool:
 
 
 def _sample(path: Path) -> str:
-    size = _size(path)
-    digest = hashlib.sha256(b"%d\0" % size)
     try:
-        with path.open("rb") as file:
-            digest.update(file.read(_HEAD_BYTES))
-            for block in range(1, _BLOCKS + 1):
-                file.seek(max(0, size * block // _BLOCKS - _BLOCK_BYTES))
-                digest.update(file.read(_BLOCK_BYTES))
+        return sample_of(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    return digest.hexdigest()
 
 
 def _size(path: Path) -> int:
