@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from edgespec.backends.base import LanguageModel
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError
 
-__all__ = ["Drafter"]
+__all__ = ["Drafter", "check_rollback"]
 
 
 class Drafter(ABC):
@@ -71,3 +73,12 @@ class Drafter(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Free everything the drafter owns."""
+
+
+def check_rollback(model: LanguageModel) -> None:
+    """Raises CapabilityError where a model cannot take back what it drafted."""
+    if not model.facts.capabilities.rollback:
+        raise CapabilityError(
+            f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
+            "choose a draft whose cache can be rolled back, or --draft none",
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, check_rollback
 from edgespec.drafters.growing import Growing, Ran
 from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
@@ -20,7 +20,6 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 
 __all__ = ["ModelDrafter"]
 
@@ -44,11 +43,7 @@ class ModelDrafter(Drafter):
         min_confidence: float = 0.0,
         name: str = "model",
     ) -> None:
-        if not model.facts.capabilities.rollback:
-            raise CapabilityError(
-                f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
-                "choose a draft whose cache can be rolled back, or --draft none",
-            )
+        check_rollback(model)
         self.name = name
         self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model

@@ -33,11 +33,6 @@ class NgramDrafter(Drafter):
         self._text = GrowingText()
         self.extra_kv_bytes = self._text.most_bytes
 
-    @property
-    def microseconds_per_token(self) -> float | None:
-        """What guessing cost for each emitted token; None before the first."""
-        return self.cost.microseconds_per_token
-
     def begin(self, tokens: Sequence[int]) -> None:
         with self.cost:
             self._text.restart(tokens)

@@ -77,7 +77,7 @@ def test_examples() -> None:
 
 def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     drafter = NgramDrafter()
-    assert NgramDrafter().microseconds_per_token is None
+    assert NgramDrafter().cost.microseconds_per_token is None
     text = [*range(300_000), 7, 8]
     drafter.begin(text)
     tree = drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3)
@@ -85,7 +85,7 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     drafter.begin([1, *text[:100], 7, 8])
     assert drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3).tokens == (8, 9, 10, 11)
     drafter.commit((9, 10))
-    assert drafter.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
+    assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
     assert drafter.note() == "ngram costs 12 µs a token"
     assert 0 < drafter.extra_kv_bytes < 2_000_000

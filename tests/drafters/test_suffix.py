@@ -395,11 +395,11 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
     drafter = SuffixDrafter(index)
-    assert SuffixDrafter().microseconds_per_token is None
+    assert SuffixDrafter().cost.microseconds_per_token is None
     drafter.begin([1, 2, 3])
     tree(drafter, 4)
     drafter.commit((4, 5))
-    assert drafter.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
+    assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 37e-6
     assert drafter.note() == "suffix costs 37 µs a token and knows 1,000 tokens of other texts"
     assert index.bytes < 9_000

@@ -65,11 +65,6 @@ class SuffixDrafter(Drafter):
         )
         self._reply: list[int] = []
 
-    @property
-    def microseconds_per_token(self) -> float | None:
-        """What guessing cost for each emitted token; None before the first."""
-        return self.cost.microseconds_per_token
-
     def begin(self, tokens: Sequence[int]) -> None:
         self._keep_reply()
         with self.cost:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, check_rollback
 from edgespec.drafters.vocabularies.reading import Reading
 from edgespec.drafters.vocabularies.translation import Translation
 from edgespec.engine.acceptance import Acceptance
@@ -19,7 +19,6 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
 
 __all__ = ["RetokenisedDrafter"]
 
@@ -46,11 +45,7 @@ class RetokenisedDrafter(Drafter):
         *,
         min_confidence: float = 0.0,
     ) -> None:
-        if not model.facts.capabilities.rollback:
-            raise CapabilityError(
-                f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
-                "choose a draft whose cache can be rolled back, or --draft none",
-            )
+        check_rollback(model)
         self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model
         self._vocabulary = vocabulary
