@@ -7,8 +7,8 @@ from pathlib import Path
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.drafters.suffix import Rule, SuffixDrafter, TextIndex
 from edgespec.texts.corpus import Corpus, read_corpus
-from edgespec.texts.fingerprint import fingerprint
 from edgespec.texts.replies import ReplyStore, forget_replies
+from edgespec.texts.vocabulary import fingerprint
 
 __all__ = ["Corpus", "ReplyStore", "fingerprint", "forget_replies", "read_corpus", "suffix_drafter"]
 

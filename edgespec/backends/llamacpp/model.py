@@ -203,7 +203,7 @@ class LlamaCppModel(UsualModel):
                 self._options,
                 self.facts,
                 self.vocabulary,
-                lambda: self._check(0),
+                self.check_open,
             ),
             how,
         )
