@@ -2,32 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from edgespec import Reply, Runtime, SamplingParams
+import pytest
+
+import edgespec
+from edgespec import EdgespecError, Reply, Runtime, SamplingParams
 from edgespec.backends.base import LanguageModel
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.growth import PayingGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import Drafters
-from tests.parity.models import ASKED, Tiny, reply_to
+from edgespec.methods import SELF_DRAFTS, Drafters, parse_method
+from edgespec.policy.curve import CostCurve
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.prepare.lowbit import prepare_lowbit
+from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
 
 class Row(NamedTuple):
-    """A way of guessing: the method, and the shape of what the draft model grows."""
+    """A way of guessing: a method, and how its draft model drafts.
+
+    draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
+    alone. window: tokens that the draft sees. every: proved on all models of a kind, not the first alone.
+    """
 
     title: str
     method: str
-    branches: tuple[int, ...] = ()
+    draft: Literal["near", "renamed"] = "near"
+    branches: tuple[int, ...] | Literal["auto"] = ()
+    window: int = 0
+    text: bool = False
+    every: bool = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return parse_method(self.method)
+
+    @property
+    def itself(self) -> tuple[str, ...]:
+        """In which way the target is its own draft."""
+        return tuple(name for name in self.drafters if name in SELF_DRAFTS)
+
+    @property
+    def voice(self) -> Voice:
+        """How the target is to talk, so that a draft can be right now and then."""
+        return "quiet" if self.itself in (("swift",), ("layerskip",)) else "letters" if self.text else "plain"
+
+    @property
+    def loaded(self) -> Row:
+        """What rows have in common that one loading is enough for."""
+        method = "none" if self.method == "none" else "+".join(self.itself)
+        return self._replace(title="", method=method, every=False)
 
 
 ROWS = (
-    Row("`none`", "none"),
-    Row("`model`, chains", "model"),
-    Row("`model`, trees", "model", (2, 2)),
-    Row("`ngram`", "ngram"),
+    Row("`none`", "none", every=True),
+    Row("`model`, chains", "model", every=True),
+    Row("`model`, trees (`--draft-branches 2,2`)", "model", branches=(2, 2)),
+    Row("`model`, trees that pay (`--draft-branches auto`)", "model", branches="auto"),
+    Row("`model`, a window (`--draft-window 12`)", "model", window=12),
+    Row("`model` of another vocabulary, by its tokens", "model", "renamed"),
+    Row("`model` of another vocabulary, by its text", "model", "renamed", text=True),
+    Row("`layerskip`", "layerskip", every=True),
+    Row("`lowbit`", "lowbit", every=True),
+    Row("`swift`", "swift", every=True),
+    Row("`lookahead`", "lookahead"),
+    Row("`suffix`", "suffix"),
+    Row("`ngram`", "ngram", every=True),
     Row("`model+ngram`", "model+ngram"),
+    Row("`model+suffix`", "model+suffix"),
+    Row("`layerskip+suffix`", "layerskip+suffix"),
+    Row("`lowbit+suffix`", "lowbit+suffix"),
 )
+
+# Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
+_EXITS = {"gemma3": 6}
+_SINKS = 2
 
 
 class Cell(NamedTuple):
@@ -55,23 +110,89 @@ class Watched:
         return self._model.verify(tree, first)
 
 
-def prove(tiny: Tiny, row: Row) -> Cell:
-    """Make replies by a method and hold them against plain decoding."""
-    if row.method == "none":
+@contextmanager
+def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
+    """Wide passes and drafts cost nothing, on any machine: nothing is left out because it would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgespec.drafting.measure", lambda model: CostCurve((1, 2), (1.0, 1.0)))
+        still: Callable[[], float] = lambda: 0.0  # noqa: E731
+        patch.setattr("edgespec.drafting.PayingGrowth", partial(PayingGrowth, clock=still))
+        patch.setattr("edgespec.methods.CombinedDrafter", partial(CombinedDrafter, clock=still))
+        yield patch
+
+
+def models_of(zoo: Zoo, row: Row, column: Column) -> list[Tiny]:
+    """The models a row is proved on."""
+    names = KINDS[column]
+    if "layerskip" in row.itself:
+        names = (*IN_HALVES.get(column, ()), *names)
+    return [zoo.tiny(column.backend, name, row.voice) for name in (names if row.every else names[:1])]
+
+
+def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:
+    """Load a model once for all these rows; make replies by each, and hold them against plain decoding."""
+    if rows[0].method == "none":
         check_plain(tiny)
-        return Cell()
+        return {rows[0]: Cell()}
+    with rows_for_nothing() as patch:
+        if rows[0].text:
+            patch.setattr("edgespec.drafters.vocabularies.comparison._TRANSLATED_FROM", 2.0)
+        try:
+            runtime = load(tiny, rows)
+        except EdgespecError as error:
+            return dict.fromkeys(rows, Cell(why_not(error, tiny)))
+        with runtime:
+            return {row: compared(tiny, row, runtime) for row in rows}
+
+
+def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
+    """Load a tiny model as a person would, after preparing it if need be."""
+    how = rows[0]
+    if tiny.backend == "llama.cpp":
+        if "layerskip" in how.itself:
+            prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
+        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
+            prepare_lowbit(tiny.path)
+    return edgespec.load(
+        str(tiny.path),
+        "none" if how.itself else str(getattr(tiny, how.draft)),
+        context=CONTEXT,
+        method=how.method,
+        methods=[row.method for row in rows],
+        draft_branches=how.branches,
+        draft_window=how.window,
+        draft_sinks=_SINKS,
+        exit_layer=1 if tiny.backend == "MLX" else None,
+    )
+
+
+_METHOD = re.compile(r"^method '.*' cannot be used: ")
+_NUMBERS = re.compile(r" \(by .*?\)")
+
+
+def why_not(error: EdgespecError, tiny: Tiny) -> str:
+    """What a message says of any model of the kind."""
+    what = _NUMBERS.sub("", _METHOD.sub("", error.what))
+    for name in (str(tiny.path), tiny.path.name):
+        what = what.replace(f"{name} ", "it ")
+    return what
+
+
+def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
+    """What a loaded model says by a method, against plain decoding."""
     can = tiny.target.facts.capabilities
-    if not can.rollback:
-        report = Drafters(tiny.target, None).choose("ngram")[1]
-        assert report.effective == "none"
-        assert can.reason in report.reason
-        return Cell(can.reason)
-    if row.branches and not can.tree:
-        return Cell(can.reason)
     plain = [tiny.plain(ask) for ask in ASKED]
-    target: Any = Watched(tiny.target)
-    draft: Any = Watched(tiny.draft) if "model" in row.method else None
-    runtime = Runtime(target, None, Drafters(target, draft, branches=row.branches))
+    if runtime.method.effective == "none":
+        assert not can.rollback
+        assert can.reason in runtime.method.reason
+        assert reply_to(runtime, ASKED[0], row.method, effective="none").tokens == plain[0]
+        return Cell(can.reason)
+    session, model = runtime._session, runtime._session.target
+    target: Any = Watched(model)
+    session.target = target
+    if "swift" in row.drafters:  # it looks for layers between replies
+        reply_to(runtime, ASKED[0], row.method)
+        session.rest(lambda: True)
     replies = [reply_to(runtime, ask, row.method) for ask in ASKED]
     for ask, reply, tokens in zip(ASKED, replies, plain, strict=True):
         assert reply.tokens == tokens, f"{row.title} of {tiny.path}: {ask}"
@@ -81,10 +202,22 @@ def prove(tiny: Tiny, row: Row) -> Cell:
     assert drawn.tokens
     assert drawn.stats.drafted_tokens
     check_partly_right(replies)
+    check_draft(runtime, row)
+    session.target = model
+    if row.branches and not can.tree:
+        assert not target.branched
+        return Cell(can.reason)
     if row.branches:
         assert target.branched
-        assert draft.branched
     return Cell(branched=target.branched)
+
+
+def check_draft(runtime: Runtime, row: Row) -> None:
+    """The draft was of the kind that the row is about."""
+    notice = runtime.target.notice
+    assert (f"sees the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
+    assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
+    assert ("its text is put into the target's tokens" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply]) -> None:
@@ -97,14 +230,14 @@ def check_partly_right(replies: Sequence[Reply]) -> None:
 def check_plain(tiny: Tiny) -> None:
     """Plain decoding says what fresh prefills of all that was said would choose."""
     model = tiny.target
-    for ask in ASKED[:4]:
+    for ask in ASKED:
         tokens = list(tiny.plain(ask))
         for at in range(0, len(tokens), 3):
             before = [*ask.prompt, *tokens[:at]]
             model.truncate(0)
             model.prefill(before[:-1])
             logits = model.verify(TokenTree.chain(before[-1]))
-            params = SamplingParams(temperature=ask.temperature)
+            params = SamplingParams(**{key: ask.sampling[key] for key in ask.sampling if key != "seed"})
             assert Sampler(params, ask.seed, before).token(logits, 0) == tokens[at]
         model.truncate(0)
     greedy = tiny.plain(ASKED[0])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import gguf
 import numpy as np
 import pytest
 
@@ -17,12 +15,14 @@ from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.methods import Drafters
 from tests.backends import tiny_models
+from tests.parity.weights import keep_to_letters, quieten, write_near, write_renamed
 
 mx = pytest.importorskip("mlx.core")
 tiny_checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
 
-CONTEXT = 128
-MAX_TOKENS = 16
+# Larger than the room a draft with a window takes.
+CONTEXT = 256
+MAX_TOKENS = 12
 
 
 class Column(NamedTuple):
@@ -38,44 +38,37 @@ KINDS: dict[Column, tuple[str, ...]] = {
     Column("llama.cpp", "window"): ("gemma2",),
     Column("llama.cpp", "recurrent"): ("jamba", "lfm2", "mamba"),
     Column("MLX", "full"): ("llama",),
-    Column("MLX", "window"): ("gemma3", "llama_sliding"),
+    Column("MLX", "window"): ("llama_sliding", "gemma3"),
     Column("MLX", "recurrent"): ("lfm2", "mamba2", "qwen3_next"),
     Column("MLX", "chunked"): ("llama4",),
 }
 COLUMNS = list(KINDS)
+# Further models, which come apart into halves where those do not.
+IN_HALVES: dict[Column, tuple[str, ...]] = {Column("llama.cpp", "window"): ("gemma3",)}
 BACKENDS = ("llama.cpp", "MLX")
 
 
-def tensors_of(path: Path) -> dict[str, Any]:
-    """The arrays of a GGUF file, to be written into."""
-    return {tensor.name: tensor.data for tensor in gguf.GGUFReader(path, "r+").tensors}
+# quiet: it has middle layers, which say little, so that there is something to leave out. letters: all it
+# says is text.
+Voice: TypeAlias = Literal["plain", "quiet", "letters"]
+# Where the usual tiny model has too few layers to leave some out.
+_LAYERS = {"llama": 3, "mamba": 2}
 
 
-def write_tiny(backend: str, name: str, folder: Path) -> Path:
+def write_tiny(backend: str, name: str, folder: Path, voice: Voice = "plain") -> Path:
     """A tiny model in the form of a backend."""
+    layers = _LAYERS.get(name) if voice == "quiet" else None
     if backend == "MLX":
-        return Path(tiny_checkpoints.write_checkpoint(folder / "target", name))
-    write: Callable[[Path], Path] = getattr(tiny_models, f"write_{name}")
-    return write(folder / "target.gguf")
-
-
-def write_like(path: Path, copy: Path) -> Path:
-    """A GGUF file or MLX folder whose head is a little off: a draft that is often right and often wrong."""
-    random = np.random.default_rng(1)
-    if path.is_file():
-        shutil.copy(path, copy)
-        tensors = tensors_of(copy)
-        head = tensors["output.weight" if "output.weight" in tensors else "token_embd.weight"]
-        head *= 1 + 0.3 * random.normal(size=head.shape)
-        return copy
-    shutil.copytree(path, copy)
-    weights = mx.load(str(path / "model.safetensors"))
-    for name, array in weights.items():
-        if array.shape[0] == tiny_checkpoints.ROWS:
-            noise = 1 + 0.3 * random.normal(size=array.shape).astype(np.float32)
-            weights[name] = array * mx.array(noise)
-    mx.save_safetensors(str(copy / "model.safetensors"), weights, {"format": "mlx"})
-    return copy
+        more = {"num_hidden_layers": layers} if layers else {}
+        path = Path(tiny_checkpoints.write_checkpoint(folder / "target", name, config=more))
+    else:
+        write: Callable[..., Path] = getattr(tiny_models, f"write_{name}")
+        path = write(folder / "target.gguf", **({"layers": layers} if layers else {}))
+    if voice == "quiet":
+        quieten(path)
+    if voice == "letters":
+        keep_to_letters(path)
+    return path
 
 
 class Ask(NamedTuple):
@@ -97,36 +90,44 @@ _SOME = np.random.default_rng(0).integers(65, 200, 60).tolist()
 PROMPTS = (tuple(_SOME[:9] * 4), tuple(_SOME[9:40]), tuple(_SOME[15:60]))
 ASKED = (
     Ask(PROMPTS[0], 0.0),
-    Ask(PROMPTS[1], 0.0),
     Ask(PROMPTS[1], 0.8, 2),
-    Ask(PROMPTS[2], 0.8, 3),
     Ask(PROMPTS[2], 0.0, few=True),
     Ask(PROMPTS[0], 0.8, few=True),
 )
 
 
 class Tiny:
-    """A tiny model and its draft of the same kind, each loaded when it is first needed."""
+    """A tiny model, and drafts for it; each is written and loaded when it is first needed."""
 
-    def __init__(self, folder: Path, backend: str, name: str) -> None:
-        self._backend = backend
-        self._name = name
-        self._folder = folder / f"{backend}-{name}"
+    def __init__(self, folder: Path, backend: str, name: str, voice: Voice = "plain") -> None:
+        self.backend = backend
+        self.name = name
+        self._voice = voice
+        self._folder = folder / f"{backend}-{name}-{voice}"
         self._folder.mkdir()
-        self._made: list[LanguageModel] = []
         self._plain: dict[Ask, tuple[int, ...]] = {}
 
     @cached_property
     def path(self) -> Path:
-        return write_tiny(self._backend, self._name, self._folder)
+        return write_tiny(self.backend, self.name, self._folder, self._voice)
+
+    @cached_property
+    def near(self) -> Path:
+        """A draft that is often right and often wrong."""
+        path = self.path
+        if self.name == "llama4":  # no draft: it cannot go back
+            path = write_tiny(self.backend, "llama", self._folder / "other")
+        return write_near(path, self._folder / f"near{path.suffix}")
+
+    @cached_property
+    def renamed(self) -> Path:
+        """The same draft, with other ids for its tokens."""
+        return write_renamed(self.near, self._folder / f"renamed{self.near.suffix}")
 
     @cached_property
     def target(self) -> LanguageModel:
-        return self._load(self.path)
-
-    @cached_property
-    def draft(self) -> LanguageModel:
-        return self._load(write_like(self.path, self.path.with_stem("draft")))
+        load = mlx.load if self.backend == "MLX" else llamacpp.load
+        return load(str(self.path), self.name, LoadOptions(context_tokens=CONTEXT))
 
     def plain(self, ask: Ask) -> tuple[int, ...]:
         """The tokens of plain decoding."""
@@ -135,15 +136,9 @@ class Tiny:
             self._plain[ask] = reply_to(runtime, ask, "none").tokens
         return self._plain[ask]
 
-    def _load(self, path: Path) -> LanguageModel:
-        load = mlx.load if self._backend == "MLX" else llamacpp.load
-        model = load(str(path), self._name, LoadOptions(context_tokens=CONTEXT))
-        self._made.append(model)
-        return model
-
     def close(self) -> None:
-        for model in self._made:
-            model.close()
+        if "target" in vars(self):
+            self.target.close()
 
 
 class Zoo:
@@ -151,12 +146,13 @@ class Zoo:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tiny: dict[tuple[str, str], Tiny] = {}
+        self._tiny: dict[tuple[str, str, str], Tiny] = {}
 
-    def tiny(self, backend: str, name: str) -> Tiny:
-        if (backend, name) not in self._tiny:
-            self._tiny[backend, name] = Tiny(self.folder, backend, name)
-        return self._tiny[backend, name]
+    def tiny(self, backend: str, name: str, voice: Voice = "plain") -> Tiny:
+        key = (backend, name, voice)
+        if key not in self._tiny:
+            self._tiny[key] = Tiny(self.folder, backend, name, voice)
+        return self._tiny[key]
 
     def of(self, column: Column) -> list[Tiny]:
         """Those that stand for a kind of memory."""
@@ -167,12 +163,12 @@ class Zoo:
             tiny.close()
 
 
-def reply_to(runtime: Runtime, ask: Ask, method: str, **options: Any) -> Reply:
-    """The reply by a method, which must have been the one that ran."""
+def reply_to(runtime: Runtime, ask: Ask, method: str, *, effective: str = "", **options: Any) -> Reply:
+    """The reply by a method, which must have been the one that ran, or `effective`."""
     stream = runtime.stream_tokens(
         ask.prompt, method=method, max_tokens=MAX_TOKENS, **ask.sampling, **options
     )
     for _ in stream:
         pass
-    assert stream.reply.method.effective == method
+    assert stream.reply.method.effective == (effective or method)
     return stream.reply

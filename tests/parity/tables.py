@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row
-from tests.parity.models import BACKENDS, COLUMNS, KINDS, Column
+from tests.parity.models import BACKENDS, COLUMNS, IN_HALVES, KINDS, Column
 
 __all__ = ["Proved", "in_markdown"]
 
 _LEGEND = """\
 A column is a backend and how the model remembers: *full* attention, a sliding *window*, a *recurrent* state
 (hybrids too), *chunked* attention. **yes**: at temperature 0, and sampled with a seed, the reply is plain
-decoding's token for token; with `--acceptance rejection` it is so at temperature 0, and above that it runs
-(`tests/engine` enumerates its law). **in trees**: some passes held several guesses for one position.
+decoding's token for token, and of what was drafted some was accepted and some was not; with
+`--acceptance rejection` it is so at temperature 0, and above that it runs (`tests/engine` enumerates its
+law). **in trees**: some passes held several guesses for one position. Wide passes count as free here, so
+that nothing is left out because it would not pay.
 """
-_NUMBERS = "①②③④⑤⑥⑦⑧⑨"
+_NUMBERS = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫"
 
 
 @dataclass(frozen=True)
 class Proved:
-    """Asks for proofs. Each says why something does not work; nothing where it was proved to."""
+    """Asks for proofs. Each says why something does not work; nothing where it was proved to.
 
-    cell: Callable[[Row, Column], Cell]
+    cells: for each model that stands for the kind.
+    """
+
+    cells: Callable[[Row, Column], Mapping[str, Cell]]
     of_models: Callable[[str, Column], str]
     of_backend: Callable[[str, str], str]
 
@@ -53,10 +58,7 @@ def in_markdown(proved: Proved) -> str:
 
 def _methods(proved: Proved, notes: _Notes) -> str:
     titles = [f"{c.backend}: {c.memory}" if c.memory == "full" else c.memory for c in COLUMNS]
-    rows = []
-    for row in ROWS:
-        cells = [proved.cell(row, column) for column in COLUMNS]
-        rows.append([row.title, *(_answer(cell.missing, notes, branched=cell.branched) for cell in cells)])
+    rows = [[row.title, *(_answers(proved.cells(row, column), notes) for column in COLUMNS)] for row in ROWS]
     return _table(["method", *titles], rows)
 
 
@@ -66,6 +68,14 @@ def _capabilities(proved: Proved, notes: _Notes) -> str:
         reasons = [proved.of_backend(what, backend) for backend in BACKENDS]
         rows.append([what, *(_answer(reason, notes) for reason in reasons)])
     return _table(["what", *BACKENDS], rows)
+
+
+def _answers(cells: Mapping[str, Cell], notes: _Notes) -> str:
+    """One answer where all models of the kind agree."""
+    answers = {name: _answer(cell.missing, notes, branched=cell.branched) for name, cell in cells.items()}
+    if len(set(answers.values())) == 1:
+        return next(iter(answers.values()))
+    return ", ".join(f"{name} {answer}" for name, answer in answers.items())
 
 
 def _answer(missing: str, notes: _Notes, *, branched: bool = False) -> str:
@@ -86,7 +96,8 @@ def _models() -> str:
     """The architectures that stand for the kinds."""
     lines = []
     for backend in BACKENDS:
-        names = [name for column in COLUMNS if column.backend == backend for name in KINDS[column]]
+        columns = [column for column in COLUMNS if column.backend == backend]
+        names = [name for column in columns for name in (*KINDS[column], *IN_HALVES.get(column, ()))]
         lines.append(f"{backend}: {', '.join(names)}")
     return "Proved on tiny models. " + ";\n".join(lines) + ".\n"
 
