@@ -7,6 +7,7 @@ used. What an interrupted run had finished is kept for the next one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -260,7 +261,7 @@ def _point(kind: Kind, prepared: Prepared) -> None:
     entry = store_folder() / kind / name
     entry.parent.mkdir(parents=True, exist_ok=True)
     with replacing(entry) as growing:
-        growing.write_text(str(prepared.folder), encoding="utf-8")
+        growing.write_bytes(os.fsencode(prepared.folder))
 
 
 def _entry_name(source: Path, settings: Settings) -> str:

@@ -93,7 +93,7 @@ def _entries(kind: Kind) -> list[Path]:
 
 
 def _followed(entry: Path) -> Path:
-    return Path(entry.read_text(encoding="utf-8")) if entry.suffix == ".elsewhere" else entry
+    return Path(os.fsdecode(entry.read_bytes())) if entry.suffix == ".elsewhere" else entry
 
 
 def read(folder: Path) -> Prepared:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Mapping
@@ -77,6 +79,12 @@ def test_a_folder_of_ones_own_is_found_too(source: Path, tmp_path: Path) -> None
     assert find("layerskip", source, _SETTINGS) == made
     shutil.rmtree(made.folder)
     assert find("layerskip", source, _SETTINGS) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode here")
+def test_a_folder_may_have_a_name_that_is_no_unicode(source: Path, tmp_path: Path) -> None:
+    made = _made(source, to=tmp_path / os.fsdecode(b"mine\xff"))
+    assert find("layerskip", source, _SETTINGS) == made
 
 
 def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> None:
