@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgespec.engine.chain import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
+    from edgespec.forgetting import forget
     from edgespec.loading import load
     from edgespec.reply import MethodReport, Piece, Reply
     from edgespec.runtime import Runtime
@@ -37,6 +38,7 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "__version__",
+    "forget",
     "load",
 ]
 
@@ -55,6 +57,7 @@ _HOMES = {
     "Runtime": "edgespec.runtime",
     "SamplingParams": "edgespec.engine.sampling",
     "Stats": "edgespec.engine.stats",
+    "forget": "edgespec.forgetting",
     "load": "edgespec.loading",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ __all__ = [
     "log_folder",
     "private_folder",
     "reason_of",
+    "removed",
     "replacing",
     "sample_of",
     "sync",
@@ -123,3 +124,14 @@ def reason_of(error: Exception) -> str:
     """What the system said, in its words."""
     said = error.strerror if isinstance(error, OSError) else str(error)
     return (said or type(error).__name__).lower()
+
+
+def removed(paths: Iterable[Path]) -> int:
+    """Delete files. Gives the bytes that were freed. Raises OSError."""
+    freed_bytes = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            size_bytes = path.stat().st_size
+            path.unlink()
+            freed_bytes += size_bytes
+    return freed_bytes

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import ModelFacts
-from edgespec.files import data_folder, private_folder, reason_of, sample_of, write_private
+from edgespec.files import data_folder, private_folder, reason_of, removed, sample_of, write_private
 
-__all__ = ["LearntFile", "identity_of"]
+__all__ = ["LearntFile", "forget_learnt", "identity_of"]
 
 VERSION = 1
 _MOST_BYTES = 512 * 2**20
@@ -32,7 +32,7 @@ class LearntFile:
 
     def __init__(self, kind: str, identity: str, folder: Path | None = None) -> None:
         digest = hashlib.sha256(f"{kind} {VERSION} {identity}".encode()).hexdigest()
-        self.path = (folder or data_folder() / "learnt") / f"{kind}-{digest[:32]}.npz"
+        self.path = (folder or _default_folder()) / f"{kind}-{digest[:32]}.npz"
         self.notice = ""
         self._header = f"{kind} {VERSION} {digest}"
 
@@ -70,10 +70,10 @@ class LearntFile:
         except OSError as error:
             self.notice = f"what was learnt is not kept in {self.path}: {reason_of(error)}"
 
-    def forget(self) -> None:
-        """Remove the file; nothing happens where there is none."""
-        with suppress(OSError):
-            self.path.unlink(missing_ok=True)
+
+def forget_learnt(folder: Path | None = None) -> int:
+    """Delete what was learnt, about every model. Gives the bytes that were freed. Raises OSError."""
+    return removed((folder or _default_folder()).glob("*.npz"))
 
 
 def identity_of(*models: ModelFacts) -> str:
@@ -90,6 +90,10 @@ def identity_of(*models: ModelFacts) -> str:
             with suppress(OSError):
                 digest.update(sample_of(path).encode())
     return digest.hexdigest()
+
+
+def _default_folder() -> Path:
+    return data_folder() / "learnt"
 
 
 def _weight_files(path: Path) -> list[Path]:

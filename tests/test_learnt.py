@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.learnt import LearntFile, identity_of
+from edgespec.learnt import LearntFile, forget_learnt, identity_of
 from tests.tables import table
 
 VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -25,8 +25,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert set(loaded) == set(VALUES)
     assert all(np.array_equal(loaded[name], VALUES[name]) for name in VALUES)
     assert [path.name for path in tmp_path.iterdir()] == [file.path.name]
-    file.forget()
-    file.forget()
+    size_bytes = file.path.stat().st_size
+    assert [forget_learnt(tmp_path), forget_learnt(tmp_path)] == [size_bytes, 0]
     assert file.load() == {}
     assert file.notice == ""
 

@@ -233,11 +233,6 @@ class OnlineDrafter(Drafter):
             self._steps = max(1, int(steps))
             self._learner.adapt(True)
 
-    def revert(self) -> None:
-        """The draft as it was loaded, from the next reply on; what was learnt stays with the learner."""
-        self._learner.adapt(False)
-        self._stale = True
-
     @property
     def judged(self) -> tuple[int, int, int]:
         """Of the last tokens: how many the original draft would have guessed, the adapted one, and all."""

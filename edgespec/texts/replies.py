@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.drafters.text import Tokens
-from edgespec.files import data_folder, private_folder, reason_of, write_private
+from edgespec.files import data_folder, private_folder, reason_of, removed, write_private
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -170,15 +170,14 @@ class ReplyStore:
         return FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600)
 
 
-def forget_replies(folder: Path | None = None) -> None:
+def forget_replies(folder: Path | None = None) -> int:
     """Delete all remembered replies, of every vocabulary, and those running chats are about to add.
 
-    Raises OSError.
+    Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or _default_folder()
     write_private(folder / _FORGOTTEN, b"")
-    for path in folder.glob(f"*{_SUFFIX}"):
-        path.unlink(missing_ok=True)
+    return removed(folder.glob(f"*{_SUFFIX}"))
 
 
 def _record(tokens: Tokens) -> bytes:

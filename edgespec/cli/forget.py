@@ -1,0 +1,47 @@
+"""`edgespec forget`: deletes what drafters keep of earlier replies."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.options import json_option
+from edgespec.cli.screen import print_json, size_text
+
+__all__ = ["command"]
+
+_NAMES = {
+    "all": "earlier replies and what was learnt",
+    "replies": "earlier replies",
+    "learnt": "what was learnt",
+}
+
+
+@click.command(
+    "forget",
+    cls=HelpfulCommand,
+    short_help="Delete what drafters keep of earlier replies.",
+    examples=("edgespec forget", "edgespec forget replies", "edgespec forget learnt"),
+)
+@click.argument("what", type=click.Choice(tuple(_NAMES)), default="all")
+@json_option
+def command(what: str, as_json: bool) -> int:
+    """Delete what drafters keep of earlier replies, to guess better.
+
+    \b
+    replies   replies that guesses are looked up in (a chat keeps them, or --remember)
+    learnt    drafts trained with --learn, and the layers that swift found
+    all       both [default]
+
+    Saved chats stay, and so does what `edgespec prepare` made.
+    """
+    import edgespec
+
+    freed_bytes = edgespec.forget(what)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"forgotten": what, "freed_bytes": freed_bytes})
+    else:
+        sys.stdout.write(f"forgot {_NAMES[what]}: {size_text(freed_bytes)} freed\n")
+    return 0

@@ -1,0 +1,35 @@
+"""What drafters keep from one run to the next, given up: earlier replies, and what was learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from edgespec.errors import EdgespecError
+from edgespec.files import reason_of
+from edgespec.learnt import forget_learnt
+from edgespec.texts import forget_replies
+
+__all__ = ["KINDS", "forget"]
+
+KINDS = ("replies", "learnt")
+_FORGET: dict[str, Callable[[], int]] = {"replies": forget_replies, "learnt": forget_learnt}
+
+
+def forget(what: Literal["all", "replies", "learnt"] = "all") -> int:
+    """Delete what drafters keep on disk. Gives the bytes that were freed.
+
+    replies: those that guesses are looked up in. learnt: drafts that were trained and layers that were
+    found, of every model; the next load drafts with what was downloaded. A runtime that is open keeps what
+    it learnt, and may save it again. Raises EdgespecError where a file cannot be deleted.
+    """
+    freed_bytes = 0
+    for kind in KINDS if what == "all" else (what,):
+        try:
+            freed_bytes += _FORGET[kind]()
+        except OSError as error:
+            raise EdgespecError(
+                f"what is kept of {kind} cannot be deleted: {reason_of(error)}",
+                f"delete the folder `{kind}` in edgespec's data folder",
+            ) from error
+    return freed_bytes

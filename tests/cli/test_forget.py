@@ -1,0 +1,49 @@
+"""What drafters keep is deleted, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.files import data_folder
+from edgespec.learnt import LearntFile
+from tests.cli.conftest import Run, json_of, one_line_error
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder with a remembered reply, something learnt, and a chat."""
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
+    with edgespec.load("demo", "none", context=256, threads=1, remember=True) as runtime:
+        runtime.generate("How do I list files?", max_tokens=8, seed=1, method="suffix")
+    LearntFile("swift", "a model").save({"layers": np.arange(3)})
+    chat = data_folder() / "chats" / "one.json"
+    chat.parent.mkdir()
+    chat.write_text("{}")
+    return data_folder()
+
+
+def kept(folder: Path) -> set[str]:
+    return {path.suffix for path in folder.rglob("*") if path.suffix in (".replies", ".npz", ".json")}
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [([], {".json"}), (["replies"], {".npz", ".json"}), (["learnt"], {".replies", ".json"})],
+)
+def test_what_is_named_goes(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:
+    assert kept(own_data) == {".replies", ".npz", ".json"}
+    assert json_of(run("forget", *what, "--json"))["freed_bytes"] > 0
+    assert kept(own_data) == left
+    assert run("forget", *what).stdout.endswith(": 0 kB freed\n")
+
+
+def test_what_cannot_be_deleted_is_said(run: Run, own_data: Path) -> None:
+    (file,) = own_data.rglob("*.npz")
+    file.unlink()
+    file.mkdir()
+    assert "delete the folder `learnt`" in one_line_error(run("forget", "learnt"), 1)
+    assert "is not one of" in one_line_error(run("forget", "chats"), 2)
