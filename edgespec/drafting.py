@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
@@ -166,6 +167,12 @@ class _Maker:
             self._model.truncate(0)
         return self._curve
 
+    @property
+    def _reference(self) -> str:
+        """The target as a command line names it."""
+        found = self._found
+        return shlex.quote(str(found.path)) if found.source == "path" else found.name
+
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | Growth:
         """How the drafts of a model grow; each drafter needs one of its own."""
         branches = self._how.branches
@@ -191,7 +198,7 @@ class _Maker:
         if self._found.format == "gguf":
             return Missing(
                 f"{facts.name} was not prepared for early exit",
-                f"run `edgespec prepare layerskip {self._found.name}` once",
+                f"run `edgespec prepare layerskip {self._reference}` once",
             )
         if "layerskip" not in facts.capabilities.self_drafts:
             return self._why_not(EarlyExit(1))
@@ -239,6 +246,10 @@ class _Maker:
     def _lowbit(self) -> Drafter | Missing:
         facts = self._model.facts
         copy = None
+        if self._found.format == "layerskip":
+            return Missing(
+                f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip"
+            )
         if "lowbit" not in facts.capabilities.self_drafts:
             return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
         if self._found.format == "gguf":
@@ -246,17 +257,11 @@ class _Maker:
             if prepared is None:
                 return Missing(
                     f"there is no copy of {facts.name} with fewer bits",
-                    f"run `edgespec prepare lowbit {self._found.name}` once",
+                    f"run `edgespec prepare lowbit {self._reference}` once",
                 )
             from edgespec.prepare.lowbit import copy_path
 
             copy = str(copy_path(prepared))
-        elif self._found.format == "layerskip":
-            return Missing(
-                f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip"
-            )
-        elif "lowbit" not in facts.capabilities.self_drafts:
-            return Missing(f"{facts.name} cannot draft with fewer bits", "choose another method")
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
         return self._drafter(self._model.self_draft(how), "lowbit")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.catalog import resolve
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
@@ -61,6 +63,16 @@ class TestAsked:
         model = str(write_lfm2(tmp_path / "model.gguf"))
         with pytest.raises(OptionError, match="cannot draft for itself: its recurrent memory takes chains"):
             edgespec.load(model, "none", context=256, method="lowbit")
+
+    @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
+    def test_a_file_is_named_so_that_it_is_found(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
+        model = tmp_path / "my model.gguf"
+        shutil.copyfile(resolve("demo").path, model)
+        with pytest.raises(OptionError, match=f"`edgespec prepare {name} '{model}'` once"):
+            edgespec.load(str(model), "none", context=128, method=name)
 
     def test_a_combination_is_made_once(self) -> None:
         with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
