@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
-from tests.parity.methods import ROWS, Cell, Row, models_of, prove
+from tests.parity.methods import ROWS, Cell, Row, loaded_for, models_of, prove
 from tests.parity.models import BACKENDS, COLUMNS, KINDS, Column, Tiny, Zoo
 from tests.parity.tables import Proved, in_markdown
 
@@ -31,12 +31,12 @@ def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proved]:
 
     @cache
     def group(tiny: Tiny, column: Column, loaded: Row) -> dict[Row, Cell]:
-        return prove(
-            tiny, [row for row in ROWS if row.loaded == loaded and tiny in models_of(zoo, row, column)]
-        )
+        together = [row for row in ROWS if loaded_for(tiny, row) == loaded]
+        return prove(tiny, [row for row in together if tiny in models_of(zoo, row, column)])
 
     def cells(row: Row, column: Column) -> dict[str, Cell]:
-        return {tiny.name: group(tiny, column, row.loaded)[row] for tiny in models_of(zoo, row, column)}
+        models = models_of(zoo, row, column)
+        return {tiny.name: group(tiny, column, loaded_for(tiny, row))[row] for tiny in models}
 
     @cache
     def of_models(what: str, column: Column) -> str:

@@ -76,7 +76,7 @@ ROWS = (
     Row("`ngram`", "ngram", every=True),
     Row("`model+ngram`", "model+ngram"),
     Row("`model+suffix`", "model+suffix"),
-    Row("`layerskip+suffix`", "layerskip+suffix"),
+    Row("`layerskip+suffix`", "layerskip+suffix", every=True),
     Row("`lowbit+suffix`", "lowbit+suffix"),
 )
 
@@ -127,6 +127,12 @@ def models_of(zoo: Zoo, row: Row, column: Column) -> list[Tiny]:
     if "layerskip" in row.itself:
         names = (*IN_HALVES.get(column, ()), *names)
     return [zoo.tiny(column.backend, name, row.voice) for name in (names if row.every else names[:1])]
+
+
+def loaded_for(tiny: Tiny, row: Row) -> Row:
+    """How the model is loaded for a row; a model that cannot go back says no to all of them alike."""
+    alike = row.method != "none" and not tiny.target.facts.capabilities.rollback
+    return ROWS[1].loaded if alike else row.loaded
 
 
 def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:

@@ -75,7 +75,7 @@ def _answers(cells: Mapping[str, Cell], notes: _Notes) -> str:
     answers = {name: _answer(cell.missing, notes, branched=cell.branched) for name, cell in cells.items()}
     if len(set(answers.values())) == 1:
         return next(iter(answers.values()))
-    return ", ".join(f"{name} {answer}" for name, answer in answers.items())
+    return "; ".join(f"{name} {answer}" for name, answer in answers.items())
 
 
 def _answer(missing: str, notes: _Notes, *, branched: bool = False) -> str:
@@ -99,7 +99,9 @@ def _models() -> str:
         columns = [column for column in COLUMNS if column.backend == backend]
         names = [name for column in columns for name in (*KINDS[column], *IN_HALVES.get(column, ()))]
         lines.append(f"{backend}: {', '.join(names)}")
-    return "Proved on tiny models. " + ";\n".join(lines) + ".\n"
+    every = "; ".join(row.title for row in ROWS if row.every)
+    which = f"On all of these: {every};\nthe other rows on the first of each kind.\n"
+    return "Proved on tiny models. " + ";\n".join(lines) + ".\n" + which
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
