@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
-from edgespec.checks import whole_number
+from edgespec.checks import flag, number, path_text, text, whole_number
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import WindowedModel, window_for
 from edgespec.drafting import Branches, Draft, Drafting, outfit
@@ -43,13 +44,13 @@ def load(
     draft_length: int | None = None,
     methods: Sequence[str] = (),
     acceptance: str = "invariant",
-    adapter: str | None = None,
+    adapter: str | PathLike[str] | None = None,
     draft_branches: Branches = (),
     draft_confidence: float = 0.0,
     draft_window: int | None = None,
     draft_sinks: int = 4,
     exit_layer: int | None = None,
-    corpus: str | None = None,
+    corpus: str | PathLike[str] | None = None,
     remember: bool = False,
     learn: bool = False,
     progress: Progress | None = None,
@@ -65,6 +66,21 @@ def load(
 
     Raises EdgespecError with the reason and the next step.
     """
+    text("target", target, "a path, user/repo:quant or a name such as demo")
+    if draft is not None:
+        text("draft", draft, "auto, none, a path, user/repo:quant or a name")
+    text("kv_type", kv_type, "auto, f16, q8_0 or another type")
+    text("flash_attention", flash_attention, "auto, on or off")
+    for name, value in (("mmap", mmap), ("mlock", mlock), ("remember", remember), ("learn", learn)):
+        flag(name, value)
+    if gpu_layers is not None:
+        whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT)
+    number("draft_confidence", draft_confidence, "from 0 to below 1")
+    whole_number("draft_sinks", draft_sinks, 0, _NO_LIMIT)
+    corpus = None if corpus is None else path_text("corpus", corpus)
+    adapter = None if adapter is None else path_text("adapter", adapter)
+    if progress is not None and not callable(progress):
+        raise OptionError(f"progress is {progress!r}", "give a function of a text and a fraction")
     if context is not None:
         whole_number("context", context, 1, _NO_LIMIT)
     if threads is not None:

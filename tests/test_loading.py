@@ -140,3 +140,43 @@ def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
         assert _meant_for(found, other, options) == wanted
     draft = replace(options, draft=True)
     assert _meant_for(mlx, gguf, draft) == replace(without, draft=True, kv_type="auto")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("target", 3, "name such as demo"),
+        ("target", None, "name such as demo"),
+        ("target", b"demo", "name such as demo"),
+        ("draft", 3, "auto, none"),
+        ("kv_type", 3, "auto, f16"),
+        ("flash_attention", 3, "auto, on or off"),
+        ("corpus", 3, "one path, as a text"),
+        ("corpus", b"x", "one path, as a text"),
+        ("corpus", ["x"], "one path, as a text"),
+        ("adapter", 3, "one path, as a text"),
+        ("draft_confidence", "x", "a number from 0 to below 1"),
+        ("draft_confidence", None, "a number from 0 to below 1"),
+        ("draft_sinks", None, "a whole number from 0"),
+        ("gpu_layers", "x", "a whole number from 0"),
+        ("mmap", "no", "True or False"),
+        ("mlock", 1, "True or False"),
+        ("remember", "yes", "True or False"),
+        ("learn", "yes", "True or False"),
+        ("progress", 3, "a function"),
+    ],
+)
+def test_a_wrong_type_is_refused_in_one_line(
+    loaded: list[tuple[str, Any]], option: str, value: Any, advice: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        edgespec.load(**{"draft": "none", option: value})
+    assert str(caught.value).startswith(f"{option} is {value!r}; give ")
+    assert advice in caught.value.next_step
+    assert not loaded
+
+
+def test_a_corpus_may_be_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    with edgespec.load(draft="none", method="suffix", corpus=tmp_path, context=64) as runtime:
+        assert f"corpus {tmp_path}: 1 file, " in runtime.target.notice

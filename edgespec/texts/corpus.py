@@ -92,8 +92,12 @@ def _notice(root: Path, files: int, tokens: int, left_out: list[tuple[str, int]]
     for why, count in left_out:
         counts[why] = counts.get(why, 0) + count
     missing = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
-    said = f"corpus {root}: {files:,} files, {tokens:,} tokens"
+    said = f"corpus {root}: {_counted(files, 'file')}, {_counted(tokens, 'token')}"
     return f"{said}; left out: {missing}" if missing else said
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:

@@ -58,6 +58,15 @@ class TestOptions:
         assert "\n" not in str(caught.value)
         assert caught.value.next_step
 
+    def test_a_single_stop_is_one_text(self, demo: Runtime) -> None:
+        options: dict[str, Any] = {"max_tokens": 24, "seed": 1, "temperature": 0}
+        whole = demo.generate(HOWTO, **options).text
+        stop = whole[5:9]
+        one = demo.generate(HOWTO, stop=stop, **options)
+        assert one.text == demo.generate(HOWTO, stop=[stop], **options).text == whole[: whole.index(stop)]
+        # Each of its letters alone would have ended it earlier.
+        assert any(letter in one.text for letter in stop)
+
     def test_prompts_that_are_none(self, demo: Runtime) -> None:
         with pytest.raises(OptionError, match="prompt"):
             demo.stream_tokens([])

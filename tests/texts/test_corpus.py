@@ -63,6 +63,13 @@ def test_every_text_file_the_latest_first(folder: Path, read: Read) -> None:
     assert corpus.notice == f"corpus {folder}: 3 files, 6 tokens"
 
 
+def test_one_is_not_many(folder: Path, read: Read) -> None:
+    folder = folder / "alone"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    assert read(folder).notice == f"corpus {folder}: 1 file, 1 token"
+
+
 def test_one_file(folder: Path, read: Read) -> None:
     assert words(read(folder / "b.txt")) == ["bbb"]
 
