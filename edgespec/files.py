@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EINVAL
 from pathlib import Path
 
 __all__ = [
@@ -14,7 +16,9 @@ __all__ = [
     "data_folder",
     "log_folder",
     "private_folder",
+    "read_regular",
     "reason_of",
+    "regular_bytes",
     "removed",
     "replacing",
     "sample_of",
@@ -57,6 +61,20 @@ def private_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
+
+
+def regular_bytes(path: Path) -> int:
+    """The size of a file. Raises OSError, also for a pipe, a device or a folder."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(EINVAL, "it is not a regular file")
+    return status.st_size
+
+
+def read_regular(path: Path) -> bytes:
+    """What is in a file. Raises OSError, also for a pipe or a device: it may have no end."""
+    regular_bytes(path)
+    return path.read_bytes()
 
 
 def write_private(path: Path, payload: bytes) -> None:

@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import ModelFacts
-from edgespec.files import data_folder, private_folder, reason_of, removed, sample_of, write_private
+from edgespec.files import (
+    data_folder,
+    private_folder,
+    read_regular,
+    reason_of,
+    regular_bytes,
+    removed,
+    sample_of,
+    write_private,
+)
 
 __all__ = ["LearntFile", "forget_learnt", "identity_of"]
 
@@ -39,10 +48,10 @@ class LearntFile:
     def load(self) -> Mapping[str, NDArray[Any]]:
         """What was saved last; nothing where there is nothing or it cannot be read."""
         try:
-            if self.path.stat().st_size > _MOST_BYTES:
+            if regular_bytes(self.path) > _MOST_BYTES:
                 raise ValueError("it is too large")
             # Read at once, so that the file is not held open.
-            with np.load(io.BytesIO(self.path.read_bytes()), allow_pickle=False) as file:
+            with np.load(io.BytesIO(read_regular(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import sys
 from dataclasses import replace
@@ -86,3 +87,13 @@ def test_the_identity_of_models(tmp_path: Path) -> None:
     others = [identity_of(end), identity_of(replace(one, quantisation="Q4")), identity_of(one, one)]
     assert len({identity_of(one), *others}) == 4
     assert identity_of(facts) == identity_of(facts)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes in folders")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    file = LearntFile("online", "one", tmp_path)
+    os.mkfifo(file.path)
+    assert file.load() == {}
+    assert file.notice == f"what was learnt cannot be read from {file.path}: it is not a regular file"
+    file.save(VALUES)
+    assert set(file.load()) == set(VALUES)

@@ -16,7 +16,7 @@ import numpy as np
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.drafters.text import Tokens
 from edgespec.errors import CancelledError, OptionError
-from edgespec.files import cache_folder, private_folder, reason_of, write_private
+from edgespec.files import cache_folder, private_folder, read_regular, reason_of, write_private
 
 __all__ = ["Corpus", "read_corpus"]
 
@@ -172,7 +172,7 @@ class _Cache:
 
     def _load(self) -> dict[str, Tokens]:
         try:
-            head, _, payload = self._path.read_bytes().partition(b"\n")
+            head, _, payload = read_regular(self._path).partition(b"\n")
             data = json.loads(head)
             if (data["version"], data["vocabulary"]) != (VERSION, self._fingerprint):
                 return {}

@@ -17,7 +17,15 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.drafters.text import Tokens
-from edgespec.files import data_folder, private_folder, reason_of, removed, write_private
+from edgespec.files import (
+    data_folder,
+    private_folder,
+    read_regular,
+    reason_of,
+    regular_bytes,
+    removed,
+    write_private,
+)
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -57,11 +65,11 @@ class ReplyStore:
             if not self.path.exists():
                 return []
             with self._lock():
-                data = self.path.read_bytes()
+                data = read_regular(self.path)
         except (OSError, NotImplementedError):
             # Where nothing can be locked nothing is written either.
             try:
-                data = self.path.read_bytes()
+                data = read_regular(self.path)
             except OSError as error:
                 self.notice = f"earlier replies cannot be read from {self.path}: {reason_of(error)}"
                 return []
@@ -102,12 +110,13 @@ class ReplyStore:
     def _write(self, replies: list[Tokens]) -> None:
         """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
         try:
+            size_bytes = regular_bytes(self.path)
             with self.path.open("rb") as file:
-                header, size_bytes = file.read(len(self._header)), os.fstat(file.fileno()).st_size
+                header = file.read(len(self._header))
         except FileNotFoundError:
             header, size_bytes = b"", 0
         if self._mending or header != self._header or size_bytes > 5 * self._most_tokens:
-            known = self._parsed(self.path.read_bytes())[0] if size_bytes else []
+            known = self._parsed(read_regular(self.path))[0] if size_bytes else []
             kept = self._newest([*known, *replies])
             write_private(self.path, self._header + b"".join(map(_record, kept)))
             self._mending = False

@@ -312,3 +312,24 @@ def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: 
     assert list((tmp_path / "mine" / "replies").glob("*.replies"))
     forget_replies()
     assert not list((tmp_path / "mine" / "replies").glob("*.replies"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such files")
+@pytest.mark.parametrize("kind", ["device", "pipe", "link to a pipe", "folder"])
+def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) -> None:
+    folder.mkdir(parents=True)
+    first = store(folder)
+    if kind == "device":
+        first.path.symlink_to("/dev/null")
+    elif kind == "folder":
+        first.path.mkdir()
+    else:
+        pipe = first.path if kind == "pipe" else tmp_path / "pipe"
+        os.mkfifo(pipe)
+        if pipe != first.path:
+            first.path.symlink_to(pipe)
+    assert first.load() == []
+    assert first.notice == f"earlier replies cannot be read from {first.path}: it is not a regular file"
+    first.add([1, 2])
+    assert first.notice == f"replies are not remembered in {first.path}: it is not a regular file"
+    assert not stat.S_ISREG(first.path.stat().st_mode)
