@@ -89,8 +89,20 @@ def load(
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     defaults = Defaults().but(method, draft_length, acceptance)
     named = [parse_method(each) for each in (method, *methods) if each != "auto"]
+    asked = frozenset(name for names in named for name in names)
+    drafting = asked if "auto" not in (method, *methods) else asked | set(parse_method("auto"))
+    for name, drafter, wanted in (
+        ("corpus", "suffix", corpus is not None),
+        ("exit_layer", "layerskip", exit_layer is not None),
+        ("learn", "model", learn),
+    ):
+        if wanted and drafter not in drafting:
+            raise OptionError(
+                f"{name} is for the drafter {drafter}, which method {method!r} does not ask for",
+                f"leave it out, or add {drafter} to the method",
+            )
     how = Drafting(
-        asked=frozenset(name for names in named for name in names),
+        asked=asked,
         together=any(len(names) > 1 for names in named),
         branches=_checked_branches(draft_branches),
         confidence=draft_confidence,

@@ -24,7 +24,7 @@ DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix",
 # Each drafts on the target's own memory, and there is one of it.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # What `auto` uses of what is there.
-_AUTOMATIC = ("model", "ngram")
+_AUTOMATIC = ("model", "suffix")
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,7 @@ class TestMlx:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(OptionError, match="cannot draft for itself: its recurrent state takes chains"):
-            edgespec.load(model, "none", context=256, method=name, exit_layer=1)
+            edgespec.load(model, "none", context=256, method=name)
 
     def test_learning_takes_an_mlx_draft(self) -> None:
         with pytest.raises(OptionError, match="cannot learn"):
@@ -200,6 +200,9 @@ class TestOptions:
             {"exit_layer": 0},
             {"draft_confidence": 1.0},
             {"methods": ("modle",)},
+            {"exit_layer": 2},
+            {"corpus": "README.md", "method": "model"},
+            {"learn": True, "method": "suffix"},
         ],
     )
     def test_nonsense_is_refused(self, options: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ SAMPLING_NAMES = (
     "frequency_penalty", "penalty_window", "logit_bias",
 )  # fmt: skip
 METHODS = (
-    "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+ngram",
+    "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+suffix",
     "layerskip+suffix", "lowbit+suffix",
 )  # fmt: skip
 ACCEPTANCES = ("invariant", "rejection")

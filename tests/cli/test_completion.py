@@ -46,5 +46,5 @@ def test_commands_options_names_and_methods_are_offered() -> None:
     assert "--temperature" in offered("generate", "--te")
     assert offered("generate", "--target", "dem") == ["demo", "demo-draft", "demo-mlx", "demo-mlx-draft"]
     assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
-    assert offered("generate", "--method", "mod") == ["model", "model+ngram"]
+    assert offered("generate", "--method", "mod") == ["model", "model+suffix"]
     assert offered("generate", "--target", "./mod") == ["./mod"]

@@ -117,7 +117,7 @@ def test_a_path_with_spaces_and_a_draft_that_is_the_target(run: Run, tmp_path: A
 def test_no_draft(run: Run) -> None:
     reply = answer(run, "--draft", "none", QUESTION)
     assert reply["draft"] is None
-    assert reply["method"]["effective"] == "ngram"
+    assert reply["method"]["effective"] == "suffix"
 
 
 def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "target: demo -> " in notes
     assert "draft: demo-draft -> " in notes
     assert "demo" in notes
-    assert "model+ngram · 8 tokens at" in notes
+    assert "model+suffix · 8 tokens at" in notes
     assert "seed 3" in notes
     assert "\x1b[2m" in notes
 

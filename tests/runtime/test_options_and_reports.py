@@ -92,11 +92,11 @@ class TestOptions:
 
     def test_methods_that_need_a_draft(self) -> None:
         with edgespec.load("demo", draft="none") as alone:
-            assert alone.method.effective == "ngram"
+            assert alone.method.effective == "suffix"
             assert alone.draft is None
             with pytest.raises(OptionError, match="needs a draft model"):
                 alone.generate(HOWTO, method="model")
-            assert alone.generate(HOWTO, max_tokens=5).method.effective == "ngram"
+            assert alone.generate(HOWTO, max_tokens=5).method.effective == "suffix"
 
     def test_progress_of_the_prefill_may_cancel(self, demo: Runtime) -> None:
         tokens = demo.vocabulary.tokenize("unheard of " * 50, special=False, start=True)

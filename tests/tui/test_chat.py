@@ -30,7 +30,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         assert reply.text == d.chat.session.lines[-1].content
         assert reply.query_one("MarkdownFence").is_attached
         facts = d.chat.query_one(StatusLine).facts
-        assert facts.method == "model+ngram"
+        assert facts.method == "model+suffix"
         assert facts.tokens_per_second is not None
         assert facts.tokens_per_second > 1
         assert facts.acceptance_rate is not None
@@ -112,7 +112,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
             "overhead",
         ):
             assert word in text
-        assert "model+ngram (asked for auto)" in text
+        assert "model+suffix (asked for auto)" in text
 
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
