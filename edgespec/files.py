@@ -22,6 +22,7 @@ __all__ = [
     "removed",
     "replacing",
     "sample_of",
+    "size_text",
     "sync",
     "write_private",
 ]
@@ -136,6 +137,15 @@ def sample_of(path: Path) -> str:
             file.seek(max(0, size_bytes * block // _BLOCKS - _BLOCK_BYTES))
             digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes for people, in powers of ten, as disks and hubs count."""
+    if size_bytes < 1_000_000:
+        return f"{size_bytes / 1e3:.0f} kB"
+    if size_bytes < 1_000_000_000:
+        return f"{size_bytes / 1e6:.0f} MB"
+    return f"{size_bytes / 1e9:.1f} GB"
 
 
 def reason_of(error: Exception) -> str:

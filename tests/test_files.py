@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.files import cache_folder, data_folder, private_folder, replacing, write_private
+from edgespec.files import (
+    cache_folder,
+    data_folder,
+    private_folder,
+    replacing,
+    size_text,
+    write_private,
+)
 
 
 def mode(path: Path) -> int:
@@ -79,3 +86,10 @@ def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> N
     write("after")
     assert path.read_text() == "after"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(1500, "2 kB"), (12_600_000, "13 MB"), (42_500_000_000, "42.5 GB")]
+)
+def test_sizes(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
 from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
+from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
@@ -131,7 +132,7 @@ def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
         raise DownloadError(
-            f"{repository} needs {needed_bytes / 1e9:.1f} GB and {cache} has {free_bytes / 1e9:.1f} GB free",
+            f"{repository} needs {size_text(needed_bytes)} and {cache} has {size_text(free_bytes)} free",
             "free some space, choose a smaller quantisation, or set HF_HOME to a folder on a larger disk",
         )
 
@@ -149,7 +150,7 @@ class _Report:
         fraction = min((self.finished_bytes + done_bytes) / self._total_bytes, 1.0)
         name = file.name.rsplit("/", 1)[-1]
         if self._progress is not None and not self._progress(
-            f"downloading {name} ({self._total_bytes / 1e9:.2f} GB)", fraction
+            f"downloading {name} ({size_text(self._total_bytes)})", fraction
         ):
             raise CancelledError(
                 f"the download of {name} was cancelled at {fraction:.0%}",
@@ -242,7 +243,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 if failures > _RETRIES:
                     raise DownloadError(
                         f"the connection was cut {failures} times at {done_bytes / 1e9:.2f} of"
-                        f" {source.size_bytes / 1e9:.2f} GB: {error}",
+                        f" {size_text(source.size_bytes)}: {error}",
                         "try again later; it goes on from there",
                     ) from error
                 time.sleep(_RETRY_SECONDS)

@@ -13,8 +13,9 @@ from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
-from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable, size_text
+from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
+from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from edgespec.machine import Machine

@@ -8,7 +8,8 @@ import click
 
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
-from edgespec.cli.screen import print_json, size_text
+from edgespec.cli.screen import print_json
+from edgespec.files import size_text
 
 __all__ = ["command"]
 

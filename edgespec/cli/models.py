@@ -16,10 +16,10 @@ from edgespec.cli.screen import (
     print_json,
     print_table,
     printable,
-    size_text,
     terminal_width,
 )
 from edgespec.errors import BackendMissingError, MemoryBudgetError, ModelFileError, ModelNotFoundError
+from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts

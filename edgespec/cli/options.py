@@ -98,7 +98,12 @@ def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ..
 
 def _branches(value: Any) -> tuple[int, ...] | str:
     """Reads `auto` or `3,2`."""
-    return value if value == "auto" else listed(whole(1))(value)
+    if value == "auto":
+        return "auto"
+    try:
+        return listed(whole(1))(value)
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{error.message}: write auto, or numbers such as 3,2") from error
 
 
 def _token_bias(value: Any) -> tuple[int, float]:

@@ -11,8 +11,9 @@ import click
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.interrupt import interruptible
 from edgespec.cli.options import json_option, model_reference
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table, size_text
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table
 from edgespec.errors import OptionError
+from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from edgespec.prepare.store import Prepared
@@ -128,12 +129,14 @@ def _prepared(reference: str, make: Callable[[Path, ProgressLine], Prepared]) ->
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
+            if found.format == "mlx":
+                raise OptionError(
+                    f"{found.name} is an MLX model and needs no preparing",
+                    "use its methods right away, such as `edgespec chat --method layerskip`",
+                )
             if found.format != "gguf":
                 raise OptionError(
-                    f"{found.name} is not a GGUF file and needs no preparing",
-                    "use its methods right away, such as `edgespec chat --method layerskip`"
-                    if found.format == "mlx"
-                    else "name the file it was prepared from",
+                    f"{found.path} is what was prepared already", "name the GGUF file that it was made from"
                 )
             return make(found.path, progress)
         finally:

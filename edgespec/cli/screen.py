@@ -19,7 +19,6 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
-    "size_text",
     "terminal_width",
     "write_text",
 ]
@@ -64,15 +63,6 @@ def note(text: str) -> None:
         line = printable(text)
         sys.stderr.write(f"{line}\n" if plain else f"\x1b[2m{line}\x1b[0m\n")
         sys.stderr.flush()
-
-
-def size_text(size_bytes: int) -> str:
-    """Bytes for people, in powers of ten, as disks and hubs count."""
-    if size_bytes < 1_000_000:
-        return f"{size_bytes / 1e3:.0f} kB"
-    if size_bytes < 1_000_000_000:
-        return f"{size_bytes / 1e6:.0f} MB"
-    return f"{size_bytes / 1e9:.1f} GB"
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
@@ -157,5 +158,9 @@ def _finish(
             done += tensor.size_bytes
             if progress and not progress(what, done / total):
                 raise CancelledError(f"{what} was cancelled")
+    except OSError as error:
+        if error.errno is None:  # numpy says how many items it wrote, and not why no more
+            raise OSError(EIO, "only a part of a file could be written") from error
+        raise
     finally:
         writer.close()

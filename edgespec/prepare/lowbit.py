@@ -28,13 +28,15 @@ def prepare_lowbit(
     to: the folder to make; by default one in the store. The facts of what is returned: `type`,
     `source_weight_bytes`, `weight_bytes`, `saved_bytes`.
     Raises OptionError (no such type, or one that is not smaller than the model is), CapabilityError (a
-    type that needs an importance matrix), ModelFileError (a file that cannot be read, too small a disk),
-    BackendError and CancelledError; after any of them there is no copy.
+    type that needs an importance matrix, or a model whose memory is a state), ModelFileError (a file that
+    cannot be read, too small a disk), BackendError and CancelledError; after any of them there is no copy.
     """
+    from edgespec.backends.llamacpp.lowbit import check_lends
     from edgespec.backends.llamacpp.quantise import file_type, needs_matrix, quantise, quantised_size
 
     type_name = file_type(type_name)
     source_bytes = sum(part.stat().st_size for part in gguf_files(path))
+    check_lends(path)
     size = quantised_size(path, type_name)
     if size.needs_matrix:
         raise needs_matrix(type_name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any
 from edgespec.backends.base import Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.files import replacing, sync
+from edgespec.files import reason_of, replacing, size_text, sync
 from edgespec.prepare.records import FileRecord, record, same_sample
 from edgespec.prepare.store import (
     MANIFEST,
@@ -37,6 +38,7 @@ __all__ = ["Workbench", "make", "unfinished"]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
+_NAME_ANOTHER = "name a folder that is not there"
 
 
 class Workbench:
@@ -88,10 +90,16 @@ def make(
     parts = gguf_files(source)
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute(entry if to is None else to)
+    if folder.is_symlink():
+        if not folder.exists():
+            raise OptionError(f"{folder} is a link to nothing", "delete it, or name another folder")
+        folder = folder.resolve()
     if not folder.name:
-        raise OptionError(f"{folder} exists and holds something else", "name a folder that is not there")
+        raise OptionError(f"{folder} exists and holds something else", _NAME_ANOTHER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # A lock that can never be made would be waited for like one that is held.
+        tempfile.TemporaryFile(dir=folder.parent).close()
         with _alone(folder, progress):
             prepared = _present(kind, folder, source, settings)
             if prepared is None:
@@ -101,8 +109,8 @@ def make(
             return prepared
     except OSError as error:
         raise ModelFileError(
-            f"{folder} cannot be written: {error.strerror or error}",
-            "make room or choose another folder with --to, then run it again: it goes on from there",
+            f"{folder} cannot be written: {reason_of(error)}",
+            "make room and run it again, and it goes on from there; or choose another folder with --to",
         ) from error
 
 
@@ -124,15 +132,16 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
             return None
-        raise OptionError(f"{folder} exists and holds something else", "name a folder that is not there")
+        raise OptionError(
+            f"{folder} exists and holds something else",
+            "delete it: edgespec makes its own there" if _in_store(folder) else _NAME_ANOTHER,
+        )
     try:
         there = read(folder)
     except ModelFileError as error:
         if not _in_store(folder):
             # Who knows whose it is.
-            raise OptionError(
-                f"{folder} exists, and {error.what}", "name a folder that is not there"
-            ) from error
+            raise OptionError(f"{folder} exists, and {error.what}", _NAME_ANOTHER) from error
         shutil.rmtree(folder)
         return None
     if (there.kind, there.source, dict(there.settings)) != (kind, source, dict(settings)):
@@ -148,7 +157,7 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
         if foreign and not _in_store(folder):
             raise OptionError(
                 f"{folder} is damaged or stale, and holds {foreign[0].name}, which is not edgespec's",
-                "move that elsewhere, or name a folder that is not there",
+                f"move that elsewhere, or {_NAME_ANOTHER}",
             ) from None
         shutil.rmtree(folder)
         return None
@@ -230,7 +239,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ModelFileError(
-            f"{needed_bytes / 1e9:.2f} GB are needed in {folder} and {free_bytes / 1e9:.2f} GB are free",
+            f"{size_text(needed_bytes)} are needed in {folder} and {size_text(free_bytes)} are free",
             "free some space, or name a folder on another disk with --to",
         )
 

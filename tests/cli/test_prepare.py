@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,27 @@ def test_a_wrong_exit_is_wrong_usage(run: Run, model: Path, exit_layer: str) -> 
 
 def test_an_mlx_model_needs_no_preparing(run: Run) -> None:
     assert run("prepare", "layerskip", "demo-mlx", "--exit", "1").exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["layerskip", "lowbit"])
+def test_what_was_prepared_already_is_not_prepared(run: Run, model: Path, tmp_path: Path, kind: str) -> None:
+    halves = tmp_path / "halves.gguf"
+    assert run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(halves)).exit_code == 0
+    result = run("prepare", kind, str(halves))
+    assert result.exit_code == 2
+    assert f"{halves} is what was prepared already; name the GGUF file" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
+def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
+    import resource
+
+    model = write_llama(tmp_path / "model.gguf", layers=3)
+    at_most_bytes = model.stat().st_size // 4
+    result = subprocess.run(
+        [sys.executable, "-m", "edgespec", "prepare", "layerskip", str(model), "--exit", "1"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (at_most_bytes, at_most_bytes)),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert "cannot be written: only a part of a file could be written; make room" in result.stderr

@@ -76,10 +76,3 @@ def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) == 3
     assert "[bold]b" * 20 in lines[1]
     assert "\x1b" not in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"), [(1500, "2 kB"), (12_600_000, "13 MB"), (42_500_000_000, "42.5 GB")]
-)
-def test_sizes(size_bytes: int, text: str) -> None:
-    assert screen.size_text(size_bytes) == text

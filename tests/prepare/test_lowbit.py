@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.quantise import file_type, quantise
+from edgespec.backends.llamacpp import quantise as quantise_module
+from edgespec.backends.llamacpp.quantise import file_type, quantise, quantised_size
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.lowbit import copy_path, find_lowbit, prepare_lowbit
 from edgespec.prepare.store import check, store_folder
+from tests.backends.tiny_models import write_jamba, write_lfm2, write_mamba
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +92,28 @@ def test_types_that_are_not_smaller_or_not_there_are_refused(source: Path, tmp_p
     assert in_store() == []
 
 
+@pytest.mark.parametrize("write", [write_mamba, write_jamba, write_lfm2])
+def test_a_model_that_could_not_use_a_copy_gets_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+) -> None:
+    def never(*_: object) -> NoReturn:
+        raise AssertionError("the quantiser ran")
+
+    monkeypatch.setattr(quantise_module, "_run", never)
+    path = write(tmp_path / "model.gguf")
+    with pytest.raises(CapabilityError, match="cannot draft with fewer bits: its memory is a state"):
+        prepare_lowbit(path)
+    assert not store_folder().exists()
+
+
 def test_no_model_at_all(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot be read"):
         prepare_lowbit(tmp_path / "none.gguf", "Q2_K")
     rubbish = tmp_path / "rubbish.gguf"
     rubbish.write_bytes(b"GGUF" + bytes(5000))
     with pytest.raises(BackendError, match=r"llama\.cpp made no Q2_K copy"):
+        quantised_size(rubbish, "Q2_K")
+    with pytest.raises(ModelFileError, match=r"rubbish\.gguf is incomplete or damaged"):
         prepare_lowbit(rubbish, "Q2_K")
 
 
@@ -116,7 +136,7 @@ def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
 def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(source)._replace(free=5_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ModelFileError, match=r"0\.01 GB are needed in .* free some space"):
+    with pytest.raises(ModelFileError, match=r"7 MB are needed in .* and 5 MB are free; free some space"):
         prepare_lowbit(source, "Q2_K")
     assert in_store() == []
 

@@ -87,6 +87,35 @@ def test_a_folder_may_have_a_name_that_is_no_unicode(source: Path, tmp_path: Pat
     assert find("layerskip", source, _SETTINGS) == made
 
 
+def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mine")
+    with pytest.raises(OptionError, match="link is a link to nothing; delete it, or name another folder"):
+        _made(source, to=link)
+    assert not (tmp_path / "link.partial").exists()
+    (tmp_path / "mine").mkdir()
+    assert _made(source, to=link).folder == tmp_path / "mine"
+    assert find("layerskip", source, _SETTINGS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+def test_where_nothing_can_be_written_nothing_is_waited_for(source: Path) -> None:
+    def progress(what: str, fraction: float) -> bool:
+        return "waiting" not in what
+
+    with pytest.raises(ModelFileError, match=r"^/proc/foo cannot be written: .*another folder with --to$"):
+        _made(source, to=Path("/proc/foo"), progress=progress)
+
+
+def test_a_foreign_thing_in_the_store_may_be_deleted(source: Path) -> None:
+    folder = _made(source).folder
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "letter.txt").write_text("dear")
+    with pytest.raises(OptionError, match="exists and holds something else; delete it: edgespec makes"):
+        _made(source)
+
+
 def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
@@ -219,7 +248,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 10**9))
     write = Writer()
-    with pytest.raises(ModelFileError, match=r"7\.00 GB are needed in .* and 5\.00 GB are free"):
+    with pytest.raises(ModelFileError, match=r"7\.0 GB are needed in .* and 5\.0 GB are free"):
         make("layerskip", source, _SETTINGS, write, needed_bytes=7 * 10**9)
     assert write.written == []
     assert not list(store_folder().rglob("first*"))

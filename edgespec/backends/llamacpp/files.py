@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["check_file", "default_threads", "describe", "load_parts", "load_weights"]
+__all__ = ["check_file", "default_threads", "describe", "load_parts", "load_vocabulary", "load_weights"]
 
 _SMALL_MODEL_BYTES = 64 * 2**20
 
@@ -46,6 +46,17 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         options,
         progress,
     )
+
+
+def load_vocabulary(path: str, name: str) -> Any:
+    """A llama_model without weights, to be asked about its kind and its tokens. Raises ModelFileError."""
+    lib = library()
+
+    def load(params: Any) -> Any:
+        params.vocab_only = True
+        return lib.llama_model_load_from_file(os.fsencode(path), params)
+
+    return _loaded(load, path, name, check_file(path), LoadOptions(), None)
 
 
 def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:

@@ -8,6 +8,7 @@ only, and its memory does not grow with the text (MagicDec, arXiv 2408.11049).
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ import psutil
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_weights
+from edgespec.backends.llamacpp.files import (
+    check_file,
+    default_threads,
+    describe,
+    load_vocabulary,
+    load_weights,
+)
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.likeness import check_same_model
 from edgespec.backends.llamacpp.native import library
@@ -28,7 +35,7 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["LowBitView", "draft_at_low_bits"]
+__all__ = ["LowBitView", "check_lends", "draft_at_low_bits"]
 
 # Tokens of drafts that a window leaves room for, at least.
 _DRAFT_ROOM_TOKENS = 64
@@ -36,6 +43,21 @@ _DRAFT_ROOM_TOKENS = 64
 _WINDOW_STEP_TOKENS = 64
 # So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
 _HANDED_TOKENS = 256
+
+
+def check_lends(path: Path) -> None:
+    """Raises CapabilityError for a model that could not lend its memory to a copy, and ModelFileError."""
+    lib = library()
+    model = load_vocabulary(str(path), path.name)
+    try:
+        if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+            raise CapabilityError(
+                f"{path.name} cannot draft with fewer bits: its memory is a state, and a copy can take over"
+                " keys and values only",
+                "use a method that needs no copy, such as suffix",
+            )
+    finally:
+        lib.llama_model_free(model)
 
 
 def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
