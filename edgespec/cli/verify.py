@@ -51,7 +51,8 @@ _PROMPTS_OF_A_SKILL = 2
     "--methods",
     type=listed(str),
     metavar="A,B",
-    help="Methods to compare with none. [default: every drafter at hand, and model+ngram]",
+    help="Methods to compare with none; layerskip, lowbit, swift and lookahead are compared when they are"
+    " named. [default: suffix and ngram; with a draft model also model and model+ngram]",
 )
 @click.option(
     "--prompts",
@@ -159,7 +160,7 @@ def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Every drafter there is, and the usual pair."""
+    """Every drafter that was made without being asked for, and the usual pair."""
     return (*drafters, "model+ngram") if "model" in drafters else tuple(drafters)
 
 

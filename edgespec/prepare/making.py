@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ __all__ = ["Workbench", "make", "unfinished"]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
+_NO_ROOM = (ENOSPC, EDQUOT, EFBIG, EIO)
 _NAME_ANOTHER = "name a folder that is not there"
 
 
@@ -110,7 +112,9 @@ def make(
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {reason_of(error)}",
-            "make room and run it again, and it goes on from there; or choose another folder with --to",
+            "make room and run it again: it goes on from there; or choose another folder with --to"
+            if error.errno in _NO_ROOM
+            else "choose another folder with --to",
         ) from error
 
 

@@ -83,6 +83,9 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sameness, "verify", verified)
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
+    told = " ".join(run("verify", "--help").stdout.split())
+    assert "[default: suffix and ngram; with a draft model also model and model+ngram]" in told
+    assert "layerskip, lowbit, swift and lookahead are compared when they are named" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+ngram")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"]) == (5, "invariant")
