@@ -199,9 +199,16 @@ class TestTakingOver:
         rows = [row_of(model, model.verify(tree), 2) for model in both]
         same(both.whole, *rows)
 
-    @pytest.mark.parametrize("how", [EarlyExit(5), LowBit(), SkippedLayers((1,))])
-    def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any) -> None:
-        with pytest.raises(CapabilityError, match="prepared"):
+    @pytest.mark.parametrize(
+        ("how", "says"),
+        [
+            (EarlyExit(5), "was prepared to exit after layer 4, not 5"),
+            (LowBit(), "was prepared for early exit and cannot draft for itself with fewer bits; load"),
+            (SkippedLayers((1,)), "cannot draft for itself without some layers; load the model's own file"),
+        ],
+    )
+    def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any, says: str) -> None:
+        with pytest.raises(CapabilityError, match=says):
             halves.self_draft(how)
 
 

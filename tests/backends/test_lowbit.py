@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
-from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
@@ -403,8 +403,10 @@ class TestRefusals:
             full.target.self_draft(LowBit())
         with pytest.raises(CapabilityError, match="at least 1"):
             full.view(window=0)
-        with pytest.raises(CapabilityError, match="cannot draft for itself"):
+        with pytest.raises(CapabilityError, match=r"by early exit: .*; run `edgespec prepare layerskip`"):
             full.target.self_draft(EarlyExit(1))
+        with pytest.raises(CapabilityError, match=r"without some layers: .*; choose another method"):
+            full.target.self_draft(SkippedLayers((1,)))
 
     def test_a_recurrent_memory(self, tmp_path: Path) -> None:
         target = load(write_mamba(tmp_path / "mamba.gguf"))

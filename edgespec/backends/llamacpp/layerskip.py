@@ -14,6 +14,7 @@ from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
     LoadOptions,
+    LowBit,
     ModelFacts,
     Progress,
     SelfDraft,
@@ -260,7 +261,11 @@ class LayerSkipModel(UsualModel):
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
         if not isinstance(how, EarlyExit):
-            raise CapabilityError(f"{self.facts.name} was prepared for early exit only, not for {how}")
+            way = "with fewer bits" if isinstance(how, LowBit) else "without some layers"
+            raise CapabilityError(
+                f"{self.facts.name} was prepared for early exit and cannot draft for itself {way}",
+                "load the model's own file for another way",
+            )
         if how.exit_layer != self.exit_layer:
             raise CapabilityError(
                 f"{self.facts.name} was prepared to exit after layer {self.exit_layer}, not {how.exit_layer}",

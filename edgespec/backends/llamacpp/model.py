@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from edgespec.backends.base import (
+    EarlyExit,
     LanguageModel,
     LoadOptions,
-    LowBit,
     ModelFacts,
     Progress,
     SelfDraft,
+    SkippedLayers,
     Snapshot,
     Vocabulary,
 )
@@ -192,8 +193,16 @@ class LlamaCppModel(UsualModel):
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
-        if not isinstance(how, LowBit):
-            raise CapabilityError(f"{self.facts.name} cannot draft for itself ({how})")
+        if isinstance(how, EarlyExit):
+            raise CapabilityError(
+                f"{self.facts.name} cannot draft for itself by early exit: it is loaded in one piece",
+                "run `edgespec prepare layerskip` on its file",
+            )
+        if isinstance(how, SkippedLayers):
+            raise CapabilityError(
+                f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
+                "choose another method",
+            )
         return draft_at_low_bits(
             TargetParts(
                 self._weights,
