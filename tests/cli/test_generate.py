@@ -131,6 +131,17 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "\x1b[2m" in notes
 
 
+def test_a_terminal_is_told_what_of_a_corpus_is_not_used(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "large.txt").write_bytes(b"a" * 3_000_000)
+    (tmp_path / "corpus" / "binary").write_bytes(b"\xff\x00")
+    monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
+    result = run("generate", "hello", "-n", "2", "--draft", "none", "--corpus", str(tmp_path / "corpus"))
+    assert "0 files, 0 tokens; left out: 1 too large, 1 not readable as text" in result.stderr
+
+
 def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
     monkeypatch.setenv("NO_COLOR", "1")
