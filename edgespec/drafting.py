@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 from edgespec.backends.base import (
     EarlyExit,
@@ -18,71 +18,23 @@ from edgespec.backends.base import (
     Teachable,
 )
 from edgespec.catalog import Resolved
-from edgespec.checks import whole_number
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.growth import Curve, Growth, Limits, PayingGrowth, gentle
+from edgespec.drafters.growth import Growth
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.paying import PayingGrowth
+from edgespec.drafting_options import Drafting
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
-from edgespec.policy.curve import CostCurve, measure
+from edgespec.pairing import Draft
+from edgespec.policy.curve import CostCurve, Curve, gentle, measure
+from edgespec.policy.limits import Limits
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, check, read
 from edgespec.texts import suffix_drafter
 
-__all__ = ["Branches", "Draft", "Drafting", "Outfit", "outfit"]
-
-Branches: TypeAlias = tuple[int, ...] | Literal["auto"]
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """How drafters are to draft.
-
-    asked: names of the drafters that replies may ask for; those that cost memory or time are made only then.
-    together: some of them at once.
-    branches: children of a draft node at each depth, () for a chain; `auto` grows trees where they pay.
-    confidence: stop drafting below this probability. window_tokens, sink_tokens: let a draft see the first
-    few and the last tokens only; None decides by what the draft was trained for, 0 is never.
-    exit_layer: layers that draft in early exit on MLX; None measures. corpus: texts to look guesses up in.
-    remember: keep replies for later guesses. learn: train the draft between replies.
-    Raises OptionError.
-    """
-
-    asked: frozenset[str] = frozenset()
-    together: bool = False
-    branches: Branches = ()
-    confidence: float = 0.0
-    window_tokens: int | None = None
-    sink_tokens: int = 4
-    exit_layer: int | None = None
-    corpus: str | None = None
-    remember: bool = False
-    learn: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.confidence < 1.0:
-            raise OptionError(f"draft_confidence is {self.confidence!r}", "give a number from 0 to below 1")
-        for name, value, least in (
-            ("draft_window", self.window_tokens, 0),
-            ("draft_sinks", self.sink_tokens, 0),
-            ("exit_layer", self.exit_layer, 1),
-        ):
-            if value is not None:
-                whole_number(name, value, least, (1 << 31) - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A loaded draft model. notice: what a person should know of it.
-
-    drafts: the drafter to use with it where that is not the usual one.
-    """
-
-    model: LanguageModel
-    notice: str = ""
-    drafts: Drafter | None = None
+__all__ = ["Outfit", "outfit"]
 
 
 @dataclass(frozen=True, slots=True)

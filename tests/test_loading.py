@@ -15,7 +15,7 @@ import edgespec
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import mlx_files, resolve
 from edgespec.errors import BackendMissingError, OptionError
-from edgespec.loading import _for_draft, _load_model, _meant_for
+from edgespec.pairing import _for_draft, _load_model, _meant_for
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,

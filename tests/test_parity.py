@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.methods import DRAFTER_NAMES
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row, loaded_for, models_of, prove
 from tests.parity.models import BACKENDS, COLUMNS, KINDS, Column, Tiny, Zoo
@@ -61,6 +62,10 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if column.backend == "llama.cpp":
         return "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
     return False
+
+
+def test_every_drafter_has_its_row() -> None:
+    assert {name for row in ROWS for name in row.drafters} == set(DRAFTER_NAMES)
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=" ".join)

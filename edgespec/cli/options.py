@@ -227,7 +227,7 @@ method_options = _apply([
             help="auto, none, or drafters joined by +: model, layerskip, lowbit, swift, lookahead, suffix,"
                  " ngram."),
     _method("--draft-length", type=whole(1, 64), metavar="K",
-            help="Tokens to guess ahead, 1 to 64. [default: edgespec decides]"),
+            help="Tokens to guess ahead, 1 to 64. [default: 4]"),
     acceptance_option,
 ])  # fmt: skip
 

@@ -43,7 +43,7 @@ _PROMPTS_OF_A_SKILL = 2
     short_help="Prove that speculation changes no token.",
     examples=(
         "edgespec verify",
-        "edgespec verify --target 8b-q4 --methods model,model+ngram --temperatures 0,1",
+        "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",
         "edgespec verify --prompts my-prompts.jsonl --draft-lengths 1,2,4,8,16 --json",
     ),
 )
@@ -52,7 +52,7 @@ _PROMPTS_OF_A_SKILL = 2
     type=listed(str),
     metavar="A,B",
     help="Methods to compare with none; layerskip, lowbit, swift and lookahead are compared when they are"
-    " named. [default: suffix and ngram; with a draft model also model and model+ngram]",
+    " named. [default: suffix and ngram; with a draft model also model and model+suffix]",
 )
 @click.option(
     "--prompts",
@@ -160,8 +160,8 @@ def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Every drafter that was made without being asked for, and the usual pair."""
-    return (*drafters, "model+ngram") if "model" in drafters else tuple(drafters)
+    """Every drafter that was made without being asked for, and what `auto` takes together."""
+    return (*drafters, "model+suffix") if "model" in drafters else tuple(drafters)
 
 
 def _smallest_p_value(facts: dict[str, Any]) -> float:

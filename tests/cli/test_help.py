@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shlex
 from collections.abc import Iterator
 
@@ -11,8 +12,9 @@ import pytest
 
 from edgespec import SamplingParams, __version__, load
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
-from edgespec.cli.options import METHOD_NAMES, MODEL_NAMES, SAMPLING_NAMES
+from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, SAMPLING_NAMES
 from edgespec.cli.program import COMMANDS, program
+from edgespec.methods import DRAFTER_NAMES
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -98,6 +100,14 @@ def test_sampling_options_are_those_of_the_api() -> None:
     for name in SAMPLING_NAMES:
         assert defaults[name] == getattr(SamplingParams(), name), name
         assert f"--{name.replace('_', '-')}" in options[name].opts
+
+
+def test_every_drafter_is_offered() -> None:
+    method = options_of("generate")["method"]
+    assert method.help is not None
+    for name in DRAFTER_NAMES:
+        assert name in METHODS
+        assert re.search(rf"\b{name}\b", method.help), name
 
 
 def test_version(run: Run) -> None:

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> str:
 def test_json(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--json"))
     assert (report["target"], report["draft"], report["acceptance"]) == ("demo", "demo-draft", "invariant")
-    assert report["methods"].keys() == {"model", "suffix", "ngram", "model+ngram"}
+    assert report["methods"].keys() == {"model", "suffix", "ngram", "model+suffix"}
     for method in report["methods"].values():
         assert method["prompts"] == 2
         assert method["identical"] + method["near_tie"] == 2
@@ -84,9 +84,9 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
-    assert "[default: suffix and ngram; with a draft model also model and model+ngram]" in told
+    assert "[default: suffix and ngram; with a draft model also model and model+suffix]" in told
     assert "layerskip, lowbit, swift and lookahead are compared when they are named" in told
-    assert asked["methods"] == ("model", "suffix", "ngram", "model+ngram")
+    assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"]) == (5, "invariant")
     skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]

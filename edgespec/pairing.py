@@ -1,0 +1,181 @@
+"""Two references to a target and a draft that fits it: loaded, with the window and the tokens it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
+from edgespec.drafters.windowed import WindowedModel, window_for
+from edgespec.drafting_options import Drafting
+from edgespec.errors import OptionError
+from edgespec.prepare.store import check, find
+
+__all__ = ["Draft", "Pair", "find_pair", "load_draft", "load_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The files of a target and its draft. why_no_draft: said where there is none."""
+
+    target: Resolved
+    draft: Resolved | None
+    why_no_draft: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A loaded draft model. notice: what a person should know of it.
+
+    drafts: the drafter to use with it where that is not the usual one.
+    """
+
+    model: LanguageModel
+    notice: str = ""
+    drafts: Drafter | None = None
+
+
+def find_pair(target: str, draft: str | None, how: Drafting, progress: Progress | None) -> Pair:
+    """Find the files, downloading what is missing.
+
+    A GGUF target that was prepared for early exit is taken in that form where a method asks for it.
+    Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
+    a method needs a draft model and there is none.
+    """
+    found = resolve(target, progress=progress)
+    if found.format == "gguf" and "layerskip" in how.asked:
+        prepared = find("layerskip", found.path)
+        if prepared is not None:
+            check(prepared, found.path)
+            found = replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
+    found_draft, why = _find_draft(found, draft, progress)
+    if not found_draft and "model" in how.asked:
+        asked = next(method for method in how.methods if "model" in method.split("+"))
+        raise OptionError(f"method {asked!r} needs a draft model: {why}", "give --draft REF")
+    return Pair(found, found_draft, why)
+
+
+def _find_draft(
+    target: Resolved, draft: str | None, progress: Progress | None
+) -> tuple[Resolved | None, str]:
+    """The draft, or None with the reason."""
+    if draft is None or draft == "none":
+        return None, "no draft was wanted"
+    if draft != "auto":
+        return resolve(draft, progress=progress), ""
+    found = draft_for(target)
+    if found:
+        return found, ""
+    names = recommended_drafts(target.entry) if target.entry else []
+    if names:
+        return None, f"the recommended draft is not on this machine: --draft {names[0]} fetches it"
+    return None, f"no draft is known for {target.name}: name one with --draft"
+
+
+def load_target(pair: Pair, how: Drafting, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    """Load the target with the backend of its format. Raises what that backend's `load` does."""
+    found = pair.target
+    options = replace(options, low_bits=found.format == "mlx" and "lowbit" in how.asked)
+    return _load_model(found, _meant_for(found, pair.draft, options), progress)
+
+
+def load_draft(
+    pair: Pair,
+    found: Resolved,
+    target: LanguageModel,
+    how: Drafting,
+    options: LoadOptions,
+    progress: Progress | None,
+) -> Draft:
+    """Load the draft that was found for a loaded target.
+
+    Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
+    """
+    options = _meant_for(found, pair.target, _for_draft(options, target.facts))
+    context_tokens = target.facts.context_tokens
+    draft = _load_model(found, options, progress)
+    try:
+        trained = draft.facts.trained_context_tokens
+        window = window_for(context_tokens, trained, how.window_tokens, how.sink_tokens)
+        if window:
+            # All of the text was never wanted in its cache: with the window it is a small one.
+            draft.close()
+            draft = _load_model(found, replace(options, context_tokens=window.context_tokens), progress)
+        compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        said = [compared.explanation]
+        if window:
+            # The text may be longer in other tokens.
+            longest = context_tokens * (1 if compared.translation is None else 4)
+            draft = WindowedModel(draft, window, longest)
+            seen = f"the first {window.sink_tokens} and the last {window.window_tokens} tokens"
+            said.append(f"{found.name} sees {seen}")
+        notice = " · ".join(filter(None, said))
+        if compared.translation is None:
+            return Draft(draft, notice)
+        if compared.way == "translated":
+            return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
+        for option, wanted, only in (
+            ("draft-branches", bool(how.branches), "drafts chains"),
+            ("learn", how.learn, "cannot learn"),
+        ):
+            if wanted:
+                raise OptionError(
+                    f"{found.name} has other tokens than {pair.target.name} and {only}",
+                    f"leave --{option} out",
+                )
+        drafter = RetokenisedDrafter(
+            draft, target.vocabulary, compared.translation, min_confidence=how.confidence
+        )
+        return Draft(draft, notice, drafter)
+    except BaseException:
+        draft.close()
+        raise
+
+
+def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    """Load with the backend of the model's format, which is imported when it is needed."""
+    if found.format == "layerskip":
+        from edgespec.backends.llamacpp.layerskip import load_layerskip
+
+        return load_layerskip(str(found.path), found.name, options, progress)
+    if found.format == "mlx":
+        require_mlx(found.name)
+        from edgespec.backends import mlx
+
+        return mlx.load(str(found.path), found.name, options, progress)
+    from edgespec.backends import llamacpp
+
+    return llamacpp.load(str(found.path), found.name, options, progress)
+
+
+def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
+    """The draft sees the target's whole context and gets what memory the target leaves."""
+    left = None
+    if options.memory_bytes is not None:
+        left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
+    return replace(
+        options,
+        context_tokens=target.context_tokens,
+        memory_bytes=left,
+        draft=True,
+        adapter=None,
+        low_bits=False,
+    )
+
+
+def _meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
+    """In a mixed pair, what is said about llama.cpp's way of computing is said to the GGUF half."""
+    if found.format != "mlx" or other is None or other.format == "mlx":
+        return options
+    plain = LoadOptions()
+    return replace(
+        options,
+        threads=plain.threads,
+        gpu_layers=plain.gpu_layers,
+        flash_attention=plain.flash_attention,
+        mmap=plain.mmap,
+        mlock=plain.mlock,
+        kv_type=plain.kv_type if options.draft else options.kv_type,
+    )
