@@ -10,10 +10,12 @@ from types import MappingProxyType
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.growth import Curve, Growth, Limits, gentle
+from edgespec.drafters.growth import Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.errors import OptionError
+from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.limits import Limits
 from edgespec.reply import MethodReport
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "parse_method"]

@@ -7,13 +7,14 @@ from itertools import zip_longest
 from time import perf_counter
 
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.growth import Curve, Limits, gentle
 from edgespec.drafters.merging import merged, trimmed
 from edgespec.drafters.record import Mean, Record
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.limits import Limits
 
 __all__ = ["CombinedDrafter"]
 

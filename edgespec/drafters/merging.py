@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.drafters.growth import Curve, Limits
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.curve import Curve
+from edgespec.policy.limits import Limits
 
 __all__ = ["Merged", "merged", "trimmed"]
 

@@ -7,7 +7,7 @@ is measured because it is not even monotone: it differs by machine, quantisation
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -18,10 +18,21 @@ import numpy as np
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["WIDTHS", "CostCurve", "measure"]
+__all__ = ["WIDTHS", "CostCurve", "Curve", "gentle", "measure"]
+
+# v(m): the cost of a pass of m rows, in plain steps.
+Curve = Callable[[int], float]
 
 # Close together where kernels change from one width to the next.
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+# Timed on the slowest machine too: without them nothing can be said of what a draft costs.
+_ALWAYS = (1, 2, 4, 8)
+_LEAST_STEPS = 12
+
+
+def gentle(rows: int) -> float:
+    """A cost curve for a machine nobody has measured: each row costs a twentieth of a plain step."""
+    return 1.0 + 0.05 * (rows - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +61,10 @@ class CostCurve:
         """The cost of a pass of `width` rows in plain steps.
 
         Straight lines between measured widths; beyond the last as steep as at the end, but never falling.
-        Where only plain steps were measured, every row is taken to cost one.
+        Where only plain steps were timed nothing is known of wider passes, and they are taken as `gentle`.
         """
         if len(self.widths) == 1:
-            return float(width)
+            return gentle(width)
         at = bisect_left(self.widths, width)
         at = min(max(at, 1), len(self.widths) - 1)
         left, right = self.widths[at - 1], self.widths[at]
@@ -68,28 +79,33 @@ def measure(
 ) -> CostCurve:
     """Time real verify passes after what the model has cached; the cache is left as it was.
 
-    Chains of `widths` rows as far as the model and its context take them, the narrow ones first. The
-    first pass of a width pays for cold memory and counts only where there is no other. Repeats are
-    interleaved, so that drift touches all widths alike. No pass is begun after `budget_seconds`, but
-    a plain step is always timed.
+    Chains of `widths` rows as far as the model and its context take them. A plain step, and passes of 2, 4
+    and 8 rows where they are among those, are always timed; others, the narrow ones first, while there is
+    time. That is `budget_seconds`, or 12 plain steps of this model where those take longer: no other pass
+    is begun after it. The first pass of a width pays for cold memory and counts only where there is no
+    other. Repeats are interleaved, so that drift touches all widths alike.
     Raises CancelledError after `interrupt`, ContextFullError where not even one token fits.
     """
     able = model.facts.capabilities
     most = min(able.max_width, model.room) if able.rollback else 1
-    chosen = [1, *(width for width in sorted(set(widths)) if 1 < width <= most)]
+    chosen = [width for width in sorted(set(widths)) if 1 < width <= most]
     started = now()
     seconds: dict[int, list[float]] = {1: [_pass_seconds(model, 1), _pass_seconds(model, 1)]}
+    budget = max(budget_seconds, _LEAST_STEPS * seconds[1][-1])
     # Half of the time to reach wide passes, the other half to be sure of them.
-    for width in chosen[1:]:
-        if now() - started > budget_seconds / 2:
+    for width in sorted(chosen, key=lambda width: width not in _ALWAYS):
+        if width not in _ALWAYS and now() - started > budget / 2:
             break
         seconds[width] = [_pass_seconds(model, width)]
+    timed = sorted(seconds.items())
     for _ in range(repeats):
-        for width, taken in seconds.items():
-            if now() - started > budget_seconds:
+        for width, taken in timed:
+            if now() - started > budget:
                 break
             taken.append(_pass_seconds(model, width))
-    return CostCurve(tuple(seconds), tuple(median(taken[1:] or taken) for taken in seconds.values()))
+    return CostCurve(
+        tuple(width for width, _ in timed), tuple(median(taken[1:] or taken) for _, taken in timed)
+    )
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:

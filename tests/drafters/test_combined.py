@@ -9,9 +9,9 @@ import pytest
 
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.growth import Curve, Limits, PayingGrowth, gentle
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
@@ -19,6 +19,8 @@ from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.limits import Limits
 from tests.engine.exact import ExactModel, Path, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, FixedGuess, Rule, one_round, proposal
 from tests.tables import VOCAB, Saying, near, table, with_drafter

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.growth import Curve, Limits, PayingGrowth, gentle
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.limits import Limits
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
 from tests.tables import END, VOCAB, near, table, with_drafter

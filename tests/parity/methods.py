@@ -14,7 +14,7 @@ import edgespec
 from edgespec import EdgespecError, Reply, Runtime, SamplingParams
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.growth import PayingGrowth
+from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods import SELF_DRAFTS, Drafters, parse_method

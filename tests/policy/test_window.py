@@ -57,7 +57,7 @@ def test_the_best_that_fits(
 def test_where_every_row_costs_a_step_nothing_pays() -> None:
     for tree in (True, False):
         able = Capabilities(True, tree)
-        assert choose_window(CostCurve((1,), (1.0,)), able, 16, Luck()) is None
+        assert choose_window(CostCurve((1, 2), (1.0, 2.0)), able, 16, Luck()) is None
         assert choose_window(FLAT, able, 16, Luck()) is not None
         assert choose_window(FLAT, able, smallest(able).depth - 1, Luck()) is None
 
