@@ -118,7 +118,7 @@ class Cells:
         else:
             self._context.close_ranks(self._sequence_of[kept], self.length, length)
             self.length = length
-            self.forget_round()
+            self.clear_round()
         return whole
 
     def end_round(self) -> None:
@@ -135,8 +135,8 @@ class Cells:
             # A memory that cannot be cut back: what is left of it is not the beginning of anything.
             self._context.clear()
             self.length = 0
-        self.forget_round()
+        self.clear_round()
 
-    def forget_round(self) -> None:
+    def clear_round(self) -> None:
         """The context has no round any more."""
         self._sequence_of, self._position_of = [], []

@@ -199,7 +199,7 @@ class LlamaContext:
         self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Empty the memory, of all sequences."""
         self._lib.llama_memory_clear(self._memory, False)
 
     def close_ranks(self, source: int, start: int, end: int) -> None:
@@ -249,7 +249,7 @@ class LlamaContext:
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
 
-    def settle(self) -> None:
+    def make_chosen_current(self) -> None:
         """Make the earlier state that a drop chose the state of sequence 0: until a pass it is but chosen."""
         if not self.set_state(self.state(recurrent_only=True), recurrent_only=True):
             raise BackendError("the recurrent state could not be moved", "load the model again")

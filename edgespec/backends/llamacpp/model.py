@@ -165,7 +165,7 @@ class LlamaCppModel(UsualModel):
         """The memory now; shared until it is written to."""
         self._check(0)
         if self._chosen:
-            self._context.settle()
+            self._context.make_chosen_current()
             self._chosen = False
         return self._moments.take(self.length)
 
@@ -174,7 +174,7 @@ class LlamaCppModel(UsualModel):
         self._check(0)
         self._moments.go_back(checkpoint)
         self._cells.length, self._chosen = checkpoint.length, False
-        self._cells.forget_round()
+        self._cells.clear_round()
 
     def snapshot(self) -> Snapshot:
         self._check(0)

@@ -76,7 +76,7 @@ class MlxModel(UsualModel):
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
-        self._passes.settle()
+        self._passes.end_round()
         step = self._batch_tokens
         for start in range(0, len(tokens), step):
             self._check(0)
@@ -103,7 +103,7 @@ class MlxModel(UsualModel):
                 self._check_shape(tree)
             self._check_wanted()
         except (CapabilityError, ContextFullError, CancelledError):
-            self._passes.settle()
+            self._passes.end_round()
             raise
 
     def _check_shape(self, tree: TokenTree) -> None:
@@ -139,13 +139,13 @@ class MlxModel(UsualModel):
     def checkpoint(self) -> Mark:
         """The memory now, to `rewind` to; costs no copy."""
         self._check(0)
-        self._passes.settle()
+        self._passes.end_round()
         return self.memory.mark()
 
     def rewind(self, checkpoint: Mark) -> None:
         """Make the memory what it was. CapabilityError when a window has moved on too far since."""
         self._check(0)
-        self._passes.settle()
+        self._passes.end_round()
         if not self.memory.reaches(checkpoint):
             raise CapabilityError(
                 f"{self.facts.name} cannot go back {self.length - checkpoint.length} tokens",
@@ -156,12 +156,12 @@ class MlxModel(UsualModel):
 
     def snapshot(self) -> Snapshot:
         self._check(0)
-        self._passes.settle()
+        self._passes.end_round()
         return Snapshot(self.length, to_bytes(self.memory, self._fingerprint))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._passes.forget()
+        self._passes.clear()
         from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
         self._passes.kept = self.memory.mark()
 
@@ -192,7 +192,7 @@ class MlxModel(UsualModel):
         try:
             return self._scorer.agreement(self._passes.kept, tokens, skip.drafting(0))
         finally:
-            self._passes.settle()
+            self._passes.end_round()
 
     def best_by_exit(self, tokens: Sequence[int]) -> list[Best]:
         """The best token after each of these, after what is cached, if the model ended with each layer."""
@@ -200,12 +200,12 @@ class MlxModel(UsualModel):
         try:
             return self._scorer.best_by_exit(self.length, tokens, LayerList(self._net), self.taps())
         finally:
-            self._passes.settle()
+            self._passes.end_round()
 
     def _check_trial(self, more: int) -> None:
         self._check(more)
         self._check_wanted()
-        self._passes.settle()
+        self._passes.end_round()
 
     def interrupt(self, wanted: bool) -> None:
         self._passes.interrupted = wanted
@@ -225,7 +225,7 @@ class MlxModel(UsualModel):
     def drop_round(self) -> None:
         """End the open round; nothing of it is kept."""
         self._check(0)
-        self._passes.settle()
+        self._passes.end_round()
 
     def _check_wanted(self) -> None:
         if self._passes.interrupted:

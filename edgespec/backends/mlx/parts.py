@@ -40,8 +40,8 @@ class Part(ABC):
         """Arrays of the last draft pass that will be needed later."""
         return []
 
-    def forget(self) -> None:  # noqa: B027
-        """The round is over."""
+    def let_go(self) -> None:  # noqa: B027
+        """What was kept of the round is needed no more."""
 
 
 class SkipPart(Part):
@@ -104,7 +104,7 @@ class ExitPart(Part):
     def background_arrays(self) -> list[mx.array]:
         return [self._said[-1][1]]
 
-    def forget(self) -> None:
+    def let_go(self) -> None:
         self._said = []
 
     def said(self, count: int) -> mx.array:

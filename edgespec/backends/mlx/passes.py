@@ -43,7 +43,7 @@ class Passes:
 
     context_tokens: nothing is begun early that would not fit. max_width: nor anything wider.
     kept: marks what was committed. Whatever else is in the memory, the rows of a round or of a pass begun
-    early, or what an interrupt left there, is dropped by `settle`, with which all new work begins.
+    early, or what an interrupt left there, is dropped by `end_round`, with which all new work begins.
     steps_ahead: the hint of `LanguageModel.run_ahead`. interrupted: begin nothing early.
     """
 
@@ -96,7 +96,7 @@ class Passes:
             # The logits are never asked for, and so never computed.
             evaluated(*self.memory.arrays)
         except BackendError:
-            self.settle()
+            self.end_round()
             raise
         self.kept = self.memory.mark()
         mx.clear_cache()
@@ -107,7 +107,7 @@ class Passes:
         ahead = self._take_ahead(tree, first)
         try:
             if first == 0 and not ahead:
-                self.settle()
+                self.end_round()
                 self._tidy()
             self._round.add(tree, first)
             if ahead:
@@ -115,7 +115,7 @@ class Passes:
             rows = self._go_on(tree, *known) if known else self._run(tree.tokens, first)
             return self._logits(rows, first)
         except BackendError:
-            self.settle()
+            self.end_round()
             raise
 
     def draft(self, part: Part, tree: TokenTree, first: int) -> DeviceLogits:
@@ -125,29 +125,29 @@ class Passes:
         ahead = self._take_ahead(tree, first) if first > 0 else None
         try:
             if first == 0:
-                self.settle()
+                self.end_round()
                 self._tidy()
                 self._part = part
             self._round.add(tree, first)
             return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
         except BaseException:  # of a pass cut short nothing may be taken over
-            self.settle()
+            self.end_round()
             raise
 
-    def settle(self) -> None:
+    def end_round(self) -> None:
         """Drop what was not committed."""
         if self._part:
-            self._part.forget()
+            self._part.let_go()
         self._part = self._ahead = None
         self._round = Round()
         if self.memory.foreign and self.memory.length != self.length:
-            self.forget()
+            self.clear()
         elif self.length:
             self.memory.restore(self.kept)
         elif self.memory.length:
             self.memory.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Empty the memory."""
         self.kept = Mark(0, (), ())
         self.memory.clear()
@@ -156,17 +156,17 @@ class Passes:
 
     def cut(self, length: int) -> None:
         """Keep at most the first `length` committed tokens, and none where they cannot be cut back to."""
-        self.settle()
+        self.end_round()
         if 0 < length < self.length and self.memory.can_rewind(length):
             self.memory.rewind(length)
             self.kept = self.memory.mark()
         elif length < self.length or length == 0:
-            self.forget()
+            self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
         """See `LanguageModel.commit`. Raises CapabilityError for a state that cannot be cut back."""
         if self._part:  # nothing of the target's own is in the round
-            self.settle()
+            self.end_round()
             return
         kept, ahead = [0, *path], self._ahead
         if len(self._round) == 1 and ahead:
@@ -226,11 +226,11 @@ class Passes:
         if part is None:
             return None
         same = self._round.shared(tree)
-        # A memory in which nothing is committed is made anew when it is settled.
+        # A memory in which nothing is committed is made anew when its round ends.
         known = None
         if isinstance(part, ExitPart) and same > 0 and self.length > 0:
             known = part, part.said(same)
-        self.settle()
+        self.end_round()
         return known
 
     def _go_on(self, tree: TokenTree, exit_: ExitPart, states: mx.array) -> mx.array:
@@ -242,7 +242,7 @@ class Passes:
             # Its logits are not asked for, and so never computed.
             self.forward_part(mx.array(list(tree.tokens[known:])), exit_.drafting(known))
             states = mx.concatenate([states, exit_.said(tree.width)], axis=1)
-            exit_.forget()
+            exit_.let_go()
         self.memory.stand(self.length)
         self._set_shape(0)
         return self.forward_part(mx.array(tree.tokens), exit_.going_on(states))
