@@ -73,7 +73,7 @@ class Drafting:
                 continue
             option, readers = _READ_BY[field.name]
             if drafters.isdisjoint(readers):
-                asked = " or ".join(repr(method) for method in self.methods)
+                asked = ", ".join(dict.fromkeys(self.methods))
                 raise OptionError(
                     f"{option} is for {' and '.join(readers)}, and method {asked} asks for none of them",
                     f"leave it out, or add {readers[0]} to the method",

@@ -159,6 +159,12 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
             prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
         if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
             prepare_lowbit(tiny.path)
+    names = {name for row in rows for name in row.drafters}
+    options: dict[str, Any] = {}
+    if names & {"model", "lowbit"}:
+        options |= {"draft_window": how.window, "draft_sinks": _SINKS}
+    if "layerskip" in names and tiny.backend == "MLX":
+        options["exit_layer"] = 1
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself else str(getattr(tiny, how.draft)),
@@ -166,9 +172,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         method=how.method,
         methods=[row.method for row in rows],
         draft_branches=how.branches,
-        draft_window=how.window,
-        draft_sinks=_SINKS,
-        exit_layer=1 if tiny.backend == "MLX" else None,
+        **options,
     )
 
 
