@@ -29,6 +29,7 @@ from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
 from edgespec.pairing import Draft
 from edgespec.policy.curve import CostCurve, Curve, gentle, measure
+from edgespec.policy.exits import exit_table
 from edgespec.policy.limits import Limits
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, check, read
@@ -175,7 +176,7 @@ class _Maker:
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
-        from edgespec.backends.mlx.exits import choose_exit
+        from edgespec.backends.mlx.exits import exit_facts
 
         request = calibration_tokens(self._model.vocabulary)
         if len(request) >= self._model.room:
@@ -186,7 +187,7 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = choose_exit(self._model, [*request, *reply], len(request) - 1, self._v.v)
+            table = exit_table(*exit_facts(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
         if not table.pays:

@@ -1,10 +1,7 @@
-"""Where to leave early: how often each exit agrees with the whole model, and what that is worth here."""
+"""How often each exit of a GGUF model agrees with the whole of it, and what passes of it cost here."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,66 +9,43 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.between import hidden_states
-from edgespec.engine.payoff import best_chain
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
+from edgespec.policy.curve import measure
+from edgespec.policy.exits import EXIT_WIDTHS, ExitTable, exit_table
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.gguf_parts import Source
 
-__all__ = ["Exit", "measure_exits"]
+__all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
-_MOST_DRAFTED = 8
-_REPEATS = 5
 _MOST_EXITS = 16
 _HEAD_ROWS = 8192
 # The whole model's own last layer, read the same way, must say what the model says.
 _READ_RIGHT = 0.9
 
 
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """What leaving after `exit_layer` layers gives.
-
-    agreement: how often its best token is the whole model's. draft_length: the best here; speed_up: what
-    that gives against plain decoding by the measured cost of passes (1.0: nothing).
-    """
-
-    exit_layer: int
-    agreement: float
-    draft_length: int
-    speed_up: float
-
-    def to_json(self) -> dict[str, float]:
-        """The numbers as a JSON object."""
-        return {
-            "exit_layer": self.exit_layer,
-            "agreement": round(self.agreement, 4),
-            "draft_length": self.draft_length,
-            "speed_up": round(self.speed_up, 3),
-        }
-
-
 def measure_exits(
     path: Path, source: Source, exit_layer: int | None = None, progress: Progress | None = None
-) -> tuple[Exit, ...]:
-    """Try exits, or only one, on a short text and the model's own reply to it; in order of layers.
+) -> ExitTable:
+    """Try exits, or only one, on a short text and the model's own reply to it, in order of layers.
 
+    What passes cost is timed where the model runs when it is used: on an accelerator, if there is one.
     Raises CapabilityError where the model cannot be read between its layers, and what loading raises.
     """
-    options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
-    model = load(str(path), path.name, options, progress)
+    model = load(str(path), path.name, LoadOptions(context_tokens=_CONTEXT_TOKENS), progress)
     try:
         prompt = calibration_tokens(model.vocabulary)
         reply = greedy_reply(model, prompt)
-        costs = _pass_costs(model, [*prompt, *reply])
+        curve = measure(model, EXIT_WIDTHS)
     finally:
         model.close()
     # Row i is of the token before reply token i.
     tokens = [*prompt, *reply[:-1]]
+    # The layers are read on the CPU, where every build gives them out.
+    options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
     try:
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
     except BackendError as error:
@@ -87,10 +61,7 @@ def measure_exits(
             f" ({last:.0%} of the tokens)",
             "name a layer with --exit",
         )
-    return tuple(
-        _estimated(source, layer, agreement, costs)
-        for layer, agreement in zip(chosen, agreements, strict=True)
-    )
+    return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
 
 def _candidates(layer_count: int) -> list[int]:
@@ -98,19 +69,12 @@ def _candidates(layer_count: int) -> list[int]:
     return list(range(step, layer_count, step))
 
 
-def _pass_costs(model: LanguageModel, tokens: Sequence[int]) -> list[float]:
-    """v(1) to v(_MOST_DRAFTED + 1): the cost of passes in plain steps."""
-    width = _MOST_DRAFTED + 1
-    model.truncate(len(tokens) // 2)
-    chain = [*tokens, *tokens][:width]
-    seconds = [float("inf")] * width
-    for _ in range(_REPEATS):
-        for rows in range(1, width + 1):
-            started = time.perf_counter()
-            model.verify(TokenTree.chain(chain[0], chain[1:rows]))
-            seconds[rows - 1] = min(seconds[rows - 1], time.perf_counter() - started)
-            model.truncate(model.length)
-    return [one / seconds[0] for one in seconds]
+def _layer_bytes(source: Source) -> tuple[list[int], int]:
+    """Bytes of each layer, and of the head."""
+    shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
+    head = shared.get("output.weight", shared.get("token_embd.weight", 0))
+    layers = range(source.layer_count)
+    return [sum(tensor.size_bytes for tensor in source.layers(at, at + 1)) for at in layers], head
 
 
 def _agreement(source: Source, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
@@ -148,19 +112,3 @@ def _normed(source: Source, hidden: NDArray[np.float32], weight: Any, bias: Any)
 def _floats(tensor: Any, start: int = 0, end: int | None = None) -> NDArray[np.float32]:
     data: NDArray[np.float32] = gguf.quants.dequantize(tensor.data[start:end], tensor.tensor_type)
     return data
-
-
-def _estimated(source: Source, layer: int, agreement: float, costs: Sequence[float]) -> Exit:
-    """The best draft length and what it gives, S = E(k) / cost, costs shared out by bytes read."""
-    shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
-    head = shared.get("output.weight", shared.get("token_embd.weight", 0))
-    lower = sum(tensor.size_bytes for tensor in source.layers(0, layer))
-    upper = sum(tensor.size_bytes for tensor in source.layers(layer, source.layer_count))
-    whole = lower + upper + head
-    length, speed_up = best_chain(
-        agreement,
-        # The last guess is run through the lower layers too, without the head.
-        lambda k: (k * (lower + head) + lower + (upper + head) * costs[k]) / whole,
-        _MOST_DRAFTED,
-    )
-    return Exit(layer, agreement, length, speed_up)

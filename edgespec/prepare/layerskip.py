@@ -15,7 +15,8 @@ from edgespec.backends.llamacpp import layerskip as halves
 from edgespec.backends.llamacpp import load
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.exits import Exit, measure_exits
+from edgespec.policy.exits import Exit
+from edgespec.prepare.exits import measure_exits
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.making import Workbench, make, unfinished
 from edgespec.prepare.store import Prepared, check, find
@@ -24,8 +25,6 @@ __all__ = ["prepare_layerskip"]
 
 _PROOF_CONTEXT_TOKENS = 256
 _PROOF_PREFILL, _PROOF_WIDE, _PROOF_STEPS = 40, 8, 8
-# An exit that agrees as often as this was meant to be one.
-_TRAINED = 0.6
 # How far two computations of one row may differ, in standard deviations of the row: the order of sums only.
 _ROUNDING = 1e-3
 
@@ -85,22 +84,19 @@ def _chosen(source: Source, path: Path, progress: Progress | None) -> tuple[int,
     begun = unfinished("layerskip", path)
     if begun is not None:
         return int(begun["exit_layer"]), None
-    exits = measure_exits(path, source, progress=progress)
-    best = max(exits, key=lambda found: found.speed_up)
-    if best.speed_up <= 1.0:
-        trained = best.agreement >= _TRAINED
+    table = measure_exits(path, source, progress=progress)
+    best = table.best
+    if not table.pays:
         raise CapabilityError(
-            f"{path.name} {'gains nothing from' if trained else 'was not trained for'} early exit,"
-            f" so it will not pay here: the best exit is after layer {best.exit_layer}, which agrees on"
-            f" {best.agreement:.0%} of the tokens and would give {best.speed_up:.2f}x",
+            f"{path.name}: {table.verdict}",
             f"use another method, or --exit {best.exit_layer} to prepare it nevertheless",
         )
-    return best.exit_layer, exits
+    return best.exit_layer, table.exits
 
 
 def _measured(source: Source, path: Path, exit_layer: int, progress: Progress | None) -> tuple[Exit, ...]:
     try:
-        return measure_exits(path, source, exit_layer, progress)
+        return measure_exits(path, source, exit_layer, progress).exits
     except CapabilityError:
         return ()  # it works; what it is worth is not known
 

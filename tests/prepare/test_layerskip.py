@@ -240,7 +240,11 @@ class TestPreparedModels:
 
 
 def test_exits_of_a_model_that_was_trained_for_them_agree(demo_target: Path) -> None:
-    exits = measure_exits(demo_target, Source([demo_target]))
+    table = measure_exits(demo_target, Source([demo_target]))
+    exits = table.exits
+    assert table.layer_count == 12
+    costs = [found.cost for found in exits]
+    assert 0.0 < costs[0] < costs[-1] < 1.0
     assert [found.exit_layer for found in exits] == list(range(1, 12))
     agreements = [found.agreement for found in exits]
     assert agreements[3] > 0.7

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
-from edgespec.backends.mlx.exits import choose_exit
+from edgespec.backends.mlx.exits import exit_facts
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
@@ -29,6 +29,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
+from edgespec.policy.exits import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -418,25 +419,25 @@ class TestExits:
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
         model.prefill(PROMPT)
         before = model.snapshot().data
-        table = choose_exit(model, tokens)
+        agreements, layer_bytes, head_bytes = exit_facts(model, tokens)
         assert model.snapshot().data == before
-        assert [one.exit_layer for one in table.exits] == list(range(1, 12))
-        costs = [one.cost for one in table.exits]
-        assert costs == sorted(costs)
-        assert 0.0 < costs[0] < costs[-1] < 1.0
+        assert list(agreements) == list(range(1, 12))
+        assert len(layer_bytes) == 12
+        assert min(*layer_bytes, head_bytes) > 0
+        assert sum(layer_bytes) + head_bytes <= model.facts.weight_bytes
         view = model.self_draft(EarlyExit(4))
         rows = view.verify(TokenTree.chain(tokens[0], tokens[1:]))
         early = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
         rows = model.verify(TokenTree.chain(tokens[0], tokens[1:]))
         whole = [rows.top(node, 1)[0][0] for node in range(len(tokens))]
-        assert table.exits[3].agreement == np.mean(np.array(early) == np.array(whole))
+        assert agreements[4] == np.mean(np.array(early) == np.array(whole))
         model.close()
 
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = choose_exit(model, [(31 * i + 7) % 200 + 3 for i in range(64)])
+        table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.pays
-        assert "not trained for early exit and it will not pay" in table.verdict
+        assert "was not trained for early exit, so it will not pay here" in table.verdict
         model.close()
 
 
