@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Rule, SuffixDrafter, TextIndex
+from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
 from edgespec.drafters.suffix.guess import Guess, best_guess, combined, grow
 from edgespec.drafters.text import LONGEST, SAMPLE, SEPARATOR, GrowingText, Match
 from edgespec.engine.acceptance import Invariant
@@ -352,7 +353,7 @@ class TestSeveralChats:
 
     def test_replies_help_other_chats_only_where_they_are_remembered(self) -> None:
         for replies, guessed in ((Kept(), (3, 4, 5)), (None, (3,))):
-            drafter = SuffixDrafter(replies=replies)
+            drafter = SuffixDrafter(partial(Known, None, replies))
             drafter.begin([7, 8])
             drafter.commit((1, 2, 3, 4, 5))
             drafter.begin([9, 1, 2, 3])
@@ -360,7 +361,7 @@ class TestSeveralChats:
 
     def test_a_reply_is_kept_when_it_is_over(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(replies=kept)
+        drafter = SuffixDrafter(lambda: Known(replies=kept))
         drafter.begin([1, 2])
         drafter.commit((3,))
         drafter.commit((4, 5))
@@ -374,19 +375,38 @@ class TestSeveralChats:
 
 
 def test_texts_given_beforehand_are_guessed_from() -> None:
-    drafter = SuffixDrafter(index_of(list(range(10, 40)), list(range(50, 90))))
+    drafter = SuffixDrafter(lambda: Known(index_of(list(range(10, 40)), list(range(50, 90)))))
     drafter.begin([1, 2, 60, 61, 62, 63])
     assert tree(drafter, 8).tokens == (63, 64, 65, 66, 67)
     assert tree(drafter, 2).tokens == (63, 64, 65)
 
 
+def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
+    asked: list[int] = []
+
+    def known() -> Known:
+        asked.append(1)
+        return Known(index_of([1, 2, 3, 4, 5]))
+
+    drafter = SuffixDrafter(known)
+    assert (asked, drafter.note()) == ([], "")
+    for _ in range(2):
+        drafter.begin([9, 2, 3])
+        assert asked == [1]
+        assert tree(drafter, 4).tokens == (3, 4, 5)
+    drafter.close()
+    unused = SuffixDrafter(known)
+    unused.close()
+    assert asked == [1]
+
+
 def test_what_is_wrong_with_remembering_is_told() -> None:
     kept = Kept()
-    drafter = SuffixDrafter(replies=kept)
-    assert drafter.note() == ""
+    drafter = SuffixDrafter(lambda: Known(replies=kept))
     kept.notice = "replies are not remembered"
-    assert drafter.note() == "replies are not remembered"
+    assert drafter.note() == ""
     drafter.begin([1])
+    assert drafter.note() == "replies are not remembered"
     drafter.commit((2,))
     drafter.cost.seconds = 5e-6
     assert drafter.note() == "suffix costs 5 µs a token; replies are not remembered"
@@ -394,7 +414,7 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
 
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
-    drafter = SuffixDrafter(index)
+    drafter = SuffixDrafter(lambda: Known(index))
     assert SuffixDrafter().cost.microseconds_per_token is None
     drafter.begin([1, 2, 3])
     tree(drafter, 4)
@@ -428,7 +448,8 @@ def test_replies_are_those_of_plain_decoding(
     drafted = 0
     for seed in range(6):
         target = table(seed, spread=3.0, tree=branching)
-        drafter = SuffixDrafter(half_known(seed), Kept(), rule=Rule(**rule), is_end=target.vocabulary.is_end)
+        known = partial(Known, half_known(seed), Kept())
+        drafter = SuffixDrafter(known, rule=Rule(**rule), is_end=target.vocabulary.is_end)
         with with_drafter(target, drafter) as runtime:
             for prompt in ("abcab", "dddd", "a"):
                 options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 60}

@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.suffix import Rule, SuffixDrafter, TextIndex
+from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
 from edgespec.engine.acceptance import Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
@@ -24,7 +24,8 @@ WIDE = Rule(factor=4.0, offset=3.0, min_probability=0.01)
 
 def suffix(rule: Rule, vocab_size: int) -> SuffixDrafter:
     texts = [[token % vocab_size for token in text] for text in KNOWN]
-    return SuffixDrafter(TextIndex(np.array(text, np.int32) for text in texts), rule=rule)
+    index = TextIndex(np.array(text, np.int32) for text in texts)
+    return SuffixDrafter(lambda: Known(index), rule=rule)
 
 
 def law_of(

@@ -254,6 +254,27 @@ class TestTheSwitches:
         other.begin([2, 3])
         assert guessed(other) == (3,)
 
+    def test_what_is_remembered_is_read_when_a_reply_begins(self, tmp_path: Path) -> None:
+        first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
+        first.begin([0])
+        first.commit((1, 2, 3, 4, 5, 6))
+        second, _ = suffix_drafter(LetterVocabulary(8), remember=True)
+        first.close()
+        second.begin([2, 3])
+        assert guessed(second) == (3, 4, 5)
+        (stored,) = (tmp_path / "data").rglob("*.replies")
+        stored.write_bytes(stored.read_bytes()[:-1])
+        third, notice = suffix_drafter(LetterVocabulary(8), remember=True)
+        assert (notice, third.note()) == ("", "")
+        third.begin([2, 3])
+        assert guessed(third) == (3,)
+        assert "bytes of earlier replies" in third.note()
+
+    def test_no_corpus_is_refused_at_once(self, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match="there is no corpus"):
+            suffix_drafter(LetterVocabulary(8), corpus=tmp_path / "nowhere", remember=True)
+        assert not (tmp_path / "data").exists()
+
     def test_a_corpus_is_guessed_from_and_told_of(self, folder: Path) -> None:
         (folder / "d.txt").write_text("abcdefg")
         drafter, notice = suffix_drafter(LetterVocabulary(8), corpus=folder)

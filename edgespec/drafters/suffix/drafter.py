@@ -6,6 +6,7 @@ Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from edgespec.drafters.base import Drafter
@@ -17,7 +18,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Replies", "SuffixDrafter"]
+__all__ = ["Known", "Replies", "SuffixDrafter"]
 
 _RULE = Rule()
 
@@ -31,11 +32,22 @@ class Replies(Protocol):
         """Keep a reply."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What there is beside the chat.
+
+    index: texts that are known beforehand. replies: told of every reply when the next begins or at the
+    end; the replies of this process then help each other as well.
+    """
+
+    index: TextIndex | None = None
+    replies: Replies | None = None
+
+
 class SuffixDrafter(Drafter):
     """Grows a tree from every place where the last tokens stood before, and takes the best-scoring one.
 
-    index: texts that are known beforehand. replies: told of every reply when the next begins or at the
-    end; the replies of this process then help each other as well. is_end: nothing is guessed after these.
+    known: asked for once, when the first reply begins. is_end: nothing is guessed after these.
     What is guessed depends on emitted tokens alone, so every node is certain and rejection mode stays exact.
     """
 
@@ -44,8 +56,7 @@ class SuffixDrafter(Drafter):
 
     def __init__(
         self,
-        index: TextIndex | None = None,
-        replies: Replies | None = None,
+        known: Callable[[], Known] = Known,
         *,
         rule: Rule = _RULE,
         is_end: Callable[[int], bool] = lambda _: False,
@@ -53,22 +64,29 @@ class SuffixDrafter(Drafter):
         self.cost = Cost()
         self._rule = rule
         self._is_end = is_end
-        self._replies = replies
+        self._make_known: Callable[[], Known] | None = known
+        self._known = Known()
         self._chat, self._earlier = GrowingText(), GrowingText()
         self._sources: list[GrowingText | TextIndex] = [self._chat]
-        if replies is not None:
-            self._sources.append(self._earlier)
-        if index is not None:
-            self._sources.append(index)
-        self.extra_kv_bytes = sum(
-            source.bytes if isinstance(source, TextIndex) else source.most_bytes for source in self._sources
-        )
+        self.extra_kv_bytes = self._chat.most_bytes
         self._reply: list[int] = []
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._keep_reply()
+        if self._make_known is not None:
+            self._take(self._make_known())
+            self._make_known = None
         with self.cost:
             self._chat.restart(tokens)
+
+    def _take(self, known: Known) -> None:
+        self._known = known
+        if known.replies is not None:
+            self._sources.append(self._earlier)
+            self.extra_kv_bytes += self._earlier.most_bytes
+        if known.index is not None:
+            self._sources.append(known.index)
+            self.extra_kv_bytes += known.index.bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
@@ -93,20 +111,21 @@ class SuffixDrafter(Drafter):
         self._reply.extend(tokens)
 
     def note(self) -> str:
-        known = sum(source.tokens for source in self._sources if isinstance(source, TextIndex))
+        index, replies = self._known.index, self._known.replies
         said = self.cost.note(self.name)
-        if said and known:
-            said = f"{said} and knows {known:,} tokens of other texts"
-        return "; ".join(filter(None, (said, self._replies.notice if self._replies else "")))
+        if said and index is not None:
+            said = f"{said} and knows {index.tokens:,} tokens of other texts"
+        return "; ".join(filter(None, (said, replies.notice if replies else "")))
 
     def _keep_reply(self) -> None:
-        if self._replies is not None and self._reply:
+        if self._known.replies is not None and self._reply:
             self._earlier.append([*self._reply, SEPARATOR])
-            self._replies.add(self._reply)
+            self._known.replies.add(self._reply)
         self._reply = []
 
     def close(self) -> None:
         self._keep_reply()
+        self._known, self._make_known = Known(), None
         self._sources = [self._chat]
         self._chat.restart([])
         self._earlier.restart([])
