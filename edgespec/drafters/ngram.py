@@ -20,8 +20,8 @@ __all__ = ["NgramDrafter"]
 class NgramDrafter(Drafter):
     """Looks the last `longest` to `shortest` tokens up in prompt and reply, longest match first.
 
-    Of equal matches the latest wins. Nothing is kept but the tokens, which are scanned: microseconds at
-    ten thousand tokens, tens of them at a hundred thousand.
+    Of equal matches the latest wins. Nothing is kept but the tokens, which are scanned each round: that takes
+    time in proportion to the text, at numpy's speed.
     """
 
     name = "ngram"

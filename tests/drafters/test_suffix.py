@@ -149,6 +149,21 @@ class TestMatches:
             assert {length: found[length] for length in few} == few
             assert set(found) == set(expected)
 
+    @pytest.mark.parametrize("recent", [[9], [7, 9], [8, 9], [6, 7, 9]])
+    @pytest.mark.parametrize("since", [0, 1000, 9000])
+    def test_of_too_many_places_the_latest_are_kept_however_long_ago(
+        self, recent: list[int], since: int
+    ) -> None:
+        text = [*[6, 7, 9, 1, 8, 9] * 300, *[0, 1, 2, 3] * (since // 4), 5, *recent]
+        chat = growing(text)
+        matches = chat.matches(chat.recent())
+        assert matches
+        for match in matches:
+            ending = recent[-match.length :]
+            ends = [at for at in range(len(ending), len(text)) if text[at - len(ending) : at] == ending]
+            assert match.after.tolist() == [LONGEST + at for at in ends[::-1][:SAMPLE]]
+        assert {match.length for match in matches} == {len(recent)} | ({1} if len(recent) > 1 else set())
+
     def test_long_phrases_that_occur_everywhere(self) -> None:
         random = np.random.default_rng(2)
         phrase = [5, 6, 7, 8, 9] * 4
