@@ -20,7 +20,7 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
 from edgespec.policy.curve import CostCurve
 from edgespec.policy.window import Luck, Window, choose_window, smallest, speed_up
@@ -145,16 +145,16 @@ class LookaheadDrafter(Drafter):
             return TokenTree.chain(last)
         if not self._able.tree:
             return TokenTree.chain(last, candidates[0][:draft_length] if candidates else ())
-        grown = _Growing(last)
+        grown = TreeBuilder([last])
         for candidate in candidates:
-            grown.add(0, candidate[:draft_length])
+            grown.grow(0, candidate[:draft_length])
         self._fill(shape)
         before = 0
         for number, column in enumerate(self._columns):
             if number + len(column.tokens) > draft_length:
                 break
-            before = grown.add(before, column.tokens[:1])
-            grown.add(before, column.tokens[1:])
+            before = grown.grow(before, column.tokens[:1])
+            grown.grow(before, column.tokens[1:])
         return grown.tree()
 
     def _look(self, draft_length: int) -> None:
@@ -180,30 +180,23 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         """Ask for the target's token after each column, with the noise and the penalties of its place."""
-        node = pushed = 0
-        for column in self._columns:
-            child = tree.child(node, column.tokens[0])
-            if child is None:
-                break
-            node = child
+        nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
+        for node, column in zip(nodes, self._columns, strict=False):
             sampler.push(column.tokens[0])
-            pushed += 1
             column.next = self._after(node, column.tokens[1:], tree, logits, sampler)
-        sampler.pop(pushed)
+        sampler.pop(len(nodes))
 
     @staticmethod
     def _after(
         node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
     ) -> int | None:
         """What the target says after `node` and these tokens; None where a cut took them from the tree."""
-        for token in tokens:
-            child = tree.child(node, token)
-            if child is None:
-                return None
-            node = child
+        path = tree.walk(tokens, node)
+        if len(path) <= len(tokens):
+            return None
         for token in tokens:
             sampler.push(token)
-        said = sampler.token(logits, node)
+        said = sampler.token(logits, path[-1])
         sampler.pop(len(tokens))
         return said
 
@@ -239,25 +232,3 @@ class LookaheadDrafter(Drafter):
 
     def close(self) -> None:
         self._reset()
-
-
-class _Growing:
-    """A tree in the making, in which the same guess at the same place is one node."""
-
-    def __init__(self, root: int) -> None:
-        self._tokens, self._parents = [root], [-1]
-        self._places: dict[tuple[int, int], int] = {}
-
-    def add(self, node: int, tokens: Sequence[int]) -> int:
-        """Put a path below a node; where it ends."""
-        for token in tokens:
-            place = self._places.setdefault((node, token), len(self._tokens))
-            if place == len(self._tokens):
-                self._tokens.append(token)
-                self._parents.append(node)
-            node = place
-        return node
-
-    def tree(self) -> TokenTree:
-        """What has grown."""
-        return TokenTree(tuple(self._tokens), tuple(self._parents), (None,) * len(self._tokens))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.engine.distribution import Distribution
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.policy.curve import Curve
 from edgespec.policy.limits import Limits
 
@@ -32,26 +31,15 @@ def merged(trees: Sequence[TokenTree]) -> Merged:
     if len(drafted) < 2:
         only = drafted[0] if drafted else trees[0]
         return Merged(only, tuple(tuple(range(tree.width)) for tree in trees))
-    tokens: list[int] = [trees[0].tokens[0]]
-    parents: list[int] = [-1]
-    laws: list[Distribution | None] = [None]
-    children: dict[tuple[int, int], int] = {}
+    built = TreeBuilder(trees[0].tokens[:1])
     places: list[list[int]] = [[0] for _ in trees]
     for i in sorted(range(len(trees)), key=lambda i: all(law is None for law in trees[i].laws)):
         tree = trees[i]
         for node in range(1, tree.width):
             parent, token, law = places[i][tree.parents[node]], tree.tokens[node], tree.laws[node]
-            place = children.get((parent, token)) if law is None else None
-            if place is None:
-                place = len(tokens)
-                tokens.append(token)
-                parents.append(parent)
-                laws.append(law)
-                children.setdefault((parent, token), place)
-            places[i].append(place)
-    return Merged(
-        TokenTree(tuple(tokens), tuple(parents), tuple(laws)), tuple(tuple(place) for place in places)
-    )
+            known = built.child(parent, token) if law is None else None
+            places[i].append(built.add(parent, token, law) if known is None else known)
+    return Merged(built.tree(), tuple(tuple(place) for place in places))
 
 
 def trimmed(
@@ -95,7 +83,8 @@ def trimmed(
         speed = tokens / (spent + curve(len(kept)))
         if speed > best:
             best, size = speed, len(extra)
-    return _only(tree, kept - set(extra[size:]))
+    kept -= set(extra[size:])
+    return tree if len(kept) == tree.width else tree.only(sorted(kept))
 
 
 def _path_values(tree: TokenTree, own: Sequence[float], stays: Sequence[bool]) -> list[float]:
@@ -113,17 +102,3 @@ def _path_values(tree: TokenTree, own: Sequence[float], stays: Sequence[bool]) -
             chance = alone / (alone + 1.0 - chance) if alone > 0.0 else 0.0
         values.append(values[tree.parents[node]] * chance)
     return values
-
-
-def _only(tree: TokenTree, kept: set[int]) -> TokenTree:
-    """The tree of these nodes, in their order."""
-    if len(kept) == tree.width:
-        return tree
-    order = sorted(kept)
-    at = {node: i for i, node in enumerate(order)}
-    return TokenTree(
-        tuple(tree.tokens[node] for node in order),
-        (-1, *(at[tree.parents[node]] for node in order[1:])),
-        tuple(tree.laws[node] for node in order),
-        tree.block,
-    )

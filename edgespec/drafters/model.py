@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter, check_rollback
-from edgespec.drafters.growing import Growing, Ran
+from edgespec.drafters.growing import Growing
 from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.chain import Candidates
@@ -90,15 +90,15 @@ class ModelDrafter(Drafter):
         if self._behind > min(2, widest) or not self._growth.begins(draft_length):
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
-        ran = Ran(self._known(self._tokens[self._model.length :]))
-        grown = self._grown = Growing(ran, [self._tokens[-1]], place=[len(ran.tokens) - 1])
+        lag = self._known(self._tokens[self._model.length :])
+        grown = self._grown = Growing(self._tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
-            first, ran.done = ran.done, len(ran.tokens)
+            first, grown.done = grown.done, len(grown.ran)
             self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(ran.tree(), first).limited(self._vocab_size)
+            logits = self._model.verify(grown.ran.tree(), first).limited(self._vocab_size)
             frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
-            if not frontier or len(ran.tokens) > widest:
+            if not frontier or len(grown.ran) > widest:
                 break
         self._growth.ends()
         return grown.tree(self._single)
@@ -113,7 +113,7 @@ class ModelDrafter(Drafter):
         acceptance: Acceptance,
     ) -> list[int]:
         """One level more: children of the frontier. Returns the children worth growing further."""
-        rows = [place - first for node in frontier if (place := grown.place[node]) is not None]
+        rows = [place - first for node in frontier if (place := grown.places[node]) is not None]
         probs = [_NOT_LOOKED_AT] * len(rows)
 
         def look(i: int) -> NDArray[np.float64]:
@@ -124,7 +124,7 @@ class ModelDrafter(Drafter):
         grows = []
         for i, children in enumerate(self._growth.level(values, look)):
             node, wanted = frontier[i], len(children.values)
-            path = grown.path(node)
+            path = grown.path_tokens(node)
             for token in path:
                 sampler.push(token)
             draws = acceptance.draw(sampler, logits, rows[i], max(wanted, self._growth.siblings))
@@ -153,23 +153,22 @@ class ModelDrafter(Drafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
-        if self._grown and self._grown.ran.done:
-            self._model.commit(self._grown.ran_path(tokens[:-1]))
-            self._learn(self._grown, tokens)
+        if self._grown and self._grown.done:
+            nodes = self._grown.walk(tokens)
+            self._model.commit(self._grown.ran_path(nodes[1 : len(tokens)]))
+            self._learn(self._grown, nodes, tokens)
         else:
             self._growth.idle()
         self._grown = None
         self._tokens.extend(tokens)
 
-    def _learn(self, grown: Growing, tokens: tuple[int, ...]) -> None:
-        """Which of the children looked at came true, down the emitted path."""
-        node: int | None = 0
-        for token in tokens:
-            if node is None or node not in grown.looked_at:
+    def _learn(self, grown: Growing, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Which of the children looked at came true, down the emitted path: `nodes`, the root first."""
+        for node, token in zip(nodes, tokens, strict=False):
+            if node not in grown.looked_at:
                 break
             probs, drawn = grown.looked_at[node]
             self._growth.learn(probs, drawn.index(token) if token in drawn else None)
-            node = grown.child(node, token)
 
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)

@@ -1,4 +1,4 @@
-"""The token tree: shape, lookups, and cutting it down."""
+"""The token tree: shape, lookups, cutting it down, and making it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 
 
 @st.composite
@@ -35,6 +35,77 @@ class TestShape:
     def test_leaves_and_depths(self, tree: TokenTree) -> None:
         assert tree.leaves == sum(not tree.children(node) for node in range(tree.width))
         assert all(tree.depths[n] == tree.depths[tree.parents[n]] + 1 for n in range(1, tree.width))
+
+
+def path(tree: TokenTree, node: int) -> list[int]:
+    """The nodes after the root down to `node`."""
+    return [*path(tree, tree.parents[node]), node] if node else []
+
+
+class TestWalking:
+    @given(trees(), st.data())
+    def test_tokens_are_followed_as_far_as_they_are_there(self, tree: TokenTree, data: st.DataObject) -> None:
+        tokens = data.draw(st.lists(st.integers(-2, 9), max_size=5))
+        walked = tree.walk(tokens)
+        assert walked[0] == 0
+        assert [tree.parents[node] for node in walked[1:]] == list(walked[:-1])
+        assert [tree.tokens[node] for node in walked[1:]] == tokens[: len(walked) - 1]
+        if len(walked) <= len(tokens):
+            assert tree.child(walked[-1], tokens[len(walked) - 1]) is None
+
+    @given(trees(), st.data())
+    def test_from_any_node(self, tree: TokenTree, data: st.DataObject) -> None:
+        node = data.draw(st.integers(0, tree.width - 1))
+        tokens = [tree.tokens[at] for at in path(tree, node)]
+        whole = tree.walk(tokens)
+        for i, at in enumerate(whole):
+            assert tree.walk(tokens[i:], at) == whole[i:]
+
+    @given(trees())
+    def test_the_same_nodes_in_another_order(self, tree: TokenTree) -> None:
+        order = sorted(range(tree.width), key=lambda node: (tree.depths[node], node))
+        turned = tree.only(order)
+        assert sorted(turned.depths) == list(turned.depths)
+        for i, node in enumerate(order):
+            assert [order[at] for at in path(turned, i)] == path(tree, node)
+            assert turned.tokens[i] == tree.tokens[node]
+
+
+class TestBuilding:
+    @given(trees(), st.data())
+    def test_what_is_added_is_there(self, tree: TokenTree, data: st.DataObject) -> None:
+        first = data.draw(st.integers(0, tree.width))
+        built = TreeBuilder()
+        for node in range(first):
+            assert built.add(tree.parents[node], tree.tokens[node]) == node
+        built.extend(tree, first)
+        assert built.tree() == tree
+        assert (len(built), tuple(built.depths)) == (tree.width, tree.depths)
+        assert built.is_chain is tree.is_chain
+        for node in range(tree.width):
+            assert list(built.path(node)) == path(tree, node)
+            for token in range(-2, 10):
+                assert built.child(node, token) == tree.child(node, token)
+
+    @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=6))
+    def test_paths_share_what_they_begin_with(self, paths: list[list[int]]) -> None:
+        built = TreeBuilder([9])
+        ends = [built.grow(0, tokens) for tokens in paths]
+        tree = built.tree(block=True)
+        assert tree.block
+        for tokens, end in zip(paths, ends, strict=True):
+            walked = tree.walk(tokens)
+            assert (len(walked), walked[-1]) == (len(tokens) + 1, end)
+        beginnings = {tuple(tokens[:i]) for tokens in paths for i in range(len(tokens) + 1)}
+        assert tree.width == len(beginnings | {()})
+
+    def test_it_begins_with_a_chain(self) -> None:
+        assert TreeBuilder([7, 1, 2]).tree(block=True) == TokenTree.chain(7, [1, 2])
+        assert len(TreeBuilder()) == 0
+
+    def test_a_try_of_its_own_may_have_a_siblings_token(self) -> None:
+        built = TreeBuilder([9])
+        assert (built.add(0, 1), built.add(0, 1), built.child(0, 1)) == (1, 2, 1)
 
 
 class TestPruning:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.tap import Tap
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["LowerHalf"]
 
@@ -31,9 +31,7 @@ class LowerHalf:
         self._forget()
 
     def _forget(self) -> None:
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._node_of_path: dict[tuple[int, int], int] = {}
+        self._tree = TreeBuilder()
         # Of the target's nodes, in its order.
         self._nodes: list[int] = []
         self._hidden: list[NDArray[np.float32]] = []
@@ -61,7 +59,7 @@ class LowerHalf:
         if first == 0:
             self.end_round()
         positions, sequences = self.cells.place(tree, first)
-        self._add(tree.tokens[first:], tree.parents[first:])
+        self._tree.extend(tree, first)
         rows = self.context.run(tree.tokens[first:], positions, sequences)
         self._hidden += list(self._tap.take(self._exit_name, tree.width - first))
         return rows
@@ -73,11 +71,11 @@ class LowerHalf:
         """
         if first == 0:
             self._nodes = []
-            if self._tokens[:1] != [tree.tokens[0]]:
+            if self._tree.tokens[:1] != [tree.tokens[0]]:
                 self.end_round()
-        run = len(self._tokens)
+        run = len(self._tree)
         self._find(tree, first)
-        whole = self._tree()
+        whole = self._tree.tree()
         if first == 0 and run and not self._fits(whole):
             # The draft's other nodes take the place this tree needs.
             self.end_round()
@@ -91,20 +89,7 @@ class LowerHalf:
         """Where the target's nodes are in this tree; those it lacks are added."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
-            known = self._node_of_path.get((parent, tree.tokens[node]))
-            if known is None:
-                known = len(self._tokens)
-                self._add(tree.tokens[node : node + 1], (parent,))
-            self._nodes.append(known)
-
-    def _add(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        for token, parent in zip(tokens, parents, strict=True):
-            self._node_of_path.setdefault((parent, token), len(self._tokens))
-            self._tokens.append(token)
-            self._parents.append(parent)
-
-    def _tree(self) -> TokenTree:
-        return TokenTree(tuple(self._tokens), tuple(self._parents), (None,) * len(self._tokens))
+            self._nodes.append(self._tree.grow(parent, tree.tokens[node : node + 1]))
 
     def _fits(self, tree: TokenTree) -> bool:
         room = self.context.tokens - self.cells.length

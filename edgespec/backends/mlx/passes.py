@@ -109,7 +109,7 @@ class Passes:
             if first == 0 and not ahead:
                 self.end_round()
                 self._tidy()
-            self._round.add(tree, first)
+            self._round.extend(tree, first)
             if ahead:
                 return ahead.logits
             rows = self._go_on(tree, *known) if known else self._run(tree.tokens, first)
@@ -128,7 +128,7 @@ class Passes:
                 self.end_round()
                 self._tidy()
                 self._part = part
-            self._round.add(tree, first)
+            self._round.extend(tree, first)
             return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
         except BaseException:  # of a pass cut short nothing may be taken over
             self.end_round()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgespec.drafters.text import DEEPEST, SEPARATOR, Match, Tokens
+from edgespec.engine.tree import TreeBuilder
 
 __all__ = ["Guess", "Rule", "best_guess", "combined", "grow"]
 
@@ -115,27 +116,25 @@ def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
     first, *others = sorted(guesses, key=lambda guess: -guess.score)
     if not others or not rule.can_branch:
         return first
-    tokens, parents, probs = list(first.tokens), list(first.parents), list(first.probs)
-    children = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
+    built, probs = TreeBuilder(), list(first.probs)
+    for parent, token in zip(first.parents, first.tokens, strict=True):
+        built.add(parent, token)
     for other in others:
         left = list(probs)
-        for parent, prob in zip(parents[1:], probs[1:], strict=True):
+        for parent, prob in zip(built.parents[1:], probs[1:], strict=True):
             left[parent] -= prob
         places: dict[int, int] = {0: 0}
         for node in range(1, len(other.tokens)):
             parent = places.get(other.parents[node], -1)
             if parent < 0:
                 continue
-            place = children.get((parent, other.tokens[node]))
+            place = built.child(parent, other.tokens[node])
             if place is None:
                 share = other.probs[node] / other.probs[other.parents[node]]
                 probability = share * (left[parent] if parent < len(left) else probs[parent])
-                if probability < rule.min_probability or len(tokens) > rule.most_nodes:
+                if probability < rule.min_probability or len(built) > rule.most_nodes:
                     continue
-                place = len(tokens)
-                tokens.append(other.tokens[node])
-                parents.append(parent)
+                place = built.add(parent, other.tokens[node])
                 probs.append(probability)
-                children[parent, other.tokens[node]] = place
             places[node] = place
-    return Guess(tokens, parents, probs)
+    return Guess(built.tokens, built.parents, probs)

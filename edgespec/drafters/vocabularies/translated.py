@@ -10,7 +10,7 @@ from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot
 from edgespec.backends.usual import UsualModel
 from edgespec.drafters.vocabularies.logits import TranslatedLogits
 from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError
 
 __all__ = ["TranslatedModel"]
@@ -45,9 +45,8 @@ class TranslatedModel(UsualModel):
         self._translated: list[int] = []
         self._ends: list[int] = [0]
         self._round: tuple[int, ...] = ()
-        # The draft's tree of the open round: tokens, parents, and the last node of each of the target's.
-        self._nodes: list[int] = []
-        self._parents: list[int] = []
+        # The draft's tree of the open round, and the last node there of each of the target's.
+        self._inner = TreeBuilder()
         self._last: list[int] = []
 
     @property
@@ -99,10 +98,9 @@ class TranslatedModel(UsualModel):
             if first == 0:
                 self._forget_round()
                 self._bring_up()
-            begun = len(self._nodes)
+            begun = len(self._inner)
             self._translate(tree, first)
-            wider = TokenTree(tuple(self._nodes), tuple(self._parents), (None,) * len(self._nodes))
-            logits = self._model.verify(wider, begun)
+            logits = self._model.verify(self._inner.tree(), begun)
         except BaseException:
             self._end_round()
             raise
@@ -116,14 +114,12 @@ class TranslatedModel(UsualModel):
             parent = tree.parents[node]
             place = -1 if parent < 0 else self._last[parent]
             for token in self._spell(tree.tokens[node], first=parent < 0 and not self._text):
-                self._nodes.append(token)
-                self._parents.append(place)
-                place = len(self._nodes) - 1
+                place = self._inner.add(place, token)
             self._last.append(place)
 
     def _forget_round(self) -> None:
         self._round = ()
-        self._nodes, self._parents, self._last = [], [], []
+        self._inner, self._last = TreeBuilder(), []
 
     def _end_round(self) -> None:
         self._forget_round()
@@ -132,12 +128,7 @@ class TranslatedModel(UsualModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept: list[int] = []
-        node = self._last[path[-1] if path else 0]
-        while node > 0:
-            kept.append(node)
-            node = self._parents[node]
-        self._model.commit(tuple(reversed(kept)))
+        self._model.commit(self._inner.path(self._last[path[-1] if path else 0]))
         self._add([self._round[i] for i in (0, *path)])
         self._forget_round()
 
