@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel, Learner, Lesson
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.swift import Notes
+from edgespec.drafters.notes import Notes
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler

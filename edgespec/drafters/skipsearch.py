@@ -59,21 +59,20 @@ class SkipSearch:
         self._random = np.random.default_rng(seed)
         # How many drafted tokens were right, of how many.
         self._counts: dict[Layers, tuple[int, int]] = {}
+        # What those counts say of each set; weighed anew only when its counts change.
+        self._found: dict[Layers, Found] = {}
 
     @property
     def best(self) -> Found | None:
         """The set of the largest expected speed-up; None before anything was tried."""
-        return max(map(self._found, self._counts), key=lambda found: found.speed_up, default=None)
+        return max(self._found.values(), key=lambda found: found.speed_up, default=None)
 
-    def _found(self, layers: Layers) -> Found:
-        agreement = self._agreement(layers)
+    def _set(self, layers: Layers, right: int, judged: int) -> None:
+        """These are the counts of a set now. One wrong token is added: few observations promise less."""
+        self._counts[layers] = (right, judged)
+        agreement = right / (judged + 1)
         speed, length = speed_up(agreement, 1.0 - len(layers) / self._layer_count, self._pass_cost)
-        return Found(layers, agreement, speed, length)
-
-    def _agreement(self, layers: Layers) -> float:
-        """Right of all, with one wrong token added: few observations promise less."""
-        right, judged = self._counts[layers]
-        return right / (judged + 1)
+        self._found[layers] = Found(layers, agreement, speed, length)
 
     def count(self, layers: Layers, right: int, judged: int) -> None:
         """So many of the tokens that were drafted without these layers were right."""
@@ -84,9 +83,10 @@ class SkipSearch:
         before = self._counts.get(layers, (0, 0))
         if before[1] > _MOST_JUDGED:
             before = (before[0] // 2, before[1] // 2)
-        self._counts[layers] = (before[0] + right, before[1] + judged)
+        self._set(layers, before[0] + right, before[1] + judged)
         if len(self._counts) > _MOST_SETS:
-            del self._counts[min(self._counts, key=lambda one: self._found(one).speed_up)]
+            worst = min(self._found.values(), key=lambda found: found.speed_up).layers
+            del self._counts[worst], self._found[worst]
 
     def next(self) -> Layers:
         """The set to try next."""
@@ -113,13 +113,13 @@ class SkipSearch:
     def _most_promising(self) -> Layers:
         """Of sets drawn and near the best, the one of most expected improvement of the speed-up."""
         known = list(self._counts)
-        leaders = sorted(known, key=lambda one: -self._found(one).speed_up)[:8]
+        leaders = sorted(known, key=lambda one: -self._found[one].speed_up)[:8]
         pool = {self._drawn() for _ in range(_POOL)}
         pool |= {self._neighbour(leaders[i % len(leaders)]) for i in range(_POOL)}
         wanted = sorted(pool - set(known))
         if not wanted:
             return self._drawn()
-        values = np.array([self._found(one).speed_up for one in known])
+        values = np.array([self._found[one].speed_up for one in known])
         judged = np.array([self._counts[one][1] for one in known])
         mean, deviation = _predicted(self._bits(known), values, judged, self._bits(wanted))
         gain = _expected_improvement(mean, deviation, float(values.max()))
@@ -151,7 +151,7 @@ class SkipSearch:
             layers = tuple(np.flatnonzero(row).tolist())
             inner = bool(layers) and layers[0] > 0 and layers[-1] < self._layer_count - 1
             if inner and 0 <= right <= judged and judged > 0:
-                self._counts[layers] = (right, judged)
+                self._set(layers, right, judged)
         self.tried = max(len(self._counts), int(kept["tried"]))
 
 

@@ -6,22 +6,21 @@ step now and then, on the text that is being written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-from numpy.typing import NDArray
+from collections.abc import Callable, Sequence
 
 from edgespec.backends.base import Skippable, SkippedLayers
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.skipsearch import Layers, SkipSearch
+from edgespec.drafters.notes import Notes
+from edgespec.drafters.skipsearch import Found, SkipSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.policy.curve import Curve, gentle
 
-__all__ = ["Notes", "SwiftDrafter"]
+__all__ = ["SwiftDrafter"]
 
 # One pass looks at so many of the last tokens: enough to tell sets apart, and a step stays short.
 WINDOW_TOKENS = 64
@@ -31,23 +30,11 @@ MOST_IN_A_REST = 48
 MOST_TRIED = 1000
 
 
-class Notes(Protocol):
-    """Where something learnt is kept from one run to the next. Neither call raises: see `notice`."""
-
-    notice: str
-
-    def load(self) -> Mapping[str, NDArray[Any]]:
-        """What was saved last, by name; nothing where there is nothing or it cannot be read."""
-
-    def save(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Keep these in the place of what was there."""
-
-
 class SwiftDrafter(Drafter):
     """Drafts on the target's own memory with its cheapest good set of layers; silent while none pays.
 
     notes: where what was found is kept; None forgets it with the process.
-    pass_cost: what a target's pass over so many tokens costs, in plain steps.
+    pass_cost: v(m), what a pass of so many rows costs the target, in plain steps.
     min_confidence: as for ModelDrafter.
     Raises CapabilityError where the target's layers cannot be skipped.
     """
@@ -60,7 +47,7 @@ class SwiftDrafter(Drafter):
         target: Skippable,
         *,
         notes: Notes | None = None,
-        pass_cost: Callable[[int], float] = lambda _: 1.0,
+        pass_cost: Curve = gentle,
         min_confidence: float = 0.0,
         seed: int = 0,
     ) -> None:
@@ -74,33 +61,34 @@ class SwiftDrafter(Drafter):
         if notes:
             self._search.take_over(notes.load())
         self._tokens: list[int] = []
-        self._skipped: Layers = ()
+        # The set that drafts in this reply, and the drafter of it.
+        self._chosen: Found | None = None
         self._guess: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
-        self._closed = False
 
     def begin(self, tokens: Sequence[int]) -> None:
         best = self._search.best
         if best is None or best.speed_up <= 1.0:
-            self._guess, self._skipped = None, ()
-        elif best.layers != self._skipped or self._guess is None:
-            self._skipped = best.layers
-            self._guess = ModelDrafter(
-                self._target.self_draft(SkippedLayers(best.layers)),
-                self._target.facts.vocab_size,
-                min_confidence=self._min_confidence,
-                name=self.name,
-            )
+            self._guess = self._chosen = None
+        else:
+            if self._chosen is None or best.layers != self._chosen.layers:
+                self._guess = ModelDrafter(
+                    self._target.self_draft(SkippedLayers(best.layers)),
+                    self._target.facts.vocab_size,
+                    min_confidence=self._min_confidence,
+                    name=self.name,
+                )
+            self._chosen = best
         self._proposed = None
         self._tokens = list(tokens)
         if self._guess:
             self._guess.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        best = self._search.best
-        if self._guess is None or best is None:
+        if self._guess is None or self._chosen is None:
             return TokenTree.chain(self._tokens[-1])
-        self._proposed = self._guess.propose(sampler, acceptance, min(draft_length, best.draft_length))
+        length = min(draft_length, self._chosen.draft_length)
+        self._proposed = self._guess.propose(sampler, acceptance, length)
         return self._proposed
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
@@ -111,7 +99,7 @@ class SwiftDrafter(Drafter):
         """What was really accepted counts with what the search found."""
         if self._guess:
             self._guess.commit(tokens)
-        if self._proposed and self._proposed.drafted:
+        if self._chosen and self._proposed and self._proposed.drafted:
             accepted, node = 0, 0
             for token in tokens:
                 child = self._proposed.child(node, token)
@@ -120,7 +108,7 @@ class SwiftDrafter(Drafter):
                 accepted, node = accepted + 1, child
             # After an end of the reply nothing tells whether the rest was right.
             judged = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
-            self._search.count(self._skipped, accepted, judged)
+            self._search.count(self._chosen.layers, accepted, judged)
         self._proposed = None
         self._tokens.extend(tokens)
 

@@ -121,6 +121,42 @@ class TestTheSearch:
         assert search.best is not None
         assert search.best.layers == (1, 2, 3)
 
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 64)), max_size=40))
+    def test_only_the_set_that_was_counted_is_weighed_anew(self, counted: list[tuple[int, int]]) -> None:
+        weighed: list[int] = []
+
+        def pass_cost(width: int) -> float:
+            weighed.append(width)
+            return 1.0 + 0.1 * width
+
+        search = SkipSearch(LAYERS, pass_cost, 0)
+        for which, right in counted:
+            weighed.clear()
+            search.count((1, which + 2), right, 64)
+            once = len(weighed)
+            assert search.best == search.best
+            assert len(weighed) == once <= 2 * 8
+        fresh = SkipSearch(LAYERS, pass_cost, 0)
+        fresh.take_over(search.to_keep())
+        assert fresh.best == search.best
+
+    def test_a_round_ranks_nothing_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked = []
+
+        def best(search: SkipSearch, look: Any = SkipSearch.best.fget) -> Any:  # type: ignore[attr-defined]
+            asked.append(search)
+            return look(search)
+
+        target = Skippable()
+        with with_drafter(target, SwiftDrafter(target)) as runtime:
+            rest(runtime, 2)
+            monkeypatch.setattr(SwiftDrafter, "rest", lambda drafter, wanted: None)
+            monkeypatch.setattr(SkipSearch, "best", property(best))
+            reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
+        assert reply.stats.target_passes > 4
+        assert len(asked) <= 2, "when the reply began, and for the note on it"
+
     @pytest.mark.parametrize(
         ("agreement", "cost", "expected", "length"),
         [(0.0, 0.5, 1.0 / 1.5, 1), (0.5, 0.5, 1.0, 1), (1.0, 0.0, 9.0, 8)],
