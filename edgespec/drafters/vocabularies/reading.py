@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from edgespec.backends.base import Vocabulary
 from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.engine.prefix import common_prefix
 
 __all__ = ["Reading"]
 
@@ -19,16 +20,18 @@ class Reading:
     Control tokens cut the text in parts that are tokenized on their own. Of the last part, the end may
     still change with what follows it; what lies further back is settled.
 
-    tokens: all of them. unread: the begun bytes of a character, which no tokenizer takes yet.
+    tokens: all of them; the first `_settled` stay. unread: the begun bytes of a character, which no tokenizer
+    takes yet.
     """
 
     def __init__(self, vocabulary: Vocabulary, translation: Translation) -> None:
         self._vocabulary = vocabulary
         self._translation = translation
-        self._settled = list(translation.draft_start)
-        self._open = b""
-        self.tokens: list[int] = list(self._settled)
+        self.tokens: list[int] = list(translation.draft_start)
         self.unread = b""
+        self._settled = len(self.tokens)
+        self._open = b""
+        self._unchanged = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """The target's text goes on with these tokens."""
@@ -37,22 +40,34 @@ class Reading:
             if piece:
                 self._open += piece
                 continue
-            self._settled += self._translation.draft_text.spell(self._open)
+            self._end_with(self._translation.draft_text.spell(self._open))
             self._open = b""
             spelled = self._translation.spell(token, first=False)
             # The text begins once, whether or not the target says so.
-            if self._settled != list(self._translation.draft_start) or list(spelled) != self._settled:
-                self._settled += spelled
+            if self.tokens != list(self._translation.draft_start) or list(spelled) != self.tokens:
+                self.tokens += spelled
+            self._settled = len(self.tokens)
         self._tokenize()
+
+    def take_unchanged(self) -> int:
+        """How many of the first tokens are what they were when this was called last."""
+        unchanged, self._unchanged = self._unchanged, len(self.tokens)
+        return unchanged
 
     def _tokenize(self) -> None:
         begun = _begun(self._open)
         self.unread = self._open[len(self._open) - begun :]
         text = self._open[: len(self._open) - begun]
         found = self._translation.draft_text.spell(text)
-        self.tokens = self._settled + found
+        self._end_with(found)
         if len(text) > _MOST_OPEN_BYTES:
             self._settle(found)
+
+    def _end_with(self, found: Sequence[int]) -> None:
+        """Let these tokens follow those that are settled."""
+        kept = self._settled + common_prefix(self.tokens[self._settled :], found)
+        self._unchanged = min(self._unchanged, kept)
+        self.tokens[kept:] = found[kept - self._settled :]
 
     def _settle(self, found: list[int]) -> None:
         """What ends before a space, or far enough from the end, will not change."""
@@ -63,7 +78,7 @@ class Reading:
                 places.append((place, at))
             at += len(raw)
         place, at = max((p for p in places if p[1] + _OPEN_BYTES <= len(self._open)), default=(0, 0))
-        self._settled += found[:place]
+        self._settled += place
         self._open = self._open[at:]
 
 

@@ -31,7 +31,8 @@ class RetokenisedDrafter(Drafter):
     """Drafts chains for certain: the draft's best text, in the target's tokens.
 
     Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
-    model holds the beginning of `_run`, its tokens of an earlier moment.
+    model holds the beginning of `_run`, its tokens of an earlier moment, of which the first `_read` were the
+    reading's.
     min_confidence: stop after a token of the draft of less probability.
     """
 
@@ -54,6 +55,7 @@ class RetokenisedDrafter(Drafter):
         self._tokens: list[int] = []
         self._reading = Reading(vocabulary, translation)
         self._run: list[int] = []
+        self._read = 0
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
@@ -72,16 +74,20 @@ class RetokenisedDrafter(Drafter):
         wanted = self._reading.tokens
         if not wanted:
             return False
-        held = min(common_prefix(self._run[: self._model.length], wanted), len(wanted) - 1)
-        self._model.truncate(held)
-        held = self._model.length
-        self._run = wanted[:held]
+        # Only what was said or read since is compared: a text may be long.
+        self._read = min(self._read, self._reading.take_unchanged())
+        same = min(self._read, self._model.length)
+        same += common_prefix(self._run[same : self._model.length], wanted[same:])
+        self._model.truncate(min(same, len(wanted) - 1))
+        self._read = held = self._model.length
+        del self._run[held:]
         lag = wanted[held:-1]
         if len(lag) >= self._model.room:
             return False
         if lag:
             self._model.prefill(lag)
             self._run += lag
+            self._read = len(self._run)
         return True
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:

@@ -14,12 +14,13 @@ from edgespec import Message
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation
+from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation, retokenised
 from edgespec.drafters.vocabularies.reading import Reading
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
+from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
-from edgespec.errors import CapabilityError
+from edgespec.errors import CancelledError, CapabilityError
 from edgespec.sameness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
@@ -69,8 +70,14 @@ class Talking(TabularModel):
         return logits
 
 
+def _spells(parts: list[list[int]]) -> bool:
+    """Whether the draft has all characters there: the smile's bytes in another order may be another's."""
+    said = b"".join(TARGET.raw_piece(token) for part in parts for token in part)
+    return all(character.isascii() or character == "🙂" for character in said.decode(errors="ignore"))
+
+
 class TestItsReading:
-    TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12)
+    TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12).filter(_spells)
 
     @settings(max_examples=200, deadline=None)
     @given(TEXTS)
@@ -98,6 +105,20 @@ class TestItsReading:
             reading.add(tokens[start : start + step])
         whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
         assert reading.tokens == whole
+
+    @settings(max_examples=200, deadline=None)
+    @given(TEXTS, st.integers(1, 3))
+    def test_tells_what_it_left_as_it_was(self, parts: list[list[int]], every: int) -> None:
+        reading = Reading(TARGET, TRANSLATION)
+        before: list[int] = []
+        for number, part in enumerate(parts):
+            reading.add(part)
+            if number % every == 0:
+                unchanged = reading.take_unchanged()
+                assert reading.tokens[:unchanged] == before[:unchanged]
+                # No more is open than the end of the text.
+                assert len(before) - unchanged <= 256
+                before = list(reading.tokens)
 
     def test_goes_on_where_a_character_ends(self) -> None:
         reading = Reading(TARGET, TRANSLATION)
@@ -184,6 +205,48 @@ def test_its_cache_holds_the_text_whatever_was_accepted(
         drafter.commit(tuple(emitted))
         tokens += emitted
         assert model._tokens == drafter._run
+
+
+@pytest.mark.parametrize("length", [100, 3000])
+def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [token % 8 for token in range(length)]
+    drafter = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 14))
+    drafter.begin(tokens)
+    compared: list[int] = []
+
+    def counted(a: list[int], b: list[int]) -> int:
+        compared.append(len(a))
+        return common_prefix(a, b)
+
+    monkeypatch.setattr(retokenised, "common_prefix", counted)
+    for token in range(8):
+        propose(drafter, tokens, 4)
+        drafter.commit((token,))
+        tokens.append(token)
+    assert len(compared) == 8
+    assert max(compared) < 64
+
+
+def test_after_a_prefill_that_failed_nothing_is_taken_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = speaking(DRAFT, 3), [0, 1, 2, 3] * 5
+    drafter = drafter_of(model)
+    drafter.begin(tokens)
+    prefill = model.prefill
+
+    def broken(some: Any, progress: Any = None) -> None:
+        prefill(some[: len(some) // 2])
+        raise CancelledError("cancelled")
+
+    for more in ([4, 5, 6, 7] * 4, [7, 1, 12, 3] * 4):
+        drafter.commit(tuple(more))
+        tokens += more
+        monkeypatch.setattr(model, "prefill", broken)
+        with pytest.raises(CancelledError):
+            propose(drafter, tokens, 3)
+    monkeypatch.setattr(model, "prefill", prefill)
+    fresh = drafter_of(speaking(DRAFT, 3))
+    fresh.begin(tokens)
+    assert propose(drafter, tokens, 3) == propose(fresh, tokens, 3)
 
 
 class TestInARuntime:
