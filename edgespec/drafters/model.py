@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter, check_rollback
+from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.growing import Growing
 from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.chain import Candidates
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
@@ -76,12 +76,7 @@ class ModelDrafter(Drafter):
     def _catch_up(self) -> None:
         """Run all tokens but the last, if they fit the draft's context."""
         if 1 < self._behind <= self._model.room:
-            self._model.prefill(self._known(self._tokens[self._model.length : -1]))
-
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens with a stand-in for ids the draft's vocabulary lacks: a guess may be bad, not impossible."""
-        size = self._model.facts.vocab_size
-        return [token if token < size else 0 for token in tokens]
+            self._model.prefill(known(self._model, self._tokens[self._model.length : -1]))
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         if self._behind > 2:
@@ -90,7 +85,7 @@ class ModelDrafter(Drafter):
         if self._behind > min(2, widest) or not self._growth.begins(draft_length):
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
-        lag = self._known(self._tokens[self._model.length :])
+        lag = known(self._model, self._tokens[self._model.length :])
         grown = self._grown = Growing(self._tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
@@ -117,7 +112,7 @@ class ModelDrafter(Drafter):
         probs = [_NOT_LOOKED_AT] * len(rows)
 
         def look(i: int) -> NDArray[np.float64]:
-            probs[i] = np.sort(_sureness(logits, rows[i])[1])[::-1]
+            probs[i] = np.sort(sureness(logits, rows[i])[1])[::-1]
             return probs[i]
 
         values = [grown.values[node] for node in frontier]
@@ -137,16 +132,10 @@ class ModelDrafter(Drafter):
         return grows
 
     def _goes_on(self, logits: Logits, row: int, token: int) -> bool:
-        """False after an end of the reply, and after a token the draft is not sure of; both stay drafted.
-
-        Sure is judged by the draft's own probability at temperature 1, over its 64 best tokens.
-        """
+        """False after an end of the reply, and after a token the draft is not sure of; both stay drafted."""
         if self._model.vocabulary.is_end(token):
             return False
-        if self._min_confidence <= 0.0:
-            return True
-        tokens, probs = _sureness(logits, row)
-        return bool(probs[tokens == token].sum() >= self._min_confidence)
+        return is_sure(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._growth.verified(tree.width)
@@ -178,10 +167,3 @@ class ModelDrafter(Drafter):
 
 
 _NOT_LOOKED_AT: NDArray[np.float64] = np.zeros(0)
-
-
-def _sureness(logits: Logits, row: int) -> Candidates:
-    """The model's own probabilities of its 64 best tokens, at temperature 1: (ids ascending, float64)."""
-    tokens, values = logits.top(row, 64)
-    weights = np.exp(values - values.max())
-    return tokens, weights / weights.sum()

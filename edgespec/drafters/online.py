@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, Learner, Lesson
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.draft_model import known
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.notes import Notes
 from edgespec.engine.acceptance import Acceptance
@@ -120,18 +121,14 @@ class OnlineDrafter(Drafter):
     def _note_mistake(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        node, row = 0, 0
-        for depth, token in enumerate(tokens):
-            child = proposed.child(node, token)
-            if child is None:
-                if proposed.children(node):
-                    position = len(self._tokens) - 1 + depth
-                    self._mistakes.append(self._mistake(position, logits, row))
-                return
-            next_row = verified.child(row, token)
-            if next_row is None:  # the guess was right and cut off before it was verified
-                return
-            node, row = child, next_row
+        guessed = proposed.walk(tokens)
+        right = len(guessed) - 1
+        rows = verified.walk(tokens[:right])
+        if len(rows) <= right:  # the guess was right and cut off before it was verified
+            return
+        if right < len(tokens) and proposed.children(guessed[-1]):
+            position = len(self._tokens) - 1 + right
+            self._mistakes.append(self._mistake(position, logits, rows[-1]))
 
     def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
         size = self._draft.facts.vocab_size
@@ -171,18 +168,13 @@ class OnlineDrafter(Drafter):
             start = max(0, begin - _LOOK_BACK)
             mine = [m for m in self._mistakes if begin - 1 <= m.position < end - 1]
             lesson = Lesson(
-                tuple(self._known(self._tokens[start:end])),
+                tuple(known(self._draft, self._tokens[start:end])),
                 tuple(m.position - start for m in mine),
                 np.array([m.best for m in mine], np.int64),
                 np.array([m.probs for m in mine], np.float32),
             )
             self._pending.append((lesson, begin - start))
         self._mistakes = []
-
-    def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens with a stand-in for ids the draft's vocabulary lacks."""
-        size = self._draft.facts.vocab_size
-        return [token if token < size else 0 for token in tokens]
 
     def _judge(self, tokens: Sequence[int], first: int) -> None:
         before = self._learner.hits(tokens, first, adapted=False)
@@ -221,10 +213,10 @@ class OnlineDrafter(Drafter):
         """Bring the draft's cache to the end of the text as the weights are now, as far as time allows."""
         self._draft.truncate(0)
         self._stale = False
-        known = self._known(self._tokens[:-1])
-        if len(known) <= self._draft.room:
+        text = known(self._draft, self._tokens[:-1])
+        if len(text) <= self._draft.room:
             with suppress(CancelledError):  # what is missing is computed when a reply begins
-                self._draft.prefill(known, lambda *_: wanted())
+                self._draft.prefill(text, lambda *_: wanted())
 
     def _take_over(self, notes: Notes) -> None:
         kept = dict(notes.load())

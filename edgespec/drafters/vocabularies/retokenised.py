@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import Drafter, check_rollback
+from edgespec.drafters.draft_model import is_sure
 from edgespec.drafters.vocabularies.reading import Reading
 from edgespec.drafters.vocabularies.translation import Translation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.chain import SamplingParams
-from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -112,20 +110,12 @@ class RetokenisedDrafter(Drafter):
                 break
             said += piece
             chain.append(token)
-            if not self._sure(logits, token):
+            if not is_sure(logits, 0, token, self._min_confidence):
                 break
         if most:
             self._model.commit(tuple(range(1, done + 1)))
             self._run += chain[: done + 1]
         return said, ended
-
-    def _sure(self, logits: Logits, token: int) -> bool:
-        """Whether the token had enough of the draft's own probability, over its 64 best tokens."""
-        if self._min_confidence <= 0.0:
-            return True
-        tokens, values = logits.top(0, 64)
-        weights = np.exp(values - values.max())
-        return bool(weights[tokens == token].sum() >= self._min_confidence * weights.sum())
 
     def _heard(self, said: bytes, ended: bool) -> list[int]:
         """What the draft said, in tokens of the target that go on from its last ones."""
