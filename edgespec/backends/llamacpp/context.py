@@ -15,6 +15,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.backends.llamacpp.tap import Tap
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
@@ -23,6 +24,7 @@ __all__ = ["ContextPlan", "LlamaContext"]
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 _NO_SLOT, _ABORTED = 1, 2
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
 MAX_WIDTH = 256
 
 
@@ -102,6 +104,7 @@ class LlamaContext:
         self.window: int = lib.llama_model_n_swa(model)
         # How many earlier states of a pass are kept: none where the library cannot.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
+        self._copies = ReusedBytes()
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
             Batch(options.batch_tokens, plan.sequences, lib.llama_model_n_embd(model))
@@ -216,8 +219,8 @@ class LlamaContext:
                 f"the cache of {end - start} tokens could not be moved", "leave --draft-branches out"
             )
 
-    def lift(self, source: int, start: int, end: int) -> list[bytes]:
-        """The cells of positions [start, end) of a sequence, for `put_down`.
+    def lift(self, source: int, start: int, end: int) -> list[memoryview]:
+        """The cells of positions [start, end) of a sequence, for `put_down`: copied once, as long as held.
 
         In parts no wider than a sliding window: the library leaves out what the last token of a sequence
         no longer looks at, and that is needed again when the sequence is cut back.
@@ -231,7 +234,7 @@ class LlamaContext:
             self.drop(self._spare, 0)
         return parts
 
-    def put_down(self, parts: Sequence[bytes], start: int, end: int) -> bool:
+    def put_down(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
         """Append to sequence 0 what `lift` gave; False when it does not fit this model and context."""
         stretches = self._stretches(start, end)
         if len(parts) != len(stretches):
@@ -258,19 +261,28 @@ class LlamaContext:
         """How many bytes `state` of sequence 0 has."""
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
-    def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> bytes:
+    def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """The memory of a sequence as bytes: what its next token looks at."""
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
-        buffer = (ctypes.c_uint8 * size)()
-        written = self._lib.llama_state_seq_get_data_ext(self._context, buffer, size, sequence, flags)
-        return bytes(memoryview(buffer)[:written])
+        copy = self._copies.take(size)
+        written = self._lib.llama_state_seq_get_data_ext(
+            self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
+        )
+        return copy.data[:written]
 
-    def set_state(self, data: bytes, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
+    def set_state(self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
         """Put saved memory into an empty sequence; False when it does not fit this model and context."""
-        buffer = (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
-        flags = self._flags(recurrent_only)
-        return bool(self._lib.llama_state_seq_set_data_ext(self._context, buffer, len(data), sequence, flags))
+        given = np.frombuffer(data, np.uint8)
+        return bool(
+            self._lib.llama_state_seq_set_data_ext(
+                self._context,
+                given.ctypes.data_as(_BYTES),
+                given.size,
+                sequence,
+                self._flags(recurrent_only),
+            )
+        )
 
     def _flags(self, recurrent_only: bool) -> int:
         return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0

@@ -237,7 +237,7 @@ class LayerSkipModel(UsualModel):
         self.end_round()
         below = to_bytes(self._lower.context, self.length, False)
         above = to_bytes(self._context, self.length, False)
-        return Snapshot(self.length, _SIZE.pack(len(below)) + below + above)
+        return Snapshot(self.length, b"".join((_SIZE.pack(len(below)), below, above)))
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
@@ -248,7 +248,7 @@ class LayerSkipModel(UsualModel):
         self._lower.cells.length = self._cells.length = snapshot.length
 
     def _put_down(self, snapshot: Snapshot) -> bool:
-        data = snapshot.data
+        data = memoryview(snapshot.data)
         if len(data) < _SIZE.size:
             return False
         end = _SIZE.size + _SIZE.unpack_from(data)[0]
