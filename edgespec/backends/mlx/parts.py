@@ -177,6 +177,10 @@ class Parts:
             )
 
     def leaving(self, exit_layer: int, name: str) -> ExitPart:
+        """The first `exit_layer` layers, 1 to all but one, of the model called `name`.
+
+        Raises OptionError for another number, CapabilityError where the layers are not to be found.
+        """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         if not 1 <= exit_layer <= last:
@@ -187,6 +191,10 @@ class Parts:
         return ExitPart(layers, exit_layer)
 
     def skipping(self, skipped: Collection[int], name: str) -> SkipPart:
+        """All layers of the model called `name` but these, counted from 0. The first and the last stay.
+
+        Raises OptionError for another layer, CapabilityError where the layers are not to be found.
+        """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         for layer in skipped:
@@ -197,6 +205,10 @@ class Parts:
         return SkipPart(layers, frozenset(skipped))
 
     def lowered(self, how: LowBit, name: str) -> LowBitPart:
+        """Fewer bits of the weights of the model called `name`, which has to be made ready for them.
+
+        Raises CapabilityError for a copy of the weights, OptionError for a window without a last token.
+        """
         if how.copy is not None:
             raise CapabilityError(
                 f"{name} holds both precisions itself and takes no copy", "leave the copy out"
