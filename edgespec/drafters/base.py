@@ -54,7 +54,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters it is put together from."""
+        """The drafters it is put together from. Rests go to these, not to the whole."""
         return (self,)
 
     def note(self) -> str:

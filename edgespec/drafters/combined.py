@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain, repeat, zip_longest
 from time import perf_counter
 
 from edgespec.drafters.base import Drafter
@@ -20,6 +22,26 @@ __all__ = ["CombinedDrafter"]
 
 # The first rounds are slow, and say little.
 _MEASURED_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a drafter said in this round. chances: of each node, given that its parent is accepted."""
+
+    tree: TokenTree
+    chances: list[float]
+
+    @cached_property
+    def levels(self) -> tuple[list[float], list[int]]:
+        """Level by level the chance, in [0, 1], that the text is still in the tree, and the level's rows."""
+        reached, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
+        values = [1.0]
+        for node in range(1, self.tree.width):
+            values.append(values[self.tree.parents[node]] * self.chances[node])
+            level = self.tree.depths[node] - 1
+            reached[level] = min(reached[level] + values[node], 1.0)
+            rows[level] += 1
+        return reached, rows
 
 
 class CombinedDrafter(Drafter):
@@ -43,7 +65,6 @@ class CombinedDrafter(Drafter):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
-        self.rests = any(drafter.rests for drafter in drafters)
         self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in drafters)
         self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in drafters)
         self._drafters = tuple(drafters)
@@ -54,7 +75,7 @@ class CombinedDrafter(Drafter):
         self._records = tuple(Record(drafter.lookup) for drafter in drafters)
         self._plain_seconds = Mean()
         self._proposed_at: float | None = None
-        self._asked: dict[int, TokenTree] = {}
+        self._asked: dict[int, _Said] = {}
         self._last_token = 0
 
     @property
@@ -72,8 +93,9 @@ class CombinedDrafter(Drafter):
         for i in sorted(range(len(self._drafters)), key=lambda i: not self._drafters[i].lookup):
             if self._pays(i, draft_length):
                 started = self._clock()
-                asked[i] = self._drafters[i].propose(sampler, acceptance, draft_length)
-                self._records[i].asked(asked[i], self._clock() - started)
+                said = self._drafters[i].propose(sampler, acceptance, draft_length)
+                self._records[i].asked(said, self._clock() - started)
+                asked[i] = _Said(said, self._records[i].chances(said))
         tree = self._joined() if asked else TokenTree.chain(self._last_token)
         self._proposed_at = self._clock()
         return tree
@@ -83,8 +105,8 @@ class CombinedDrafter(Drafter):
         asked = self._asked
         chosen = sorted(asked) if self._can_branch else self._most_promising()
         return trimmed(
-            merged([asked[i] for i in chosen]),
-            [self._records[i].chances(asked[i]) for i in chosen],
+            merged([asked[i].tree for i in chosen]),
+            [asked[i].chances for i in chosen],
             [self._drafters[i].lookup for i in chosen],
             self._limits,
             self._curve,
@@ -93,11 +115,11 @@ class CombinedDrafter(Drafter):
 
     def _most_promising(self) -> list[int]:
         """The one whose chain is taken: one that was worth its passes, else the best lookup."""
-        drafted = [i for i, tree in sorted(self._asked.items()) if tree.drafted]
+        drafted = [i for i, said in sorted(self._asked.items()) if said.tree.drafted]
         others = [i for i in drafted if not self._drafters[i].lookup]
         if others:
             return others[:1]
-        return [max(drafted or self._asked, key=lambda i: sum(self._records[i].chances(self._asked[i])))]
+        return [max(drafted or self._asked, key=lambda i: sum(self._asked[i].chances))]
 
     def _cost(self, i: int) -> float:
         """What asking a drafter costs, in plain steps; 0 until it is measured."""
@@ -111,37 +133,32 @@ class CombinedDrafter(Drafter):
         record, cost = self._records[i], self._cost(i)
         if self._drafters[i].lookup or not cost:
             return True
-        said = self._said()
+        said, said_rows = self._levels()
         spent = sum(self._cost(other) for other in self._asked)
+        # What was said is verified down to no level at all, to the first, and so on: the best of these.
+        rows_to = list(accumulate(said_rows, initial=1))
         without = max(
-            (1.0 + sum(level for level, _ in said[:depth])) / (spent + self._curve(1 + _rows(said, depth)))
-            for depth in range(len(said) + 1)
+            tokens / (spent + self._curve(rows))
+            for tokens, rows in zip(accumulate(said, initial=1.0), rows_to, strict=True)
         )
-        adds = record.survival(draft_length)
-        rows = 1 + round(record.rows.value)
-        deepest = len(said) if self._can_branch else 0
+        adds, more_rows = record.survival(draft_length), round(record.rows.value)
+        alone = chain(adds, repeat(0.0))
+        gains = (both - one for both, one in zip(_either(said, adds), alone, strict=False))
+        tokens_to = accumulate(gains, initial=1.0 + sum(adds))
         together = max(
-            (1.0 + sum(_either(said[:depth], adds)))
-            / (spent + cost + self._curve(min(rows + _rows(said, depth), self._limits.max_width)))
-            for depth in range(deepest + 1)
+            tokens / (spent + cost + self._curve(min(rows + more_rows, self._limits.max_width)))
+            for tokens, rows in zip(tokens_to, rows_to if self._can_branch else rows_to[:1], strict=False)
         )
         return together > without
 
-    def _said(self) -> list[tuple[float, int]]:
-        """Level by level of what was said: the chance that the text is still in it, and its rows."""
-        levels: list[tuple[float, int]] = []
-        for i, tree in self._asked.items():
-            depths, values = tree.depths, [1.0]
-            for node, chance in enumerate(self._records[i].chances(tree)[1:], 1):
-                values.append(values[tree.parents[node]] * chance)
-            mine = [(0.0, 0)] * max(depths)
-            for depth, value in zip(depths[1:], values[1:], strict=True):
-                chance, rows = mine[depth - 1]
-                mine[depth - 1] = min(chance + value, 1.0), rows + 1
-            both = _either(levels, [chance for chance, _ in mine])
-            rows_of = zip_longest((rows for _, rows in levels), (rows for _, rows in mine), fillvalue=0)
-            levels = [(chance, sum(rows)) for chance, rows in zip(both, rows_of, strict=True)]
-        return levels
+    def _levels(self) -> tuple[list[float], list[int]]:
+        """Of all that was said, as of one draft (`_Said.levels`)."""
+        chances, rows = list[float](), list[int]()
+        for said in self._asked.values():
+            its_chances, its_rows = said.levels
+            chances = _either(chances, its_chances)
+            rows = [sum(pair) for pair in zip_longest(rows, its_rows, fillvalue=0)]
+        return chances, rows
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:
@@ -153,7 +170,7 @@ class CombinedDrafter(Drafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         for i, record in enumerate(self._records):
             if i in self._asked:
-                record.learn(self._asked[i], tokens)
+                record.learn(self._asked[i].tree, tokens)
             else:
                 record.fade()
         self._asked = {}
@@ -174,18 +191,13 @@ class CombinedDrafter(Drafter):
             drafter.close()
 
 
-def _rows(said: Sequence[tuple[float, int]], depth: int) -> int:
-    """The rows of the first `depth` levels."""
-    return sum(rows for _, rows in said[:depth])
-
-
-def _either(said: Sequence[tuple[float, int]], adds: Sequence[float]) -> list[float]:
-    """Level by level the chance that the text is in one of two drafts.
+def _either(said: Sequence[float], adds: Sequence[float]) -> list[float]:
+    """Level by level the chance that the text is in one of two drafts, from the chances of each.
 
     Halfway between drafts that know nothing of each other and ones that are right together.
     """
     chances = []
-    for one, other in zip_longest((chance for chance, _ in said), adds, fillvalue=0.0):
+    for one, other in zip_longest(said, adds, fillvalue=0.0):
         low, high = sorted((one, other))
         chances.append(high + 0.5 * low * (1.0 - high))
     return chances

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgespec.drafters.record import MOST_SURE
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.policy.curve import Curve
 from edgespec.policy.limits import Limits
@@ -54,8 +55,8 @@ def trimmed(
 
     Of the rest, the likeliest are taken that make (1 + the sum of path values) / (spent + v(rows)) largest,
     as Sequoia sizes a tree (arXiv 2402.12374), with v not monotone. All other nodes stay.
-    chances[i][n]: that node n of the i-th tree is accepted after its parent. optional[i]: its guesses are
-    certain, and any of them may go. spent: plain steps that the draft cost.
+    chances[i][n]: that node n of the i-th tree is accepted after its parent, in [0, 1]. optional[i]: its
+    guesses are certain, and any of them may go. spent: plain steps that the draft cost.
     """
     tree = joined.tree
     own = [0.0] * tree.width
@@ -88,17 +89,20 @@ def trimmed(
 
 
 def _path_values(tree: TokenTree, own: Sequence[float], stays: Sequence[bool]) -> list[float]:
-    """The chance of each node, its ancestors included. Where an optional guess contradicts others, its
-    chance is what is left of it when they are known to disagree."""
+    """The chance of each node to be accepted, its ancestors included, in [0, 1]; `own`: after its parent.
+
+    An optional guess of chance c beside siblings that stay, of chance r together, contradicts them: no two
+    are right. Were the drafters independent of each other, the chance that it is right, given that not
+    both are, is c (1 - r) / (1 - c r) (Bayes' rule).
+    """
     rivals = [0.0] * tree.width
     for node in range(1, tree.width):
         if stays[node]:
-            rivals[tree.parents[node]] = min(rivals[tree.parents[node]] + own[node], 0.98)
+            rivals[tree.parents[node]] = min(rivals[tree.parents[node]] + own[node], MOST_SURE)
     values = [1.0]
     for node in range(1, tree.width):
-        chance = own[node]
+        chance, rival = own[node], rivals[tree.parents[node]]
         if not stays[node]:
-            alone = chance * (1.0 - rivals[tree.parents[node]])
-            chance = alone / (alone + 1.0 - chance) if alone > 0.0 else 0.0
+            chance = chance * (1.0 - rival) / (1.0 - chance * rival)
         values.append(values[tree.parents[node]] * chance)
     return values

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import mul
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Mean", "Record"]
+__all__ = ["MOST_SURE", "Mean", "Record", "Tally"]
+
+# No sum of chances is believed to be more, so that whoever says something else keeps a little of his own.
+MOST_SURE = 0.98
 
 
 class Mean:
@@ -26,6 +30,30 @@ class Mean:
         self.value += (value - self.value) / min(self.count, 10)
 
 
+class Tally:
+    """How often each of several things came true lately: counts in which what is older weighs less.
+
+    hits, tries: float64 of one shape: what it begins with, and goes back to when it is not counted.
+    """
+
+    # Half of a try's weight is gone after 34 more: enough of them for a rate, and a text may change its ways.
+    REMEMBERED = 0.98
+
+    def __init__(self, hits: NDArray[np.float64], tries: NDArray[np.float64]) -> None:
+        self._first = hits, tries
+        self.hits, self.tries = hits.copy(), tries.copy()
+
+    def count(self, at: tuple[int, ...], hit: bool) -> None:
+        """The one `at` was tried, and came true or not."""
+        self.tries[at] = self.tries[at] * self.REMEMBERED + 1.0
+        self.hits[at] = self.hits[at] * self.REMEMBERED + hit
+
+    def fade(self, remembered: float = REMEMBERED) -> None:
+        """Nothing was tried: go back to the beginning, by 1 - `remembered` of the way."""
+        for counted, first in zip((self.hits, self.tries), self._first, strict=True):
+            counted += (first - counted) * (1.0 - remembered)
+
+
 class Record:
     """Chances of one drafter's nodes, by depth and rank, and a lookup's by how long it has been right.
 
@@ -35,24 +63,35 @@ class Record:
     seconds: of one proposal. levels, rows: of one that guessed something.
     """
 
+    # A lookup's streaks, in tokens that were right: none, 1 to 3, 4 to 15, and 16 or more.
     _STREAKS = (1, 4, 16)
+    # Believed before anything was seen: the chance, in [0, 1], of a node's first, second and any later child;
+    # a lookup's by its streak, a row each. Round guesses, with which the simulations in
+    # tests/drafters/test_combined.py lose next to nothing against the better drafter alone.
     _PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     _CREDIT = np.array([[0.85, 0.1, 0.05]])
+    # They weigh as much as so many tries, which a few rounds outweigh.
     _PRIOR_TRIES = 4.0
-    _REMEMBERED = 0.98
+    # Of a drafter that is not asked, half of what was seen is gone after 138 rounds.
     _REMEMBERED_UNASKED = 0.995
 
     def __init__(self, lookup: bool) -> None:
-        self._prior = (self._PRIOR if lookup else self._CREDIT)[:, None] * self._PRIOR_TRIES
-        self.seconds, self.levels, self.rows = Mean(), Mean(), Mean()
-        self._streak = 0
+        prior = (self._PRIOR if lookup else self._CREDIT)[:, None] * self._PRIOR_TRIES
         # [streak, first level or later, rank]
-        self._hits = np.repeat(self._prior, 2, axis=1)
-        self._tries = np.full(self._hits.shape, self._PRIOR_TRIES)
+        hits = np.repeat(prior, 2, axis=1)
+        self._tally = Tally(hits, np.full(hits.shape, self._PRIOR_TRIES))
+        self._streaks = len(hits)
+        self._streak = 0
+        self.seconds, self.levels, self.rows = Mean(), Mean(), Mean()
 
     @property
     def _bucket(self) -> int:
-        return bisect_right(self._STREAKS, self._streak) if len(self._hits) > 1 else 0
+        return bisect_right(self._STREAKS, self._streak) if self._streaks > 1 else 0
+
+    def _table(self) -> NDArray[np.float64]:
+        """The chance of a child as things are: float64 [first level or later, rank]."""
+        table: NDArray[np.float64] = self._tally.hits[self._bucket] / self._tally.tries[self._bucket]
+        return table
 
     def asked(self, tree: TokenTree, seconds: float) -> None:
         """It proposed this."""
@@ -62,19 +101,18 @@ class Record:
             self.rows.add(tree.drafted)
 
     def chances(self, tree: TokenTree) -> list[float]:
-        """The chance of each node of its tree, given that the parent is accepted; the root's is 1."""
-        table = self._hits[self._bucket] / self._tries[self._bucket]
+        """The chance of each node, in [0, 1], given that its parent is accepted; the root's is 1."""
+        table = self._table()
         return [1.0, *(float(table[at]) for at in _cells(tree)[1:])]
 
     def survival(self, draft_length: int) -> list[float]:
         """For each level of a proposal it has not made yet, the chance that the text is still in it."""
-        bucket = self._bucket
-        any_child = np.minimum((self._hits[bucket] / self._tries[bucket]).sum(axis=1), 0.98)
         if not self.rows.count:
             return []
+        table = self._table()
         # A drafter of chains has one guess a level; others share a level among their ranks.
-        if self.rows.value <= self.levels.value:
-            any_child = self._hits[bucket, :, 0] / self._tries[bucket, :, 0]
+        is_chain = self.rows.value <= self.levels.value
+        any_child = table[:, 0] if is_chain else np.minimum(table.sum(axis=1), MOST_SURE)
         levels = min(draft_length, round(self.levels.value))
         return list(accumulate((float(any_child[min(level, 1)]) for level in range(levels)), mul))
 
@@ -82,33 +120,24 @@ class Record:
         """Its tree of this round, and the tokens that were emitted."""
         bucket = self._bucket
         cells = _cells(tree)
-        node = 0
-        for token in tokens:
+        right = tree.walk(tokens)
+        self._streak += len(right) - 1
+        for node, came_true in zip_longest(right[: len(tokens)], right[1:]):
             children = tree.children(node)
-            if not children:
-                break
-            right = tree.child(node, token)
             for child in children:
-                at = (bucket, *cells[child])
-                self._tries[at] = self._tries[at] * self._REMEMBERED + 1.0
-                self._hits[at] = self._hits[at] * self._REMEMBERED + (child == right)
-            if right is None:
+                self._tally.count((bucket, *cells[child]), child == came_true)
+            if children and came_true is None:
                 self._streak = 0
-                break
-            self._streak += 1
-            node = right
         if not tree.drafted:
             self._streak = 0
 
     def fade(self) -> None:
         """A round went by in which it was not asked: one day it is tried again."""
-        back = 1.0 - self._REMEMBERED_UNASKED
-        self._hits += (self._prior - self._hits) * back
-        self._tries += (self._PRIOR_TRIES - self._tries) * back
+        self._tally.fade(self._REMEMBERED_UNASKED)
 
 
 def _cells(tree: TokenTree) -> list[tuple[int, int]]:
-    """For each node: is it on a later level than the first, and its rank among its siblings, at most 2."""
+    """Of each node: 0 on the first level, 1 further down, and its rank among its siblings, at most 2."""
     ranks = [0] * tree.width
     cells = [(0, 0)]
     for parent in tree.parents[1:]:
