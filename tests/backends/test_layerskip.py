@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
+from edgespec.backends.llamacpp import planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, ClosedError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
 from edgespec.methods import Drafters
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
@@ -57,6 +58,17 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
     yield models
     for model in models:
         model.close()
+
+
+@pytest.fixture(scope="module")
+def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
+    """As with a large vocabulary: the lower half has a few rows in a pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_UNREAD_BYTES", 0)
+        model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
+    assert model._lower.context.max_width == 16
+    yield model
+    model.close()
 
 
 @pytest.fixture
@@ -103,6 +115,79 @@ class TestTheWhole:
         assert halves.length == 0
 
 
+class TestInPieces:
+    """What is wider than a pass of the lower half is run in several."""
+
+    def test_a_prompt_and_a_wide_tree(self, both: Both, narrow: LayerSkipModel) -> None:
+        tokens = tokens_for(narrow, 61)
+        tree = tree_of(narrow, (-1, *range(30), 3, 3, 20, 33, 34), 1)
+        models = both.whole, both.halves, narrow
+        assert {model.facts.capabilities.max_width for model in models} == {256}
+        rows = []
+        for model in models:
+            model.truncate(0)
+            model.prefill(tokens)
+            logits = model.verify(tree)
+            mine = [row_of(model, logits, node) for node in range(tree.width)]
+            model.commit(path_to(tree, tree.width - 1))
+            rows.append(np.array([*mine, *(step(model, token) for token in tokens[:5])]))
+        np.testing.assert_array_equal(rows[1], rows[0])
+        np.testing.assert_array_equal(rows[2], rows[0])
+
+    def test_a_wide_draft(self, both: Both, narrow: LayerSkipModel) -> None:
+        tokens = tokens_for(narrow, 40)
+        draft = tree_of(narrow, (-1, *([0] * 5), *([1] * 4), *range(9, 29)), 2)
+        said = []
+        for model in (both.halves, narrow):
+            model.truncate(0)
+            model.prefill(tokens)
+            logits = model.self_draft(EarlyExit(4)).verify(draft)
+            said.append([row_of(model, logits, node) for node in range(draft.width)])
+            # And the target goes on from all of it.
+            logits = model.verify(draft)
+            said[-1] += [row_of(model, logits, node) for node in range(draft.width)]
+            model.commit(path_to(draft, 9))
+            said[-1].append(step(model, 4))
+        np.testing.assert_array_equal(said[0], said[1])
+
+    def test_a_prompt_that_was_stopped_between_two_pieces(
+        self, narrow: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokens = tokens_for(narrow, 50)
+        narrow.truncate(0)
+        narrow.prefill(tokens)
+        expected = step(narrow, 4)
+        narrow.truncate(20)
+        run_to_tap = LlamaContext.run_to_tap
+
+        def once(self: LlamaContext, *given: Any) -> None:
+            run_to_tap(self, *given)
+            narrow.interrupt(True)
+
+        monkeypatch.setattr(LlamaContext, "run_to_tap", once)
+        with pytest.raises(CancelledError):
+            narrow.prefill(tokens[20:])
+        narrow.interrupt(False)
+        monkeypatch.setattr(LlamaContext, "run_to_tap", run_to_tap)
+        assert narrow.length == 20
+        narrow.prefill(tokens[20:])
+        np.testing.assert_array_equal(step(narrow, 4), expected)
+
+    def test_what_the_lower_half_needs_for_logits_is_part_of_the_budget(
+        self, folders: dict[int, Path], both: Both
+    ) -> None:
+        """And it is small, whatever the vocabulary."""
+        facts, below = both.halves.facts, both.halves._lower.context
+        logits_bytes = 4 * facts.vocab_size * below.max_width
+        assert logits_bytes <= planning._UNREAD_BYTES
+        enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
+        # The files' bytes are checked too, before anything is loaded.
+        assert enough > facts.file_bytes
+        load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough)).close()
+        with pytest.raises(MemoryBudgetError, match="the cache for 512 tokens"):
+            load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough - 1))
+
+
 trees = st.tuples(st.sampled_from(list(TREES.values())), st.integers(0, 3))
 
 
@@ -112,12 +197,21 @@ class TestTakingOver:
     def test_whatever_was_drafted_the_rows_are_those_of_the_whole(
         self,
         both: Both,
+        narrow: LayerSkipModel,
         rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
     ) -> None:
         """The target's tree may hold some of what was drafted, in any order, and other things."""
-        whole, halves = both
+        for halves in (both.halves, narrow):
+            self.check(both.whole, halves, rounds)
+
+    @staticmethod
+    def check(
+        whole: LanguageModel,
+        halves: LayerSkipModel,
+        rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
+    ) -> None:
         view = halves.self_draft(EarlyExit(4))
-        for model in both:
+        for model in (whole, halves):
             model.truncate(0)
             model.prefill(tokens_for(model, 20))
         for drafted, wanted, node, begins_alike in rounds:
@@ -131,7 +225,7 @@ class TestTakingOver:
             for row in range(tree.width):
                 same(whole, row_of(halves, logits, row), row_of(whole, expected, row))
             path = path_to(tree, node % tree.width)
-            for model in both:
+            for model in (whole, halves):
                 model.commit(path)
             assert view.length == halves.length == whole.length
             same(whole, step(halves, 4), step(whole, 4))

@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.backends.llamacpp.tap import Tap
 from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
 
-__all__ = ["ContextPlan", "LlamaContext"]
+__all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 

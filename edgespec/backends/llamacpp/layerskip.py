@@ -30,7 +30,7 @@ from edgespec.backends.llamacpp.lower import LowerHalf
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.planning import plan_halves
+from edgespec.backends.llamacpp.planning import lower_rows, plan_halves
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
@@ -127,12 +127,14 @@ class LayerSkipModel(UsualModel):
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
             tap = Tap([exit_name], lib.llama_model_n_embd(lower))
-            below = LlamaContext(lower, options, plans[0], threads, tap=tap)
+            few = replace(options, batch_tokens=lower_rows(lower, options))
+            below = LlamaContext(lower, few, plans[0], threads, tap=tap)
             undo.callback(below.close)
             self._context = LlamaContext(upper, options, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
-            found = _probed(below, lower, plans[0], options)
-            _probed(self._context, upper, plans[1], options)
+            _probed(below, lower, plans[0], options)
+            # A pass may be as wide as the upper half takes it: the lower one runs it in pieces.
+            found = _probed(self._context, upper, plans[1], options)
             self._lower = LowerHalf(below, tap, exit_name, options.max_branches)
             self._cells = Cells(self._context, options.max_branches)
             facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, plans[0], self.vocabulary, found)

@@ -51,8 +51,16 @@ class LowerHalf:
     def _run(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
-        self.context.run_to_tap(tokens, positions, sequences)
-        return self._tap.take(self._exit_name, len(tokens))
+        parts = []
+        for piece in self._pieces(len(tokens)):
+            self.context.run_to_tap(tokens[piece], positions[piece], sequences[piece])
+            parts.append(self._tap.take(self._exit_name, len(tokens[piece])))
+        return np.concatenate(parts)
+
+    def _pieces(self, count: int) -> list[slice]:
+        """So many rows in passes that the context takes."""
+        step = self.context.max_width
+        return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         """Run nodes `first` and up and leave early: logits float32 [n, vocab], a view until the next pass."""
@@ -60,9 +68,12 @@ class LowerHalf:
             self.end_round()
         positions, sequences = self.cells.place(tree, first)
         self._tree.extend(tree, first)
-        rows = self.context.run(tree.tokens[first:], positions, sequences)
-        self._hidden += list(self._tap.take(self._exit_name, tree.width - first))
-        return rows
+        tokens, parts = tree.tokens[first:], []
+        for piece in self._pieces(len(tokens)):
+            rows = self.context.run(tokens[piece], positions[piece], sequences[piece])
+            self._hidden += list(self._tap.take(self._exit_name, len(rows)))
+            parts.append(rows if len(rows) == len(tokens) else rows.copy())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         """The hidden states of the target's nodes `first` and up: float32 [n, embd].
@@ -93,7 +104,7 @@ class LowerHalf:
 
     def _fits(self, tree: TokenTree) -> bool:
         room = self.context.tokens - self.cells.length
-        return tree.width <= min(room, self.context.max_width) and tree.leaves <= self._max_branches
+        return tree.width <= room and tree.leaves <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the root and these of the target's nodes."""

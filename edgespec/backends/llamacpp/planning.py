@@ -8,19 +8,23 @@ from typing import Any
 import psutil
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
-__all__ = ["plan_context", "plan_halves"]
+__all__ = ["lower_rows", "plan_context", "plan_halves"]
 
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
 _UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
+# The library keeps room for the logits of all rows whose hidden states are read, though nobody wants those:
+# for a lower half so much at most, or as much as the fewest rows take that are worth a pass.
+_UNREAD_BYTES = 16 * 2**20
+_FEWEST_ROWS = 16
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
@@ -64,11 +68,25 @@ def plan_halves(
     halves = (lower, upper)
     types = choose_kv_types(options, sum(kv_bytes_per_token(half, _F16) for half in halves) * wanted)
     per_token = [kv_bytes_per_token(half, types) for half in halves]
-    _check_room(sum(per_token) * wanted, asked, sum(per_token), 0, weight_bytes, options)
+    # The lower half's logits, once where they are computed and once where they are read.
+    beside = weight_bytes + 2 * _logits_bytes(lower, min(MAX_WIDTH, lower_rows(lower, options)))
+    _check_room(sum(per_token) * wanted, asked, sum(per_token), 0, beside, options)
     first, second = (
         ContextPlan(wanted, types, options.max_branches + 1, kv_bytes=size * wanted) for size in per_token
     )
     return first, second
+
+
+def lower_rows(lower: Any, options: LoadOptions) -> int:
+    """How many rows a pass of the lower half has at most."""
+    fitting = _UNREAD_BYTES // _logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
+    # The library makes room for the logits of a row in each sequence, whatever is asked for.
+    return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
+
+
+def _logits_bytes(weights: Any, rows: int) -> int:
+    lib = library()
+    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))) * 4 * rows
 
 
 def _check_room(
