@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.growth import Children, Growth
-from edgespec.drafters.record import Mean
+from edgespec.drafters.record import Mean, Tally
 from edgespec.policy.curve import Curve, gentle
 from edgespec.policy.limits import Limits
 
@@ -167,37 +167,33 @@ class _Chances:
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
     _PRIOR_TRIES = 4.0
-    _REMEMBERED = 0.98
     _TYPICAL = 0.7
 
     def __init__(self, ranks: int) -> None:
-        self._hits = np.zeros((ranks, len(self._PRIOR)))
-        self._tries = np.zeros((ranks, len(self._PRIOR)))
-        self._any_hits, self._any_tries = np.zeros(ranks), 0.0
+        nothing = np.zeros((ranks, len(self._PRIOR)))
+        self._seen = Tally(nothing, nothing)
+        # Whatever the draft's probability was.
+        self._any = Tally(nothing[:, 0], nothing[:, 0])
 
     def of(self, rank: int, prob: float) -> float:
         """The chance of the child of this rank, where the draft gives its `rank`-th best token `prob`."""
-        bucket = bisect_right(self._EDGES, prob)
-        hits = self._hits[rank, bucket] + self._PRIOR_TRIES * self._PRIOR[bucket]
-        return float(hits / (self._tries[rank, bucket] + self._PRIOR_TRIES))
+        at = rank, bisect_right(self._EDGES, prob)
+        hits = self._seen.hits[at] + self._PRIOR_TRIES * self._PRIOR[at[1]]
+        return float(hits / (self._seen.tries[at] + self._PRIOR_TRIES))
 
     @property
     def typical(self) -> float:
         """The chance of the best child of a node of which nothing is known yet."""
-        hits = float(self._any_hits.max()) + self._PRIOR_TRIES * self._TYPICAL
-        return hits / (self._any_tries + self._PRIOR_TRIES)
+        hits = float(self._any.hits.max()) + self._PRIOR_TRIES * self._TYPICAL
+        return hits / (float(self._any.tries.max()) + self._PRIOR_TRIES)
 
     def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
-        self._any_hits *= self._REMEMBERED
-        self._any_tries = self._any_tries * self._REMEMBERED + 1.0
+        for rank in range(len(self._any.hits)):
+            self._any.count((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
-            at = rank, bisect_right(self._EDGES, float(prob))
-            self._tries[at] = self._tries[at] * self._REMEMBERED + 1.0
-            self._hits[at] = self._hits[at] * self._REMEMBERED + (rank == accepted)
-            self._any_hits[rank] += rank == accepted
+            self._seen.count((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
 
     def fade(self) -> None:
         """Forget a little of everything."""
-        for seen in (self._hits, self._tries, self._any_hits):
-            seen *= self._REMEMBERED
-        self._any_tries *= self._REMEMBERED
+        self._seen.fade()
+        self._any.fade()
