@@ -19,13 +19,17 @@ MOST_SURE = 0.98
 
 
 class Mean:
-    """A mean that forgets: of the last ten values or so."""
+    """A mean that forgets: of the last ten values or so.
+
+    value: in the unit of what was added; 0 before the first. count: how many were.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
         self.count = 0
 
     def add(self, value: float) -> None:
+        """One value more: of the first ten each weighs the same, then a new one a tenth."""
         self.count += 1
         self.value += (value - self.value) / min(self.count, 10)
 
