@@ -225,7 +225,7 @@ class TestHandingOver:
         handed: list[tuple[int, int]] = []
         lift = LlamaContext.lift
 
-        def counted(self: LlamaContext, source: int, start: int, end: int) -> list[bytes]:
+        def counted(self: LlamaContext, source: int, start: int, end: int) -> list[memoryview]:
             handed.append((start, end))
             return lift(self, source, start, end)
 
