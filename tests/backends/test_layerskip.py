@@ -15,7 +15,9 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
 from edgespec.backends.llamacpp import planning
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.layerskip import SHARED_BYTES, LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.native import library
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
@@ -106,6 +108,35 @@ class TestTheWhole:
             rows.append(np.array([*mine, *(step(model, token) for token in tokens[:5])]))
             model.close()
         np.testing.assert_array_equal(rows[0], rows[1])
+
+    @pytest.mark.parametrize(
+        ("offloads", "system", "options", "times"),
+        [
+            (False, "linux", {}, 1),
+            (False, "linux", {"mmap": False}, 2),
+            (True, "linux", {}, 2),
+            (True, "linux", {"gpu_layers": 0}, 1),
+            (True, "darwin", {}, 1),
+            (True, "darwin", {"mmap": False}, 2),
+        ],
+    )
+    def test_what_both_halves_use_counts_as_often_as_it_is_in_memory(
+        self,
+        both: Both,
+        folders: dict[int, Path],
+        monkeypatch: pytest.MonkeyPatch,
+        offloads: bool,
+        system: str,
+        options: dict[str, Any],
+        times: int,
+    ) -> None:
+        monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
+        monkeypatch.setattr("edgespec.backends.llamacpp.layerskip.sys.platform", system)
+        shared = int(metadata(both.halves._weights[0], SHARED_BYTES) or 0)
+        assert shared > 1_000_000
+        model = load_layerskip(str(folders[4]), "demo", _options(**options))
+        assert model.facts.weight_bytes == both.whole.facts.weight_bytes + (times - 1) * shared
+        model.close()
 
     def test_a_snapshot_of_the_whole_model_is_refused(self, both: Both, halves: LayerSkipModel) -> None:
         both.whole.truncate(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import struct
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -120,7 +121,7 @@ class LayerSkipModel(UsualModel):
         self.vocabulary: Vocabulary = self._vocabulary
         _check_kind(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
-        if options.mmap and (options.gpu_layers == 0 or not lib.llama_supports_gpu_offload()):
+        if _mapped(options):
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         plans = plan_halves(lower, upper, weight_bytes, options)
         threads = options.threads or default_threads(weight_bytes)
@@ -288,6 +289,16 @@ class LayerSkipModel(UsualModel):
         for weights in self._weights:
             library().llama_model_free(weights)
         gc.collect()
+
+
+def _mapped(options: LoadOptions) -> bool:
+    """Whether weights are used where the files are mapped, and those of both halves are in memory once.
+
+    An Apple GPU reads them there too; others have a copy of their own. (On a processor, the output head alone
+    may be copied: where llama.cpp arranges weights of its type anew.)
+    """
+    on_processor = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
+    return options.mmap and (on_processor or sys.platform == "darwin")
 
 
 def _check_kind(weights: Any, name: str) -> None:
