@@ -39,9 +39,11 @@ class Logits(Protocol):
     ) -> tuple[list[int], float]:
         """The `count` tokens of largest log p + noise, best first, and the largest logit of the row.
 
-        p is softmax(logits) after temperature and filters, the noise that of `noise.gumbel`; at
-        temperature 0 they are the largest logits, lowest id first on ties. Penalties and bias are not
-        looked at. Fewer come back when the filters leave fewer.
+        p is softmax(logits) after temperature and filters, the noise that of `noise.gumbel` for this
+        `seed` and `position` (of the token in the whole text, from 0); at temperature 0 they are the
+        largest logits, lowest id first on ties. Penalties and bias are not looked at. Fewer come back when
+        the filters leave fewer. The largest logit is as the model gave it, before temperature: where it is
+        not finite, the row is not to be used.
         """
 
     def top(self, row: int, count: int) -> Candidates:

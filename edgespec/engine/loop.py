@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from time import perf_counter as now
 from typing import Literal, Protocol
 
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.stats import Stats
+from edgespec.engine.stats import RoundClock, Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
@@ -80,52 +79,64 @@ def decode(
     `is_stop` sees every emitted token once, in order; tokens after a stop are never emitted.
     Raises what the backend raises; a cancelled pass ends with finish reason "cancelled".
     """
+    clock = RoundClock()
     emitted_total = 0
     while not is_cancelled():
         if emitted_total == max_tokens or target.room == 0:
             yield Step((), 0, "length")
             return
-        started = now()
-        root_only = TokenTree.chain(last_token)
+        clock.start()
         depth = min(draft_length, max_tokens - emitted_total - 1, target.room - 1)
+        width = min(max_width, target.room)
         try:
-            tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else root_only
-            if tree.tokens[0] != last_token:  # the drafter is out of step: its guesses are about another text
-                tree = root_only
-            tree = tree.pruned(vocab_size, depth, min(max_width, target.room), max_branches)
-            drafted = now()
+            tree = _proposed(drafter, sampler, acceptance, depth, last_token)
+            tree = tree.pruned(vocab_size, depth, width, max_branches)
+            clock.lap("draft")
             logits = target.verify(tree)
+            clock.lap("verify")
         except CancelledError:
             break
-        verified = now()
         verdict = acceptance.accept(tree, logits, sampler)
-        tokens = (*(tree.tokens[node] for node in verdict.path), verdict.token)
-        sampled = now()
+        clock.lap("sampling")
         if drafter:
             drafter.observe(tree, logits, sampler)
-        observed = now()
-        stop_at = next((i for i, token in enumerate(tokens) if is_stop(token)), None)
-        tokens = tokens if stop_at is None else tokens[: stop_at + 1]
-        checked = now()
+        clock.lap("draft")
+        tokens, stopped = _until_stop((*(tree.tokens[node] for node in verdict.path), verdict.token), is_stop)
+        clock.lap("overhead")
         target.commit(verdict.path[: len(tokens) - 1])
         if drafter:
             drafter.commit(tokens)
-        committed = now()
+        clock.lap("rollback")
         for last_token in tokens:
             sampler.push(last_token)
         emitted_total += len(tokens)
         accepted = min(len(verdict.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
-        stats.draft_seconds += drafted - started - logits.begun_seconds + observed - sampled
-        stats.verify_seconds += verified - drafted + logits.begun_seconds + logits.waited_seconds
-        stats.sampling_seconds += sampled - verified - logits.waited_seconds
-        stats.rollback_seconds += committed - checked
-        stats.overhead_seconds += now() - committed + checked - observed
-        reason: FinishReason | None = "stop" if stop_at is not None else None
-        yield Step(tokens, accepted, reason)
-        if reason:
+        clock.lap("overhead")
+        clock.book(stats, logits.begun_seconds, logits.waited_seconds)
+        yield Step(tokens, accepted, "stop" if stopped else None)
+        if stopped:
             return
     yield Step((), 0, "cancelled")
+
+
+def _proposed(
+    drafter: Proposer | None, sampler: Sampler, acceptance: Acceptance, depth: int, last_token: int
+) -> TokenTree:
+    """What the drafter guesses after the last token; the root alone where it guesses nothing."""
+    if drafter and depth > 0:
+        tree = drafter.propose(sampler, acceptance, depth)
+        if tree.tokens[0] == last_token:  # else it is out of step: its guesses are about another text
+            return tree
+    return TokenTree.chain(last_token)
+
+
+def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:
+    """The tokens up to the first stop, and whether there was one; later tokens are not asked about."""
+    for i, token in enumerate(tokens):
+        if is_stop(token):
+            return tokens[: i + 1], True
+    return tokens, False
 
 
 def _drafted_at_depth(tree: TokenTree) -> list[int]:

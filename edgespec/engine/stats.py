@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from time import perf_counter
+from typing import Literal
 
-__all__ = ["Stats"]
+__all__ = ["Phase", "RoundClock", "Stats"]
+
+Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
 
 @dataclass(slots=True)
@@ -98,3 +103,41 @@ class Stats:
             "tokens_per_second": self.tokens_per_second,
             "speedup_estimate": self.speedup_estimate,
         }
+
+
+class RoundClock:
+    """Shares the seconds of a round out among its phases. Only what is booked counts.
+
+    now: seconds, from any moment on.
+    """
+
+    __slots__ = ("_at", "_now", "_seconds")
+
+    def __init__(self, now: Callable[[], float] = perf_counter) -> None:
+        self._now = now
+        self._seconds: dict[Phase, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """A round begins; one that was not booked is forgotten."""
+        self._seconds = {"draft": 0.0, "verify": 0.0, "sampling": 0.0, "rollback": 0.0, "overhead": 0.0}
+        self._at = self._now()
+
+    def lap(self, phase: Phase) -> None:
+        """What has passed since the last lap was this phase."""
+        moment = self._now()
+        self._seconds[phase] += moment - self._at
+        self._at = moment
+
+    def book(self, stats: Stats, begun_seconds: float, waited_seconds: float) -> None:
+        """The round is over: its times go to the stats.
+
+        The pass takes time in other phases as well, which is its own: `begun_seconds` while the draft was
+        made, and `waited_seconds` in which sampling waited for it.
+        """
+        seconds = self._seconds
+        stats.draft_seconds += seconds["draft"] - begun_seconds
+        stats.verify_seconds += seconds["verify"] + begun_seconds + waited_seconds
+        stats.sampling_seconds += seconds["sampling"] - waited_seconds
+        stats.rollback_seconds += seconds["rollback"]
+        stats.overhead_seconds += seconds["overhead"]
