@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter, check_rollback
 from edgespec.drafters.draft_model import is_sure, known, sureness
-from edgespec.drafters.growing import Growing
+from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
         self._straight = branches == ()
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        self._grown: Growing | None = None
+        self._grown: DraftTree | None = None
 
     @property
     def _behind(self) -> int:
@@ -86,7 +86,7 @@ class ModelDrafter(Drafter):
             return TokenTree.chain(self._tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
         lag = known(self._model, self._tokens[self._model.length :])
-        grown = self._grown = Growing(self._tokens[-1], lag)
+        grown = self._grown = DraftTree(self._tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
@@ -100,7 +100,7 @@ class ModelDrafter(Drafter):
 
     def _grow(
         self,
-        grown: Growing,
+        grown: DraftTree,
         frontier: list[int],
         first: int,
         logits: Logits,
@@ -151,7 +151,7 @@ class ModelDrafter(Drafter):
         self._grown = None
         self._tokens.extend(tokens)
 
-    def _learn(self, grown: Growing, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+    def _learn(self, grown: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Which of the children looked at came true, down the emitted path: `nodes`, the root first."""
         for node, token in zip(nodes, tokens, strict=False):
             if node not in grown.looked_at:

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
-__all__ = ["Growing"]
+__all__ = ["DraftTree"]
 
 
-class Growing:
+class DraftTree:
     """What is drafted after the last token, in the order it was drawn, and what the draft model runs of it.
 
     lag: the tokens the draft model has not run yet, the last one included.
