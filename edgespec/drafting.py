@@ -10,6 +10,7 @@ from typing import cast
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
+    LoadOptions,
     LowBit,
     Progress,
     SelfDraft,
@@ -18,6 +19,7 @@ from edgespec.backends.base import (
     Teachable,
 )
 from edgespec.catalog import Resolved
+from edgespec.costs import target_curve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -28,7 +30,7 @@ from edgespec.errors import CapabilityError, OptionError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
 from edgespec.pairing import Draft
-from edgespec.policy.curve import CostCurve, Curve, gentle, measure
+from edgespec.policy.curve import CostCurve, Curve, gentle
 from edgespec.policy.exits import exit_table
 from edgespec.policy.limits import Limits
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
@@ -53,6 +55,7 @@ def outfit(
     model: LanguageModel,
     draft: Draft | None,
     how: Drafting,
+    options: LoadOptions,
     progress: Progress | None,
 ) -> Outfit:
     """Make the drafters of a target, or say why they are missing.
@@ -60,7 +63,7 @@ def outfit(
     Raises what making those fails with that were asked for: CapabilityError, OptionError, ModelFileError,
     MemoryBudgetError; CancelledError. What was made until then is closed.
     """
-    maker = _Maker(found, model, how, progress)
+    maker = _Maker(found, model, how, options, progress)
     try:
         return maker.all(draft)
     except BaseException:
@@ -74,13 +77,20 @@ class _Maker:
     """Makes the drafters of one target."""
 
     def __init__(
-        self, found: Resolved, model: LanguageModel, how: Drafting, progress: Progress | None
+        self,
+        found: Resolved,
+        model: LanguageModel,
+        how: Drafting,
+        options: LoadOptions,
+        progress: Progress | None,
     ) -> None:
         self._found = found
+        self._options = options
         self._model = model
         self._how = how
         self._progress = progress
         self._curve: CostCurve | None = None
+        self._trouble = ""
         self.made: dict[str, Drafter | Missing] = {}
 
     def all(self, draft: Draft | None) -> Outfit:
@@ -107,17 +117,15 @@ class _Maker:
             raise OptionError(
                 "there is no draft model that could learn", "give an MLX draft with --draft REF"
             )
-        curve = self._v.v if self._how.together else gentle
-        return Outfit(self.made, self._growth, curve, (said,))
+        together = self._how.together or ("auto" in self._how.methods and draft is not None)
+        curve = self._v.v if together else gentle
+        return Outfit(self.made, self._growth, curve, (said, self._trouble))
 
     @property
     def _v(self) -> CostCurve:
-        """The measured cost curve of the target; taken once, when something needs it."""
+        """The measured cost curve of the target; taken when something needs it."""
         if self._curve is None:
-            if self._progress:
-                self._progress("measuring what a pass costs", 0.0)
-            self._curve = measure(self._model)
-            self._model.truncate(0)
+            self._curve, self._trouble = target_curve(self._model, self._options, self._progress)
         return self._curve
 
     @property

@@ -112,7 +112,7 @@ def _loaded(
         if pair.draft:
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
-        made = outfit(pair.target, model, draft, how, progress)
+        made = outfit(pair.target, model, draft, how, options, progress)
         drafters = Drafters(
             model,
             draft.model if draft else None,

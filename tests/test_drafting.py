@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import edgespec
+import edgespec.drafters.vocabularies.comparison as comparison
 from edgespec.catalog import resolve
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -167,6 +168,17 @@ class TestMlx:
             "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
         ) as runtime:
             same_as_plain(runtime, ["model", "lowbit+model"])
+
+    def test_a_draft_of_another_vocabulary_does_not_learn(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
+        with pytest.raises(OptionError, match="cannot learn"):
+            edgespec.load("demo-mlx", draft, context=128, learn=True)
+        monkeypatch.setattr(comparison, "_TRANSLATED_FROM", 0.0)
+        with pytest.raises(OptionError, match="cannot learn"):
+            edgespec.load("demo-mlx", draft, context=128, learn=True)
 
     def test_a_draft_that_learns(self) -> None:
         pytest.importorskip("mlx.core")

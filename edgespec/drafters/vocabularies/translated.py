@@ -38,7 +38,7 @@ class TranslatedModel(UsualModel):
             context_tokens=max(0, model.facts.context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
-            capabilities=replace(able, max_width=able.max_width - self._margin),
+            capabilities=replace(able, max_width=able.max_width - self._margin, learns=False),
         )
         # The text in both vocabularies; the first i tokens of the target are `_ends[i]` of the draft.
         self._text: list[int] = []
