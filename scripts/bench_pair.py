@@ -54,12 +54,16 @@ def main() -> None:
         args.target, args.draft, context=1024, methods=tuple(methods), **args.options
     ) as runtime:
         print(
-            f"{runtime.target.description}, draft {runtime.draft.description if runtime.draft else 'none'},"
+            f"{_named(runtime.target)}, draft {_named(runtime.draft) if runtime.draft else 'none'},"
             f" {len(prompts)} prompts"
         )
         for temperature in map(float, args.temperatures.split(",")):
             how = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": 1}
             _compare(runtime, prompts, ways, how, args.acceptance)
+
+
+def _named(facts: edgespec.ModelFacts) -> str:
+    return f"{facts.name} ({facts.parameters / 1e6:,.0f} M parameters, {facts.quantisation})"
 
 
 def _compare(
