@@ -100,12 +100,7 @@ class SwiftDrafter(Drafter):
         if self._guess:
             self._guess.commit(tokens)
         if self._chosen and self._proposed and self._proposed.drafted:
-            accepted, node = 0, 0
-            for token in tokens:
-                child = self._proposed.child(node, token)
-                if child is None:
-                    break
-                accepted, node = accepted + 1, child
+            accepted = len(self._proposed.walk(tokens)) - 1
             # After an end of the reply nothing tells whether the rest was right.
             judged = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.count(self._chosen.layers, accepted, judged)
