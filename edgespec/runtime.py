@@ -145,16 +145,11 @@ class Runtime:
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         how = self._defaults.but(method, draft_length, acceptance)
-        drafter, report = self._session.drafters.choose(how.method)
+        report = self.method_for(how.method)
         request = make_request(
             tokens, self.target, how, max_tokens=max_tokens, seed=seed, stop=stop, sampling=sampling
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
-        if drafter:
-            stats.draft_weight_bytes, stats.draft_kv_bytes = (
-                drafter.extra_weight_bytes,
-                drafter.extra_kv_bytes,
-            )
         return ReplyStream(
             self._session,
             request,

@@ -165,6 +165,8 @@ class Session:
                 stats.cached_prompt_tokens = self._prefill(tokens, progress)
                 if drafter:
                     drafter.begin(tokens)
+                    stats.draft_weight_bytes = drafter.extra_weight_bytes
+                    stats.draft_kv_bytes = drafter.extra_kv_bytes
                     self._resting = resting_parts(drafter)
         except CancelledError:
             yield Step((), 0, "cancelled")

@@ -82,6 +82,11 @@ def test_a_damaged_file_is_measured_again(clock: Clock, tmp_path: Path) -> None:
 
 def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
     said: list[str] = []
+
+    def progress(what: str, _fraction: float) -> bool:
+        said.append(what)
+        return True
+
     for _ in range(2):
-        target_curve(table(5), LoadOptions(), lambda what, _: not said.append(what))
+        target_curve(table(5), LoadOptions(), progress)
     assert said == ["measuring what a pass costs"]

@@ -65,8 +65,6 @@ class CombinedDrafter(Drafter):
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
-        self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in drafters)
-        self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in drafters)
         self._drafters = tuple(drafters)
         self._can_branch = can_branch
         self._limits = limits or Limits()
@@ -87,6 +85,9 @@ class CombinedDrafter(Drafter):
         self._last_token = tokens[-1]
         for drafter in self._drafters:
             drafter.begin(tokens)
+        # Some of what lookups keep is there from the first reply on.
+        self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in self._drafters)
+        self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in self._drafters)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         asked = self._asked = {}
