@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -15,32 +16,55 @@ from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.policy.curve import CostCurve, measure
 
-__all__ = ["target_curve"]
+__all__ = ["TargetCosts"]
 
 # A plain step so much dearer or cheaper than it was means another load, another clock, other memory.
 _DRIFT = 2.0
 _PACKAGES = ("llama-cpp-python", "mlx", "mlx-lm")
 
 
-def target_curve(
-    model: LanguageModel, options: LoadOptions, progress: Progress | None = None
-) -> tuple[CostCurve, str]:
-    """The cost curve of a loaded target, and what went wrong with keeping it; its memory is emptied.
+class TargetCosts:
+    """The cost curve of one loaded target, kept in the user's data folder.
 
-    It is read from the user's data folder where the same file was measured on this machine, with the same
-    options and backend, and a plain step still takes about as long. progress: called before it is measured.
-    Raises CancelledError.
+    It holds for the same file on the same machine, with the same options and backend. notice: what went wrong
+    with keeping it. Measuring empties the target's memory.
     """
-    model.truncate(0)
-    notes = LearntFile("costs", f"{identity_of(model.facts)} {_how_run(options)}")
-    curve = _read(notes.load())
-    if curve is None or not _holds(curve, model):
+
+    def __init__(self, model: LanguageModel, options: LoadOptions) -> None:
+        self._model = model
+        self._options = options
+
+    @property
+    def notice(self) -> str:
+        return self._notes.notice
+
+    @cached_property
+    def _notes(self) -> LearntFile:
+        return LearntFile("costs", f"{identity_of(self._model.facts)} {_how_run(self._options)}")
+
+    def curve(self, progress: Progress | None = None) -> CostCurve:
+        """The curve that was kept, or one that is measured now where a plain step takes another time.
+
+        progress: called before it is measured. Raises CancelledError.
+        """
+        self._model.truncate(0)
+        kept = _read(self._notes.load())
+        if kept is None or not _holds(kept, self._model):
+            return self.renew(progress)
+        self._model.truncate(0)
+        return kept
+
+    def renew(
+        self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
+    ) -> CostCurve:
+        """The curve measured now, and kept. Raises CancelledError."""
         if progress:
             progress("measuring what a pass costs", 0.0)
-        curve = measure(model)
-        notes.save({"widths": np.array(curve.widths), "seconds": np.array(curve.seconds)})
-    model.truncate(0)
-    return curve, notes.notice
+        self._model.truncate(0)
+        curve = measure(self._model, repeats=repeats, budget_seconds=budget_seconds)
+        self._model.truncate(0)
+        self._notes.save({"widths": np.array(curve.widths), "seconds": np.array(curve.seconds)})
+        return curve
 
 
 def _holds(curve: CostCurve, model: LanguageModel) -> bool:

@@ -10,7 +10,6 @@ from typing import cast
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
-    LoadOptions,
     LowBit,
     Progress,
     SelfDraft,
@@ -19,7 +18,7 @@ from edgespec.backends.base import (
     Teachable,
 )
 from edgespec.catalog import Resolved
-from edgespec.costs import target_curve
+from edgespec.costs import TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -55,7 +54,7 @@ def outfit(
     model: LanguageModel,
     draft: Draft | None,
     how: Drafting,
-    options: LoadOptions,
+    costs: TargetCosts,
     progress: Progress | None,
 ) -> Outfit:
     """Make the drafters of a target, or say why they are missing.
@@ -63,7 +62,7 @@ def outfit(
     Raises what making those fails with that were asked for: CapabilityError, OptionError, ModelFileError,
     MemoryBudgetError; CancelledError. What was made until then is closed.
     """
-    maker = _Maker(found, model, how, options, progress)
+    maker = _Maker(found, model, how, costs, progress)
     try:
         return maker.all(draft)
     except BaseException:
@@ -81,16 +80,15 @@ class _Maker:
         found: Resolved,
         model: LanguageModel,
         how: Drafting,
-        options: LoadOptions,
+        costs: TargetCosts,
         progress: Progress | None,
     ) -> None:
         self._found = found
-        self._options = options
+        self._costs = costs
         self._model = model
         self._how = how
         self._progress = progress
         self._curve: CostCurve | None = None
-        self._trouble = ""
         self.made: dict[str, Drafter | Missing] = {}
 
     def all(self, draft: Draft | None) -> Outfit:
@@ -119,13 +117,13 @@ class _Maker:
             )
         together = self._how.together or ("auto" in self._how.methods and draft is not None)
         curve = self._v.v if together else gentle
-        return Outfit(self.made, self._growth, curve, (said, self._trouble))
+        return Outfit(self.made, self._growth, curve, (said, self._costs.notice if self._curve else ""))
 
     @property
     def _v(self) -> CostCurve:
         """The measured cost curve of the target; taken when something needs it."""
         if self._curve is None:
-            self._curve, self._trouble = target_curve(self._model, self._options, self._progress)
+            self._curve = self._costs.curve(self._progress)
         return self._curve
 
     @property

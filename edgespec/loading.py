@@ -9,6 +9,7 @@ from pathlib import Path
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.checks import flag, path_text, text, whole_number
+from edgespec.costs import TargetCosts
 from edgespec.drafting import outfit
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
@@ -112,7 +113,8 @@ def _loaded(
         if pair.draft:
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
-        made = outfit(pair.target, model, draft, how, options, progress)
+        costs = TargetCosts(model, options)
+        made = outfit(pair.target, model, draft, how, costs, progress)
         drafters = Drafters(
             model,
             draft.model if draft else None,
@@ -132,6 +134,7 @@ def _loaded(
             draft.model if draft else None,
             drafters,
             defaults=defaults,
+            costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
         )
         undo.pop_all()

@@ -8,15 +8,17 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Vocabulary
+from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
+from edgespec.costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import resident_bytes
 from edgespec.methods import Drafters
+from edgespec.policy.curve import CostCurve
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import Defaults, make_request
 from edgespec.session import Session
@@ -42,6 +44,7 @@ class Runtime:
         drafters: Drafters,
         *,
         defaults: Defaults = _DEFAULTS,
+        costs: TargetCosts | None = None,
         notice: str = "",
     ) -> None:
         vocabulary = target.vocabulary
@@ -59,6 +62,7 @@ class Runtime:
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults.method)[1]
         self._defaults = defaults
+        self._costs = costs or TargetCosts(target, LoadOptions())
         self._session = Session(target, drafters)
 
     @property
@@ -72,6 +76,15 @@ class Runtime:
     def drafters(self) -> tuple[str, ...]:
         """Names of the drafters a method may ask for."""
         return self._session.drafters.names
+
+    def measure_costs(self, progress: Progress | None = None) -> CostCurve:
+        """What verify passes of the target cost, measured thoroughly and kept for the next load.
+
+        It takes some ten seconds, or 12 plain steps where those are longer. progress: called when it begins.
+        Raises BusyError, ClosedError.
+        """
+        with self.borrowed_target():
+            return self._costs.renew(progress, repeats=15, budget_seconds=10.0)
 
     def method_for(self, method: str) -> MethodReport:
         """What a method comes to with this target. Raises OptionError for one that cannot be used."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import edgespec.costs as costs
-from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.costs import target_curve
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.costs import TargetCosts
 from edgespec.policy.curve import CostCurve
 from tests.tables import table
 
@@ -41,6 +41,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     clock = Clock()
     monkeypatch.setattr(costs, "measure", clock)
     return clock
+
+
+def target_curve(
+    model: LanguageModel, options: LoadOptions, progress: Progress | None = None
+) -> tuple[CostCurve, str]:
+    """As a load asks for it: the curve, and what went wrong."""
+    known = TargetCosts(model, options)
+    return known.curve(progress), known.notice
 
 
 def test_it_is_measured_once(clock: Clock) -> None:
@@ -90,3 +98,11 @@ def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
     for _ in range(2):
         target_curve(table(5), LoadOptions(), progress)
     assert said == ["measuring what a pass costs"]
+
+
+def test_it_can_be_measured_anew(clock: Clock) -> None:
+    target_curve(table(5), LoadOptions())
+    clock.step_seconds = 0.09
+    assert TargetCosts(table(5), LoadOptions()).renew().plain_step_seconds == 0.09
+    assert target_curve(table(5), LoadOptions())[0].plain_step_seconds == 0.09
+    assert clock.curves == 2

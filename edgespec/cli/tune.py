@@ -1,0 +1,126 @@
+"""`edgespec tune`: what passes cost on this machine, and which drafter pays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.loading import loaded
+from edgespec.cli.options import MODEL_NAMES, drafting_options, json_option, model_options, pick, whole
+from edgespec.cli.screen import ProgressLine, print_json, print_table
+
+if TYPE_CHECKING:
+    from edgespec.sameness import Prompt
+    from edgespec.tuning import PassCost, Tuning
+
+__all__ = ["command"]
+
+# One prompt of each of a few skills: on a large model each takes minutes.
+_SKILLS = ("code", "copy", "explain", "howto")
+
+
+@click.command(
+    "tune",
+    cls=HelpfulCommand,
+    short_help="Measure what passes cost here, and which drafter pays.",
+    examples=(
+        "edgespec tune",
+        "edgespec tune --target 8b-q4 --draft 1b-q4",
+        "edgespec tune --target 8b-q4 --method layerskip --json",
+    ),
+)
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=whole(1),
+    metavar="N",
+    default=48,
+    show_default=True,
+    help="The longest reply to try a drafter on, in tokens.",
+)
+@click.option(
+    "--method",
+    metavar="METHOD",
+    default="auto",
+    help="Drafters to try besides those that are always there, such as layerskip. [default: auto]",
+)
+@json_option
+@model_options
+@drafting_options()
+def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
+    """Measure what a pass of several tokens costs on this machine, and try each drafter on a few prompts.
+
+    What passes cost is kept, and later loads of this model go by it. v is a pass in plain steps; LIMIT is the
+    speed-up over plain decoding if all guesses were right and free; BREAK-EVEN is how often guesses that cost
+    nothing have to be right for that pass to pay.
+    """
+    tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
+    if as_json:
+        print_json(tuning.to_json())
+    else:
+        _print(tuning)
+    return DONE
+
+
+def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> Tuning:
+    from edgespec.sameness import read_prompts
+    from edgespec.tuning import tune
+
+    first: dict[str, Prompt] = {}
+    for prompt in read_prompts(None):
+        first.setdefault(prompt.name.rpartition("-")[0], prompt)
+    prompts = [first[skill] for skill in _SKILLS]
+    with loaded(stop, **pick(options, MODEL_NAMES), method=method) as runtime:
+        stop.then(runtime.cancel)
+        progress = ProgressLine(stop)
+        try:
+            return tune(runtime, prompts, max_tokens=max_tokens, progress=progress)
+        finally:
+            progress.clear()
+
+
+def _print(tuning: Tuning) -> None:
+    click.echo(
+        f"target {tuning.target}, draft {tuning.draft or 'none'},"
+        f" plain step {tuning.plain_step_seconds * 1e3:.3g} ms"
+    )
+    print_table(
+        ("TOKENS", "MS", "V", "LIMIT", "BREAK-EVEN"),
+        [
+            [
+                str(each.width),
+                f"{each.seconds * 1e3:.3g}",
+                f"{each.v:.2f}",
+                f"{each.limit:.2f}x",
+                _even(each),
+            ]
+            for each in tuning.passes
+        ],
+    )
+    click.echo("")
+    print_table(
+        ("DRAFTER", "SPEED-UP", "ACCEPTANCE", "C", "BEST LENGTH", "EXPECTED"),
+        [
+            [
+                found.name,
+                f"{found.speed_up:.2f}x",
+                f"{found.acceptance:.0%}" if found.drafted else "-",
+                f"{found.c:.3f}",
+                str(found.best_length) if found.drafted else "-",
+                f"{found.expected:.2f}x" if found.drafted else "-",
+            ]
+            for found in tuning.drafters
+        ],
+    )
+    click.echo("")
+    click.echo(tuning.verdict)
+
+
+def _even(cost: PassCost) -> str:
+    if cost.width == 1:
+        return "-"
+    return "never" if cost.break_even is None else f"{cost.break_even:.0%}"
