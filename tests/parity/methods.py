@@ -13,6 +13,7 @@ import pytest
 import edgespec
 from edgespec import EdgespecError, Reply, Runtime, SamplingParams
 from edgespec.backends.base import LanguageModel
+from edgespec.costs import TargetCosts
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.sampling import Sampler
@@ -114,7 +115,7 @@ class Watched:
 def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
     """Wide passes and drafts cost nothing, on any machine: nothing is left out because it would not pay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgespec.drafting.measure", lambda model: CostCurve((1, 2), (1.0, 1.0)))
+        patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731
         patch.setattr("edgespec.drafting.PayingGrowth", partial(PayingGrowth, clock=still))
         patch.setattr("edgespec.methods.CombinedDrafter", partial(CombinedDrafter, clock=still))
