@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.errors import CancelledError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.policy.curve import CostCurve, measure
 
@@ -58,8 +59,8 @@ class TargetCosts:
         self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
     ) -> CostCurve:
         """The curve measured now, and kept. Raises CancelledError."""
-        if progress:
-            progress("measuring what a pass costs", 0.0)
+        if progress and not progress("measuring what a pass costs", 0.0):
+            raise CancelledError("measuring was cancelled")
         self._model.truncate(0)
         curve = measure(self._model, repeats=repeats, budget_seconds=budget_seconds)
         self._model.truncate(0)

@@ -80,11 +80,16 @@ class Runtime:
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
         """What verify passes of the target cost, measured thoroughly and kept for the next load.
 
-        It takes some ten seconds, or 12 plain steps where those are longer. progress: called when it begins.
-        Raises BusyError, ClosedError.
+        It takes ten seconds at most, or 12 plain steps where those are longer. progress: called when it
+        begins; False cancels. Raises BusyError, CancelledError, ClosedError.
         """
         with self.borrowed_target():
             return self._costs.renew(progress, repeats=15, budget_seconds=10.0)
+
+    @property
+    def costs_notice(self) -> str:
+        """What went wrong with keeping what passes cost; empty where it is kept."""
+        return self._costs.notice
 
     def method_for(self, method: str) -> MethodReport:
         """What a method comes to with this target. Raises OptionError for one that cannot be used."""

@@ -58,7 +58,10 @@ class DrafterFound:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found. limit: the most any free guesses can bring here. verdict: in one line."""
+    """What was found. limit: the most any free guesses can bring here. verdict: in one line.
+
+    notice: why what passes cost is not kept for later loads; empty where it is.
+    """
 
     target: str
     draft: str | None
@@ -67,6 +70,7 @@ class Tuning:
     drafters: tuple[DrafterFound, ...]
     limit: float
     verdict: str
+    notice: str
 
     def to_json(self) -> dict[str, object]:
         """All of it by name."""
@@ -91,13 +95,14 @@ def tune(
     for i, prompt in enumerate(prompts):
         for j, way in enumerate(ways):
             if progress and not progress(f"trying {way}", (i * len(ways) + j) / (len(ways) * len(prompts))):
-                raise CancelledError("tuning was cancelled", "what passes cost is kept")
+                raise _cancelled(runtime)
             replies[way].append(_reply(runtime, prompt, way, max_tokens))
     drafters = tuple(_found(way, replies[way], replies["none"], curve) for way in runtime.drafters)
     passes = tuple(
         _pass(width, seconds, curve) for width, seconds in zip(curve.widths, curve.seconds, strict=True)
     )
     limit = max(each.limit for each in passes)
+    able = runtime.target.capabilities
     return Tuning(
         runtime.target.name,
         runtime.draft.name if runtime.draft else None,
@@ -105,7 +110,8 @@ def tune(
         passes,
         drafters,
         limit,
-        _verdict(limit, drafters),
+        _verdict(limit, drafters) if able.rollback else f"speculation cannot be used here: {able.reason}",
+        runtime.costs_notice,
     )
 
 
@@ -139,14 +145,19 @@ def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Re
     options: dict[str, Any] = {"method": method, "draft_length": _DRAFT_LENGTH}
     options |= {"max_tokens": max_tokens, "temperature": 0.0, "seed": 1}
     if runtime.template is None:
-        return runtime.generate("\n".join(message.content for message in prompt.messages), **options)
-    tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
-    stream = runtime.stream_tokens(tokens, **options)
+        stream = runtime.stream("\n".join(message.content for message in prompt.messages), **options)
+    else:
+        tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
+        stream = runtime.stream_tokens(tokens, **options)
     for _ in stream:
         pass
     if stream.reply.finish_reason == "cancelled":
-        raise CancelledError("tuning was cancelled", "what passes cost is kept")
+        raise _cancelled(runtime)
     return stream.reply
+
+
+def _cancelled(runtime: Runtime) -> CancelledError:
+    return CancelledError("tuning was cancelled", runtime.costs_notice or "what passes cost is kept")
 
 
 def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: CostCurve) -> DrafterFound:
@@ -156,13 +167,20 @@ def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: C
     # Sampling, rollback and the engine itself: what a round takes beside drafts and passes.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    share = sum(reply.stats.drafted_per_position[0] for reply in replies if reply.stats.drafted_per_position)
+    # Rounds with a guess: a tree has several at the first depth.
+    share = sum(
+        min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
+        for each in replies
+        if each.stats.drafted_per_position
+    )
+    # Tokens of a tree for each of its depths; a chain has one.
+    breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
         """S(k), where rounds without a guess, as lookups have them, are plain ones."""
-        drafts = share / rounds
-        pass_seconds = curve.v(length + 1) * curve.plain_step_seconds
-        seconds = drafts * (length * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
+        drafts, tokens = share / rounds, round(breadth * length)
+        pass_seconds = curve.v(tokens + 1) * curve.plain_step_seconds
+        seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
         return (drafts * _tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
     best = max(range(1, _LONGEST + 1), key=speed_up)
@@ -191,7 +209,10 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        judged += sum(min(pair) for pair in zip(drafted, [*drafted[:1], *accepted], strict=False))
+        # Of a tree's guesses at one depth one at most is right: they are judged together.
+        judged += sum(
+            min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
+        )
     return hits / judged if judged else 0.0
 
 
@@ -201,11 +222,13 @@ def _verdict(limit: float, drafters: Sequence[DrafterFound]) -> str:
             "speculation cannot pay here: a pass of several tokens costs as much as those tokens one by one,"
             " so --method none is the fastest"
         )
+    if drafters and not any(found.drafted for found in drafters):
+        return "nothing was drafted in replies as short as these: a larger -n tells more"
     best = max((found for found in drafters if found.drafted), key=lambda found: found.expected, default=None)
     most = f"guesses that are all right and free would bring {limit:.2f}x"
     if best is None or best.expected < _WORTH:
         return f"no drafter at hand pays here ({most}): --method none is the fastest"
     return (
-        f"{best.name} pays here: --draft-length {best.best_length} should bring {best.expected:.2f}x on text"
-        f" like this ({most})"
+        f"{best.name} pays here: --method {best.name} --draft-length {best.best_length} should bring"
+        f" {best.expected:.2f}x on text like this ({most})"
     )

@@ -33,7 +33,7 @@ def command(what: str, as_json: bool) -> int:
 
     \b
     replies   replies that guesses are looked up in (a chat keeps them, or --remember)
-    learnt    drafts trained with --learn, and the layers that swift found
+    learnt    drafts trained with --learn, layers that swift found, and what passes cost
     all       both [default]
 
     Saved chats stay, and so does what `edgespec prepare` made.

@@ -11,7 +11,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.options import MODEL_NAMES, drafting_options, json_option, model_options, pick, whole
-from edgespec.cli.screen import ProgressLine, print_json, print_table
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table
 
 if TYPE_CHECKING:
     from edgespec.sameness import Prompt
@@ -59,6 +59,7 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
     nothing have to be right for that pass to pay.
     """
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
+    note(tuning.notice)
     if as_json:
         print_json(tuning.to_json())
     else:
@@ -67,9 +68,15 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
 
 
 def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> Tuning:
+    from edgespec.errors import OptionError
     from edgespec.sameness import read_prompts
     from edgespec.tuning import tune
 
+    if options["remember"]:
+        raise OptionError(
+            "the prompts are always the same: suffix would look up its own earlier replies",
+            "leave --remember out",
+        )
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(None):
         first.setdefault(prompt.name.rpartition("-")[0], prompt)
@@ -107,9 +114,9 @@ def _print(tuning: Tuning) -> None:
         [
             [
                 found.name,
-                f"{found.speed_up:.2f}x",
+                f"{found.speed_up:.2f}x" if found.drafted else "-",
                 f"{found.acceptance:.0%}" if found.drafted else "-",
-                f"{found.c:.3f}",
+                f"{found.c:.3f}" if found.drafted else "-",
                 str(found.best_length) if found.drafted else "-",
                 f"{found.expected:.2f}x" if found.drafted else "-",
             ]

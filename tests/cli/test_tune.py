@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
+from edgespec.backends.tabular import TabularModel
+from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
+from edgespec.methods import Drafters
+from edgespec.policy.curve import CostCurve
+from edgespec.reply import MethodReport, Reply
+from edgespec.runtime import Runtime
 from edgespec.sameness import read_prompts
-from edgespec.tuning import DrafterFound, _verdict, break_even, tune
-from tests.cli.conftest import Run, json_of
+from edgespec.tuning import DrafterFound, _found, _verdict, break_even, tune
+from tests.cli.conftest import Run, json_of, one_line_error
+from tests.tables import VOCAB
 
 
 @given(st.floats(1.0, 70.0), st.integers(2, 64))
@@ -34,13 +43,87 @@ def found(name: str, expected: float, drafted: int = 50) -> DrafterFound:
     [
         (1.02, [found("model", 1.0)], "speculation cannot pay here"),
         (3.0, [found("model", 0.9), found("suffix", 1.04)], "no drafter at hand pays here"),
-        (3.0, [found("model", 0.9), found("suffix", 1.5)], "suffix pays here: --draft-length 3"),
-        (3.0, [found("suffix", 9.0, drafted=0)], "no drafter at hand pays here"),
+        (
+            3.0,
+            [found("model", 0.9), found("suffix", 1.5)],
+            "suffix pays here: --method suffix --draft-length 3",
+        ),
+        (3.0, [found("model", 1.0), found("suffix", 9.0, drafted=0)], "no drafter at hand pays here"),
+        (3.0, [found("suffix", 9.0, drafted=0)], "nothing was drafted"),
         (3.0, [], "no drafter at hand pays here"),
     ],
 )
 def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterFound], says: str) -> None:
     assert _verdict(limit, drafters).startswith(says)
+
+
+def reply(drafted: list[int], accepted: list[int], passes: int) -> Reply:
+    """A reply of which only the counts matter: guessing costs nothing, each pass a tenth of a second."""
+    stats = Stats(
+        generated_tokens=passes + sum(accepted),
+        target_passes=passes,
+        drafted_tokens=sum(drafted),
+        accepted_tokens=sum(accepted),
+        drafted_per_position=drafted,
+        accepted_per_position=accepted,
+        verify_seconds=0.1 * passes,
+    )
+    return Reply("", (), "length", 1, "t", None, MethodReport("m", "m", ""), stats)
+
+
+@pytest.mark.parametrize("children", [1, 3])
+def test_a_tree_is_reckoned_as_a_chain_that_is_right_as_often(children: int) -> None:
+    flat = CostCurve((1, 2, 1000), (0.1, 0.1, 0.1))
+    tried = [reply([10 * children, 10 * children, 10 * children, 10 * children], [8, 4, 2, 1], 10)]
+    told = _found("model", tried, [reply([], [], 10)], flat)
+    assert told.acceptance == pytest.approx(15 / 24)
+    assert told.expected == pytest.approx(1 / (1 - 15 / 24), rel=0.01)
+
+
+def test_a_broader_tree_pays_for_its_width() -> None:
+    steep = CostCurve((1, 2, 3), (0.1, 0.12, 0.14))
+    plain = [reply([], [], 10)]
+    chain, tree = (
+        _found("model", [reply([10 * n] * 4, [8, 4, 2, 1], 10)], plain, steep).expected for n in (1, 3)
+    )
+    assert chain > tree > 0.0
+
+
+class Rigid(TabularModel):
+    """Its memory goes back to nothing or not at all."""
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length if length >= self.length else 0)
+
+
+def test_a_model_that_cannot_roll_back_says_why() -> None:
+    target = Rigid(np.zeros((VOCAB, VOCAB), np.float32), rollback=False)
+    target.facts = replace(
+        target.facts, capabilities=replace(target.facts.capabilities, reason="its memory cannot be cut back")
+    )
+    with Runtime(target, None, Drafters(target, None, why_no_draft="none")) as runtime:
+        told = tune(runtime, read_prompts()[:1], max_tokens=4)
+    assert told.verdict == "speculation cannot be used here: its memory cannot be cut back"
+    assert [each.width for each in told.passes] == [1]
+
+
+def test_costs_that_cannot_be_kept_are_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(blocked))
+    with edgespec.load("demo", "none", context=256, threads=1) as runtime:
+        assert "is not kept" in tune(runtime, read_prompts()[:1], max_tokens=4).notice
+
+
+def test_a_cancelled_measurement_measures_nothing() -> None:
+    with edgespec.load("demo", "none", context=256, threads=1) as runtime:
+        with pytest.raises(CancelledError):
+            runtime.measure_costs(lambda *_: False)
+        assert runtime.generate("Hello", max_tokens=2).tokens
+
+
+def test_its_own_replies_are_not_looked_up(run: Run) -> None:
+    assert "--remember" in one_line_error(run("tune", "--remember"), 2)
 
 
 def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +158,6 @@ def test_on_the_command_line(run: Run) -> None:
     assert told.stdout.startswith("target demo, draft none, plain step ")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
-    assert told.stdout.splitlines()[-1].split(" ")[0] in ("speculation", "no", "suffix", "ngram")
+    assert told.stdout.splitlines()[-1].split(" ")[0] in ("speculation", "no", "nothing", "suffix", "ngram")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
