@@ -58,9 +58,9 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if column.memory == "chunked":
         return row.method != "none"
     if column.memory == "recurrent":
-        return bool(row.branches or row.itself)
+        return bool(row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":
-        return "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
+        return row.learn or "swift" in row.itself or ("layerskip" in row.itself and name == "gemma2")
     return False
 
 

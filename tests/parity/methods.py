@@ -29,7 +29,8 @@ class Row(NamedTuple):
     """A way of guessing: a method, and how its draft model drafts.
 
     draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
-    alone. window: tokens that the draft sees. every: proved on all models of a kind, not the first alone.
+    alone. window: tokens that the draft sees. learn: it is trained between replies. every: proved on all
+    models of a kind, not the first alone.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     branches: tuple[int, ...] | Literal["auto"] = ()
     window: int = 0
     text: bool = False
+    learn: bool = False
     every: bool = False
 
     @property
@@ -69,6 +71,7 @@ ROWS = (
     Row("`model`, a window (`--draft-window 12`)", "model", window=12),
     Row("`model` of another vocabulary, by its tokens", "model", "renamed"),
     Row("`model` of another vocabulary, by its text", "model", "renamed", text=True),
+    Row("`model`, taught between replies (`--learn`)", "model", learn=True, every=True),
     Row("`layerskip`", "layerskip", every=True),
     Row("`lowbit`", "lowbit", every=True),
     Row("`swift`", "swift", every=True),
@@ -173,6 +176,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         method=how.method,
         methods=[row.method for row in rows],
         draft_branches=how.branches,
+        learn=how.learn,
         **options,
     )
 
@@ -183,7 +187,7 @@ _NUMBERS = re.compile(r" \(by .*?\)")
 
 def why_not(error: EdgespecError, tiny: Tiny) -> str:
     """What a message says of any model of the kind."""
-    what = _NUMBERS.sub("", _METHOD.sub("", error.what))
+    what = _NUMBERS.sub("", _METHOD.sub("", error.what)).replace(f"the draft {tiny.near.name} ", "the draft ")
     for name in (str(tiny.path), tiny.path.name):
         what = what.replace(f"{name} ", "it ")
     return what
@@ -201,7 +205,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     session, model = runtime._session, runtime._session.target
     target: Any = Watched(model)
     session.target = target
-    if "swift" in row.drafters:  # it looks for layers between replies
+    if "swift" in row.drafters or row.learn:  # it looks for layers, or learns, between replies
         reply_to(runtime, ASKED[0], row.method)
         session.rest(lambda: True)
     replies = [reply_to(runtime, ask, row.method) for ask in ASKED]
@@ -214,6 +218,10 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     assert drawn.stats.drafted_tokens
     check_partly_right(replies)
     check_draft(runtime, row)
+    if row.learn:
+        learnt = session.note(row.method)
+        assert "steps on" in learnt
+        assert "not used" not in learnt
     session.target = model
     if row.branches and not can.tree:
         assert not target.branched
