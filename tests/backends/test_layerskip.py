@@ -84,7 +84,7 @@ class TestTheWhole:
         mine, its = both.halves.facts, both.whole.facts
         for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):
             assert getattr(mine, name) == getattr(its, name)
-        assert mine.capabilities.self_drafts == {"layerskip"}
+        assert mine.capabilities.self_drafts == {"layerskip", "lowbit"}
         assert mine.chat_template == its.chat_template
         assert mine.file_bytes < its.file_bytes * 1.05
 
@@ -328,8 +328,8 @@ class TestTakingOver:
         ("how", "says"),
         [
             (EarlyExit(5), "was prepared to exit after layer 4, not 5"),
-            (LowBit(), "was prepared for early exit and cannot draft for itself with fewer bits; load"),
-            (SkippedLayers((1,)), "cannot draft for itself without some layers; load the model's own file"),
+            (LowBit(), "holds its weights at one precision; make a copy with fewer bits"),
+            (SkippedLayers((1,)), "cannot draft for itself without some layers: that takes an MLX model"),
         ],
     )
     def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any, says: str) -> None:

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError, MemoryBudgetError
+from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.contract import TREES, Rows, path_to, row_of, tokens_for, tree_of
-from tests.backends.tiny_models import write_gemma2, write_llama, write_mamba
+from tests.backends.tiny_models import write_gemma2, write_gemma3, write_llama, write_mamba
 
 CONTEXT = 512
 # Cells in another order are added up in another order; a missing or a stale cell moves logits by more.
@@ -46,32 +48,50 @@ def _demo(path: Path) -> Path:
     return Path(shutil.copy(models_folder() / "demo-target-q8_0.gguf", path))
 
 
-KINDS: dict[str, tuple[Callable[[Path], Path], dict[str, object]]] = {
-    "full": (write_llama, {}),
-    "window": (partial(write_gemma2, window=4), {}),
-    "quantised": (_demo, {"kv_type": "q8_0"}),
-    "keys unlike values": (_demo, {"kv_type": "q4_0/f16"}),
-    "no flash attention": (write_llama, {"flash_attention": "off", "kv_type": "f16"}),
+class Kind(NamedTuple):
+    """exit_layer: where the target is cut into halves; 0 leaves it whole."""
+
+    write: Callable[[Path], Path]
+    options: dict[str, object]
+    exit_layer: int = 0
+
+
+KINDS: dict[str, Kind] = {
+    "full": Kind(write_llama, {}),
+    "window": Kind(partial(write_gemma2, window=4), {}),
+    "quantised": Kind(_demo, {"kv_type": "q8_0"}),
+    "keys unlike values": Kind(_demo, {"kv_type": "q4_0/f16"}),
+    "no flash attention": Kind(write_llama, {"flash_attention": "off", "kv_type": "f16"}),
+    "halves": Kind(partial(write_llama, layers=3), {}, 1),
+    "halves, window": Kind(partial(write_gemma3, window=4), {}, 6),
+    "halves, quantised": Kind(_demo, {"kv_type": "q8_0/q4_0"}, 4),
+    "halves, no flash attention": Kind(
+        partial(write_llama, layers=3), {"flash_attention": "off", "kv_type": "f16"}, 2
+    ),
 }
 
 
-def make_pair(folder: Path, write: Callable[[Path], Path], options: dict[str, object]) -> Pair:
-    source, copy = write(folder / "model.gguf"), folder / "copy.gguf"
+def make_pair(folder: Path, kind: Kind) -> Pair:
+    source, copy = kind.write(folder / "model.gguf"), folder / "copy.gguf"
     quantise(source, copy, "Q4_0")
-    rounding = 0.0 if "q" in str(options.get("kv_type")) else ROUNDING
-    return Pair(load(source, **options), copy, rounding)
+    rounding = 0.0 if "q" in str(kind.options.get("kv_type")) else ROUNDING
+    if not kind.exit_layer:
+        return Pair(load(source, **kind.options), copy, rounding)
+    halves = prepare_layerskip(source, kind.exit_layer, to=folder / "halves").folder
+    options = LoadOptions(context_tokens=CONTEXT, **kind.options)  # type: ignore[arg-type]
+    return Pair(load_layerskip(str(halves), "target", options), copy, rounding)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = make_pair(tmp_path_factory.mktemp("pair"), *KINDS[request.param])
+    made = make_pair(tmp_path_factory.mktemp("pair"), KINDS[request.param])
     yield made
     made.target.close()
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = make_pair(tmp_path_factory.mktemp("full"), *KINDS["full"])
+    made = make_pair(tmp_path_factory.mktemp("full"), KINDS["full"])
     yield made
     made.target.close()
 
@@ -101,19 +121,19 @@ def check_equal(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -
 
 def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
     """Every cell that the view may look at is the target's, and there is none in between."""
-    lent, held = _context(target), _context(view)
+    lent, held = target._lent(), _context(view)  # type: ignore[attr-defined]
     length = target.length
     begin = 0
     if how.window_tokens:
         # It moves on by 64 tokens at once.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
-    nothing = lent.lift(0, CONTEXT + 1, CONTEXT + 2)
+    nothing = held.lift(0, CONTEXT + 1, CONTEXT + 2)
     for position in range(length):
         there = held.lift(0, position, position + 1)
         if min(how.sink_tokens, begin) <= position < begin:
             assert there == nothing
         else:
-            assert there == lent.lift(0, position, position + 1)
+            assert there == lent.lift(position, position + 1)
 
 
 def _context(model: LanguageModel) -> LlamaContext:
@@ -369,7 +389,7 @@ class TestLimits:
         assert target.length == 16
 
     def test_closed(self, tmp_path: Path) -> None:
-        target, copy, _ = make_pair(tmp_path, *KINDS["full"])
+        target, copy, _ = make_pair(tmp_path, KINDS["full"])
         first, second = (target.self_draft(LowBit(str(copy))) for _ in range(2))
         first.close()
         first.close()

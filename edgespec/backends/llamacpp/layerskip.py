@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import (
-    EarlyExit,
     LanguageModel,
     LoadOptions,
     LowBit,
     ModelFacts,
     Progress,
     SelfDraft,
+    SkippedLayers,
     Snapshot,
     Vocabulary,
 )
@@ -27,14 +27,16 @@ from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
 from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_parts
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.lower import LowerHalf
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.planning import lower_rows, plan_halves
+from edgespec.backends.llamacpp.planning import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
+from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.room import check_weights_fit
 from edgespec.backends.usual import UsualModel
@@ -139,6 +141,11 @@ class LayerSkipModel(UsualModel):
             self._lower = LowerHalf(below, tap, exit_name, options.max_branches)
             self._cells = Cells(self._context, options.max_branches)
             facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, plans[0], self.vocabulary, found)
+            self._options, self._plan = options, plans[0]
+            if options.memory_bytes is not None:
+                # What a copy may take is reckoned from this.
+                left = max(0, options.memory_bytes - work_bytes(lower, options))
+                self._options = replace(options, memory_bytes=left)
             able = replace(found.capabilities, self_drafts=frozenset({"layerskip"}))
             self.facts: ModelFacts = replace(
                 facts,
@@ -150,7 +157,33 @@ class LayerSkipModel(UsualModel):
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
                 capabilities=able,
             )
+            self._unlent = self._why_cells_stay_apart()
+            if self._unlent is None:
+                able = replace(able, self_drafts=able.self_drafts | {"lowbit"})
+                self.facts = replace(self.facts, capabilities=able)
             undo.pop_all()
+
+    def _why_cells_stay_apart(self) -> CapabilityError | None:
+        """Put the cells of both halves together as those of one model; leaves both empty."""
+        self.prefill([0, 0])
+        try:
+            self._lent().lift(0, 2)
+        except CapabilityError as error:
+            return error
+        finally:
+            self.truncate(0)
+        return None
+
+    def _lent(self) -> TargetParts:
+        return TargetParts(
+            self,
+            self._weights,
+            (self._lower.context, self._context),
+            self._cells,
+            self._plan,
+            self._options,
+            self.check_open,
+        )
 
     @property
     def length(self) -> int:
@@ -225,6 +258,8 @@ class LayerSkipModel(UsualModel):
 
     def forget(self, start: int, end: int) -> None:
         self._check(0)
+        if self._cells.watched:
+            raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
         halves = ((self._lower.context, self._lower.cells), (self._context, self._cells))
         if not all(context.can_shift for context, _ in halves):
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
@@ -263,11 +298,14 @@ class LayerSkipModel(UsualModel):
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
-        if not isinstance(how, EarlyExit):
-            way = "with fewer bits" if isinstance(how, LowBit) else "without some layers"
+        if isinstance(how, LowBit):
+            if self._unlent is not None:
+                raise self._unlent
+            return draft_at_low_bits(self._lent(), how)
+        if isinstance(how, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} was prepared for early exit and cannot draft for itself {way}",
-                "load the model's own file for another way",
+                f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
+                "choose another method",
             )
         if how.exit_layer != self.exit_layer:
             raise CapabilityError(

@@ -99,7 +99,7 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
 
 def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
     """A context of the target's kind, as large or as large as the window and what is drafted after it."""
-    tokens = target.context.tokens
+    tokens = target.plan.tokens
     if how.window_tokens is not None:
         looked_at = how.sink_tokens + how.window_tokens + _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
         tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
@@ -125,11 +125,11 @@ class LowBitView(TargetView[TargetParts]):
     ) -> None:
         super().__init__(target)
         self._weights = weights
-        self.vocabulary = target.vocabulary
+        self.vocabulary = target.model.vocabulary
         plan = _plan(target, weights, how, options)
-        whole = how.window_tokens is None or plan.tokens == target.context.tokens
+        whole = how.window_tokens is None or plan.tokens == target.plan.tokens
         self._sinks = 0 if whole else how.sink_tokens
-        self._window = target.context.tokens if whole or how.window_tokens is None else how.window_tokens
+        self._window = target.plan.tokens if whole or how.window_tokens is None else how.window_tokens
         self._begin = self._sinks
         threads = options.threads or default_threads(library().llama_model_size(weights))
         self._context = LlamaContext(weights, options, plan, threads)
@@ -150,19 +150,19 @@ class LowBitView(TargetView[TargetParts]):
         )
         able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
         facts = describe(weights, path, name, plan, self.vocabulary, Findings(able, "overwritten"))
-        self.facts = replace(facts, context_tokens=target.context.tokens, notice="")
+        self.facts = replace(facts, context_tokens=target.plan.tokens, notice="")
 
     def _try(self) -> None:
         """Hand two tokens over and run a third. Raises CapabilityError when they arrive changed."""
         lent = self._target
         if made := lent.length == 0:
-            lent.context.append([0, 0], 0)
-        count = 2 if made else min(2, lent.length)
+            lent.model.prefill([0, 0])
+        count = min(2, lent.length)
         try:
-            parts = lent.context.lift(0, 0, count)
+            parts = lent.lift(0, count)
         finally:
             if made:
-                lent.cells.cut(0)
+                lent.model.truncate(0)
         handed = self._context.put_down(parts, 0, count) and self._context.lift(0, 0, count) == parts
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
@@ -219,7 +219,7 @@ class LowBitView(TargetView[TargetParts]):
             if self._context.interrupt.wanted:
                 raise CancelledError("cancelled")
             stop = min(begin + _HANDED_TOKENS, end)
-            if not self._context.put_down(self._target.context.lift(0, begin, stop), begin, stop):
+            if not self._context.put_down(self._target.lift(begin, stop), begin, stop):
                 raise BackendError(
                     f"{stop - begin} cells of {self._target.facts.name} could not be handed over",
                     "use another method",

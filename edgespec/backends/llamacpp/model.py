@@ -203,18 +203,17 @@ class LlamaCppModel(UsualModel):
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        return draft_at_low_bits(
-            TargetParts(
-                self._weights,
-                self._context,
-                self._cells,
-                self._plan,
-                self._options,
-                self.facts,
-                self.vocabulary,
-                self.check_open,
-            ),
-            how,
+        return draft_at_low_bits(self._lent(), how)
+
+    def _lent(self) -> TargetParts:
+        return TargetParts(
+            self,
+            (self._weights,),
+            (self._context,),
+            self._cells,
+            self._plan,
+            self._options,
+            self.check_open,
         )
 
     def interrupt(self, wanted: bool) -> None:

@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
-__all__ = ["lower_rows", "plan_context", "plan_halves"]
+__all__ = ["lower_rows", "plan_context", "plan_halves", "work_bytes"]
 
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
@@ -68,13 +68,17 @@ def plan_halves(
     halves = (lower, upper)
     types = choose_kv_types(options, sum(kv_bytes_per_token(half, _F16) for half in halves) * wanted)
     per_token = [kv_bytes_per_token(half, types) for half in halves]
-    # The lower half's logits, once where they are computed and once where they are read.
-    beside = weight_bytes + 2 * _logits_bytes(lower, min(MAX_WIDTH, lower_rows(lower, options)))
+    beside = weight_bytes + work_bytes(lower, options)
     _check_room(sum(per_token) * wanted, asked, sum(per_token), 0, beside, options)
     first, second = (
         ContextPlan(wanted, types, options.max_branches + 1, kv_bytes=size * wanted) for size in per_token
     )
     return first, second
+
+
+def work_bytes(lower: Any, options: LoadOptions) -> int:
+    """What the lower half's logits take, once where they are computed and once where they are read."""
+    return 2 * _logits_bytes(lower, min(MAX_WIDTH, lower_rows(lower, options)))
 
 
 def lower_rows(lower: Any, options: LoadOptions) -> int:
