@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,31 @@ from edgespec.errors import CancelledError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.policy.curve import CostCurve, measure
 
-__all__ = ["TargetCosts"]
+__all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
 # A plain step so much dearer or cheaper than it was means another load, another clock, other memory.
 _DRIFT = 2.0
 _PACKAGES = ("llama-cpp-python", "mlx", "mlx-lm")
+
+
+class PassCosts(Protocol):
+    """What verify passes of a target cost, for those who decide whether guessing pays."""
+
+    @property
+    def notice(self) -> str:
+        """What went wrong with keeping it; empty where nothing did."""
+
+    def curve(self, progress: Progress | None = None, /) -> CostCurve:
+        """The cost curve. progress: called before it is measured. Raises CancelledError."""
+
+
+class FreeCosts:
+    """A pass costs what a plain step does, however wide it is: nothing is measured, and every guess pays."""
+
+    notice = ""
+
+    def curve(self, _progress: Progress | None = None, /) -> CostCurve:
+        return CostCurve((1, 2), (1.0, 1.0))
 
 
 class TargetCosts:

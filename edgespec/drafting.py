@@ -18,7 +18,7 @@ from edgespec.backends.base import (
     Teachable,
 )
 from edgespec.catalog import Resolved
-from edgespec.costs import TargetCosts
+from edgespec.costs import PassCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.growth import Growth
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -54,7 +54,7 @@ def outfit(
     model: LanguageModel,
     draft: Draft | None,
     how: Drafting,
-    costs: TargetCosts,
+    costs: PassCosts,
     progress: Progress | None,
 ) -> Outfit:
     """Make the drafters of a target, or say why they are missing.
@@ -80,7 +80,7 @@ class _Maker:
         found: Resolved,
         model: LanguageModel,
         how: Drafting,
-        costs: TargetCosts,
+        costs: PassCosts,
         progress: Progress | None,
     ) -> None:
         self._found = found

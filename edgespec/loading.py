@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.checks import flag, path_text, text, whole_number
-from edgespec.costs import TargetCosts
+from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
@@ -19,9 +20,20 @@ from edgespec.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
-__all__ = ["load"]
+__all__ = ["eagerly", "load"]
 
 _NO_LIMIT = (1 << 31) - 1
+_eager = ContextVar("eager", default=False)
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """What `load` loads in here guesses whether or not it pays: a proof of sameness needs guesses."""
+    before = _eager.set(True)
+    try:
+        yield
+    finally:
+        _eager.reset(before)
 
 
 def load(
@@ -114,7 +126,7 @@ def _loaded(
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
         costs = TargetCosts(model, options)
-        made = outfit(pair.target, model, draft, how, costs, progress)
+        made = outfit(pair.target, model, draft, how, FreeCosts() if _eager.get() else costs, progress)
         drafters = Drafters(
             model,
             draft.model if draft else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 import edgespec
-from edgespec import Message, Runtime
+from edgespec import Message, Runtime, idle
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import Invariant, Verdict
@@ -26,7 +26,7 @@ from edgespec.errors import CancelledError, OptionError
 from edgespec.sameness import Prompt, Report, read_prompts, verify
 from edgespec.sameness.rescore import Rescored, is_near_tie, score_gap
 from edgespec.sameness.statistics import holm, p_value
-from tests.tables import near, runtime, table
+from tests.tables import Saying, near, runtime, table, with_drafter
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", text),)) for i, text in enumerate(("abc", "fed", "aaaa", "cab"))]
 METHODS = ("model", "ngram", "model+ngram")
@@ -72,13 +72,15 @@ class TestInvariantMode:
         for result in report.methods.values():
             assert (result.prompts, result.identical, result.near_tie, result.violations) == (4, 4, 0, 0)
             assert result.replies == 4 * 2 * 2
+            assert result.drafted_tokens >= result.accepted_tokens > 0
             assert result.divergences == []
             assert result.smallest_corrected_p_value is None
 
     def test_the_report_as_scripts_read_it(self) -> None:
         with runtime(table(1), near(table(1), 2)) as pair:
             report = json.loads(json.dumps(prove(pair).to_json()))
-        assert set(report) == {"target", "draft", "acceptance", "methods"}
+        assert set(report) == {"target", "draft", "acceptance", "methods", "nothing_drafted"}
+        assert report["nothing_drafted"] == []
         assert set(report["methods"]) == set(METHODS)
         expected = {
             "prompts",
@@ -87,6 +89,9 @@ class TestInvariantMode:
             "violations",
             "divergences",
             "smallest_corrected_p_value",
+            "drafted_tokens",
+            "accepted_tokens",
+            "note",
         }
         for result in report["methods"].values():
             assert expected <= set(result)
@@ -214,6 +219,60 @@ class TestRejectionMode:
         assert result.smallest_corrected_p_value < 0.001
 
 
+class Learner(Saying):
+    """Guesses nothing before it has rested. lessons: how often it may rest before there is nothing left."""
+
+    rests = True
+
+    def __init__(self, lessons: float) -> None:
+        super().__init__(lambda tokens, length: [1] * length if self.rested else [])
+        self.lessons = lessons
+        self.rested = 0
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        while self.rested < self.lessons and wanted():
+            self.rested += 1
+
+    def note(self) -> str:
+        return f"it has rested {self.rested} times"
+
+
+class TestWhatWasDrafted:
+    @pytest.fixture(autouse=True)
+    def no_other_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(idle, "QUIET_SECONDS", 1e6)
+
+    def prove(self, drafter: Learner, **options: Any) -> Report:
+        with with_drafter(table(1), drafter) as runtime:
+            return prove(runtime, methods=("model", "none"), **options)
+
+    @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+    def test_a_rest_follows_each_reply_and_is_over_when_nothing_is_left(self, acceptance: str) -> None:
+        report = self.prove(Learner(1), rest_seconds=1e6, acceptance=acceptance, samples=2)
+        result = report.methods["model"]
+        assert report.nothing_drafted == ()
+        assert result.drafted_tokens > 0
+        assert result.note == "it has rested 1 times"
+
+    def test_without_a_rest_nothing_is_learnt_and_nothing_proved(self) -> None:
+        report = self.prove(Learner(1), rest_seconds=0)
+        assert report.nothing_drafted == ("model",)
+        assert report.methods["model"].identical == 4
+        assert report.methods["model"].note == "it has rested 0 times"
+
+    def test_a_rest_can_be_cancelled(self) -> None:
+        drafter = Learner(math.inf)
+        with pytest.raises(CancelledError):
+            self.prove(drafter, rest_seconds=1e6, progress=lambda *_: drafter.rested < 5)
+        assert drafter.rested == 5
+
+    def test_a_method_without_drafters_says_why(self) -> None:
+        with runtime(table(1)) as alone:
+            report = prove(alone, methods=("auto",))
+        assert report.nothing_drafted == ("auto",)
+        assert report.methods["auto"].note == "no draft was wanted"
+
+
 class TestTheStatistics:
     LAW = Distribution(np.arange(30), np.array([0.3, 0.2, 0.1] + [0.4 / 27] * 27))
 
@@ -265,6 +324,9 @@ class TestOptions:
             {"temperatures": (-1.0,)},
             {"max_tokens": 0},
             {"samples": 0},
+            {"rest_seconds": -1},
+            {"rest_seconds": math.nan},
+            {"rest_seconds": "2"},
             {"acceptance": "sometimes"},
             {"prompts": [PROMPTS[0], PROMPTS[0]]},
         ],

@@ -34,6 +34,15 @@ __all__ = ["SMALLEST_P_VALUE", "command"]
 # Below this the replies of a method are not drawn from the target's distribution.
 SMALLEST_P_VALUE = 0.001
 _SHOWN_DIVERGENCES = 5
+# What is counted for a method, and the head of its column.
+_COUNTS = {
+    "prompts": "PROMPTS",
+    "identical": "IDENTICAL",
+    "near_tie": "NEAR-TIE",
+    "violations": "VIOLATIONS",
+    "drafted_tokens": "DRAFTED",
+    "accepted_tokens": "ACCEPTED",
+}
 _PROMPTS_OF_A_SKILL = 2
 
 
@@ -51,8 +60,8 @@ _PROMPTS_OF_A_SKILL = 2
     "--methods",
     type=listed(str),
     metavar="A,B",
-    help="Methods to compare with none; layerskip, lowbit, swift and lookahead are compared when they are"
-    " named. [default: suffix and ngram; with a draft model also model and model+suffix]",
+    help="Methods to compare with none; auto, layerskip, lowbit, swift and lookahead are compared when they"
+    " are named. [default: suffix and ngram; with a draft model also model and model+suffix]",
 )
 @click.option(
     "--prompts",
@@ -93,6 +102,15 @@ _PROMPTS_OF_A_SKILL = 2
     show_default=True,
     help="The seed of the first reply.",
 )
+@click.option(
+    "--rest",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    default=2,
+    show_default=True,
+    help="The longest rest after each reply of a method that learns between replies: swift, and model with"
+    " --learn. Others are not waited for.",
+)
 @json_option
 @acceptance_option
 @model_options
@@ -106,6 +124,9 @@ def command(
     the same tokens. near-tie: at the first difference the model was undecided within its rounding error.
     violation: anything else, and the exit status is 1. With --acceptance rejection the distributions are
     compared instead, and a p-value below 0.001 counts as a violation.
+
+    Methods guess here whether or not it pays. One that guessed nothing in any reply has shown nothing: a line
+    of its own says so, and the exit status is 1.
     """
     from edgespec import SamplingParams
     from edgespec.sameness import read_prompts
@@ -119,7 +140,8 @@ def command(
         print_json(facts)
     else:
         _print(facts)
-    return FAILED if report.violations or _smallest_p_value(facts) < SMALLEST_P_VALUE else DONE
+    proved = not (report.violations or report.nothing_drafted)
+    return DONE if proved and _smallest_p_value(facts) >= SMALLEST_P_VALUE else FAILED
 
 
 def _verify(
@@ -129,10 +151,11 @@ def _verify(
     acceptance: str,
     options: dict[str, Any],
 ) -> Report:
+    from edgespec.loading import eagerly
     from edgespec.sameness import verify
 
     wanted = pick(options, MODEL_NAMES)
-    with loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
+    with eagerly(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
         stop.then(runtime.cancel)
         progress = ProgressLine(stop)
         try:
@@ -141,6 +164,7 @@ def _verify(
                 prompts,
                 methods=methods or _all_methods(runtime.drafters),
                 acceptance=acceptance,
+                rest_seconds=options["rest"],
                 progress=progress,
                 **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
             )
@@ -175,9 +199,12 @@ def _print(facts: dict[str, Any]) -> None:
     rows = []
     for name, method in facts["methods"].items():
         value = method.get("smallest_corrected_p_value")
-        counts = [str(method[key]) for key in ("prompts", "identical", "near_tie", "violations")]
+        counts = [str(method[key]) for key in _COUNTS]
         rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
-    print_table(("METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "SMALLEST P"), rows)
+    print_table(("METHOD", *_COUNTS.values(), "SMALLEST P"), rows)
+    for name in facts["nothing_drafted"]:
+        why = facts["methods"][name]["note"]
+        click.echo(printable(f"{name}: nothing drafted, nothing proved" + (f": {why}" if why else "")))
     for name, method in facts["methods"].items():
         for divergence in method["divergences"][:_SHOWN_DIVERGENCES]:
             said = divergence.items() if isinstance(divergence, dict) else ()

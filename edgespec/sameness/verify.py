@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 from edgespec.backends.base import LanguageModel
 from edgespec.chat.prompt import PromptBuilder
-from edgespec.checks import whole_number
+from edgespec.checks import number, whole_number
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
@@ -45,6 +46,7 @@ def verify(
     seed: int = 0,
     acceptance: str = "invariant",
     samples: int = 200,
+    rest_seconds: float = 2.0,
     progress: _Progress | None = None,
     **sampling: Any,
 ) -> Report:
@@ -57,6 +59,10 @@ def verify(
     own, must follow the law that plain passes give (G-test per position, conditional on the beginning;
     Holm's correction over all tests of a method; a violation below 0.001).
 
+    rest_seconds: how long drafters that learn between replies may do so after each (in rejection mode after
+    all samples of a prompt); others are not waited for. What was drafted is in the report: where it is
+    nothing, nothing was proved. A runtime that was loaded `eagerly` drafts whether or not it pays.
+
     progress: called with (what, fraction); False cancels with CancelledError. `sampling` as for generate.
     Raises OptionError for settings that make no sense, and what generating raises.
     """
@@ -65,9 +71,11 @@ def verify(
             "there is nothing to verify", "give prompts, methods, temperatures and draft lengths"
         )
     whole_number("samples", samples, 1, 1 << 31)
+    if not number("rest_seconds", rest_seconds, "from 0 up") >= 0:
+        raise OptionError(f"rest_seconds is {rest_seconds}", "give a number from 0 up")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each its own")
-    proof = _Proof(runtime, max_tokens, seed, acceptance, samples, sampling)
+    proof = _Proof(runtime, max_tokens, seed, acceptance, samples, rest_seconds, progress, sampling)
     cases = [
         (method, prompt, temperature, draft_length)
         for prompt in prompts
@@ -77,10 +85,7 @@ def verify(
     ]
     findings: dict[str, _Findings] = {method: _Findings() for method in methods}
     for done, (method, prompt, temperature, draft_length) in enumerate(cases):
-        if progress and not progress(
-            f"{prompt.name}, {method}, temperature {temperature:g}", done / len(cases)
-        ):
-            raise CancelledError("the proof was cancelled")
+        proof.begin(f"{prompt.name}, {method}, temperature {temperature:g}", done / len(cases))
         proof.check(findings[method], method, prompt, temperature, draft_length)
     if progress:
         progress("done", 1.0)
@@ -93,10 +98,17 @@ class _Findings:
     """What came up for one method while the proof runs."""
 
     def __init__(self) -> None:
-        self.replies = 0
+        self.replies = self.drafted_tokens = self.accepted_tokens = 0
+        self.note = ""
         self.divergences: list[Divergence] = []
         # (prompt, p-value) of every statistical test.
         self.tests: list[tuple[str, float]] = []
+
+    def count(self, reply: Reply) -> None:
+        self.replies += 1
+        self.drafted_tokens += reply.stats.drafted_tokens
+        self.accepted_tokens += reply.stats.accepted_tokens
+        self.note = reply.method.note or (reply.method.reason if reply.method.effective == "none" else "")
 
     def result(self, prompts: int) -> MethodResult:
         corrected = holm([p for _, p in self.tests])
@@ -106,11 +118,14 @@ class _Findings:
         return MethodResult(
             prompts=prompts,
             replies=self.replies,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             identical=prompts - len(wrong) - len(excused),
             near_tie=len(excused),
             violations=len(wrong),
             divergences=self.divergences,
             smallest_corrected_p_value=min(corrected, default=None),
+            note=self.note,
         )
 
 
@@ -124,6 +139,8 @@ class _Proof:
         seed: int,
         acceptance: str,
         samples: int,
+        rest_seconds: float,
+        progress: _Progress | None,
         sampling: dict[str, Any],
     ) -> None:
         self._runtime = runtime
@@ -131,9 +148,26 @@ class _Proof:
         self._seed = seed
         self._acceptance = acceptance
         self._samples = samples
+        self._rest_seconds = rest_seconds
+        self._progress = progress
+        self._case = ("", 0.0)
         self._sampling = sampling
         self._tokens: dict[str, list[int]] = {}
         self._plain: dict[tuple[str, float], Reply] = {}
+
+    def begin(self, case: str, fraction: float) -> None:
+        """Say what comes next. Raises CancelledError."""
+        self._case = case, fraction
+        if not self._wanted():
+            raise CancelledError("the proof was cancelled")
+
+    def _wanted(self) -> bool:
+        return self._progress is None or self._progress(*self._case)
+
+    def _rest(self) -> None:
+        """Let the drafters of the last reply learn from it, until they have or the time is up."""
+        end = monotonic() + self._rest_seconds
+        self._runtime._session.rest(lambda: monotonic() < end and self._wanted())
 
     def check(
         self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int
@@ -179,7 +213,8 @@ class _Proof:
         other = self._reply(
             prompt, temperature, method=method, draft_length=draft_length, acceptance=self._acceptance
         )
-        found.replies += 1
+        found.count(other)
+        self._rest()
         if other.tokens != plain.tokens:
             found.divergences.append(self._judged(prompt, temperature, draft_length, plain, other))
 
@@ -216,10 +251,12 @@ class _Proof:
         """Draw first tokens many times and test each position against the exact law."""
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         for i in range(self._samples):
-            drawn = self._first_tokens(prompt, temperature, method, draft_length, self._seed + i)
+            reply = self._beginning(prompt, temperature, method, draft_length, self._seed + i)
+            found.count(reply)
+            drawn = reply.tokens[:_POSITIONS]
             for position, token in enumerate(drawn):
                 after[drawn[:position]][token] += 1
-        found.replies += self._samples
+        self._rest()
         known = {prefix: counts for prefix, counts in after.items() if counts.total() >= _FEWEST}
         laws = self._laws(prompt, temperature, list(known))
         for position in range(_POSITIONS):
@@ -230,9 +267,10 @@ class _Proof:
             if p is not None:
                 found.tests.append((prompt.name, p))
 
-    def _first_tokens(
+    def _beginning(
         self, prompt: Prompt, temperature: float, method: str, draft_length: int, seed: int
-    ) -> tuple[int, ...]:
+    ) -> Reply:
+        """A reply that was given up after the first tokens."""
         stream = self._runtime.stream_tokens(
             self._prompt_tokens(prompt),
             max_tokens=max(_POSITIONS, draft_length + 1),
@@ -252,7 +290,7 @@ class _Proof:
             if stream.reply.finish_reason == "cancelled":
                 raise CancelledError("the proof was cancelled")
         stream.close()
-        return stream.reply.tokens[:_POSITIONS]
+        return stream.reply
 
     def _laws(
         self, prompt: Prompt, temperature: float, prefixes: Sequence[tuple[int, ...]]

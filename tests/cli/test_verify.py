@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from edgespec import sameness
+from edgespec.costs import TargetCosts
+from edgespec.policy.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 
 QUICK = ("--temperatures", "0,0.8", "--draft-lengths", "3", "-n", "8")
@@ -37,8 +39,37 @@ def test_table(run: Run, prompts: str) -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0] == "target demo, draft demo-draft, invariant acceptance"
-    assert lines[1].split() == ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "SMALLEST", "P"]
-    assert [line.split()[0] for line in lines[2:4]] == ["ngram", "model"]
+    heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "SMALLEST P"]
+    assert lines[1].split() == " ".join(heads).split()
+    assert [line.split()[0] for line in lines[2:]] == ["ngram", "model"]
+    for line in lines[2:]:
+        drafted, accepted = map(int, line.split()[5:7])
+        assert drafted > 0
+        assert drafted >= accepted
+
+
+def test_methods_guess_whether_or_not_it_pays(
+    run: Run, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1000.0)))
+    args = ("--prompts", prompts, "--methods", "lookahead,auto", "--json")
+    methods = json_of(run("verify", *QUICK, *args))["methods"]
+    assert methods.keys() == {"lookahead", "auto"}
+    assert all(method["drafted_tokens"] > 0 for method in methods.values())
+    assert "lookahead runs" in methods["lookahead"]["note"]
+
+
+def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
+    """A reply of one token leaves no room for a guess; `none` is not expected to guess."""
+    args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
+    result = run(*args)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "model: nothing drafted, nothing proved"
+    result = run(*args, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert report["nothing_drafted"] == ["model"]
+    assert report["methods"]["model"]["identical"] == 2
 
 
 def test_without_a_draft_only_lookups_are_compared(run: Run, prompts: str) -> None:
@@ -56,7 +87,7 @@ class Verified:
     def __call__(self, runtime: object, prompts: list[sameness.Prompt], **asked: Any) -> sameness.Report:
         self.asked = asked | {"prompts": prompts}
         divergence = sameness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, 5, 6, "violation")
-        result = sameness.MethodResult(**self._found, divergences=[divergence])
+        result = sameness.MethodResult(**{"drafted_tokens": 9} | self._found, divergences=[divergence])
         return sameness.Report("demo", "demo-draft", asked["acceptance"], {"model": result})
 
 
@@ -66,6 +97,14 @@ def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 1
     assert "position 12" in result.stdout
     assert "verdict violation" in result.stdout
+
+
+def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = Verified(prompts=2, identical=2, drafted_tokens=0, note="it looks for layers\x1b[2J")
+    monkeypatch.setattr(sameness, "verify", verified)
+    result = run("verify", "--methods", "model", "--rest", "0.5")
+    assert "model: nothing drafted, nothing proved: it looks for layers[2J" in result.stdout.splitlines()
+    assert (result.exit_code, verified.asked["rest_seconds"]) == (1, 0.5)
 
 
 @pytest.mark.parametrize(("p_value", "status"), [(0.0002, 1), (0.4, 0), (None, 0)])
@@ -85,10 +124,10 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
     assert "[default: suffix and ngram; with a draft model also model and model+suffix]" in told
-    assert "layerskip, lowbit, swift and lookahead are compared when they are named" in told
+    assert "auto, layerskip, lowbit, swift and lookahead are compared when they are named" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
-    assert (asked["seed"], asked["acceptance"]) == (5, "invariant")
+    assert (asked["seed"], asked["acceptance"], asked["rest_seconds"]) == (5, "invariant", 2)
     skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]
     assert {"howto", "code", "math"} <= set(skills)
     assert max(map(skills.count, skills)) == 2
@@ -101,6 +140,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (["--temperatures", "0,-1"], "temperature is -1.0"),
         (["--temperatures", "warm"], "is not a list of values"),
         (["--draft-lengths", "0"], "'0' is not a whole number from 1 to 64"),
+        (["--rest", "-1"], "-1.0 is not in the range x>=0"),
     ],
 )
 def test_wrong_usage(run: Run, args: list[str], says: str) -> None:
