@@ -39,11 +39,11 @@ class NgramDrafter(Drafter):
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
-            recent = self._text.recent(self._longest)
-            matches = self._text.matches(recent)
-            if not matches or matches[-1].length < self._shortest:
-                return TokenTree.chain(int(recent[0]))
-            return TokenTree.chain(int(recent[0]), self._continued(int(matches[-1].after[0]), draft_length))
+            length, after = self._text.seen(self._longest)
+            root = int(self._text.text[self._text.end - 1])
+            if length < self._shortest:
+                return TokenTree.chain(root)
+            return TokenTree.chain(root, self._continued(after, draft_length))
 
     def _continued(self, at: int, count: int) -> list[int]:
         """`count` tokens from `at` on; past the end they go on with what was just guessed (a loop)."""

@@ -1,4 +1,7 @@
-"""Earlier replies as tokens, one private file for each vocabulary, so that later chats can guess from them.
+"""Earlier chats as tokens, one private file for each vocabulary, so that later chats can guess from them.
+
+Kept are the replies, and of their prompts what no text before had: not the same system prompt, nor all of a
+chat, again and again.
 
 A file is a header and records appended under a lock. Every record says where it begins and what it must sum
 to, so one that was cut short or damaged is skipped and the others stay.
@@ -26,6 +29,7 @@ from edgespec.files import (
     removed,
     write_private,
 )
+from edgespec.texts.novelty import Seen
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -37,14 +41,14 @@ _MAGIC = b"\xe5RPL"
 _RECORD = struct.Struct("<4sII")  # magic, tokens, crc32 of the tokens
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
-# Its time says when replies were forgotten last.
+# Its time says when chats were forgotten last.
 _FORGOTTEN = "forgotten"
 
 
 class ReplyStore:
-    """The replies of one vocabulary on disk. It never raises for what is wrong there: see `notice`.
+    """The chats of one vocabulary on disk. It never raises for what is wrong there: see `notice`.
 
-    most_tokens: what is kept; the oldest replies go first. notice: what could not be read or written.
+    most_tokens: what is kept; the oldest texts go first. notice: what could not be read or written.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class ReplyStore:
         self._most_tokens = most_tokens
         self._mending = self._off = False
         self._waiting: list[Tokens] = []
+        self._seen = Seen(most_tokens)
         self._forgotten_ns = self._last_forgotten_ns()
 
     def load(self) -> list[Tokens]:
-        """The replies kept so far, the oldest first."""
+        """The texts kept so far, the oldest first."""
         try:
             if not self.path.exists():
                 return []
@@ -71,30 +76,47 @@ class ReplyStore:
             try:
                 data = read_regular(self.path)
             except OSError as error:
-                self.notice = f"earlier replies cannot be read from {self.path}: {reason_of(error)}"
+                self.notice = f"earlier chats cannot be read from {self.path}: {reason_of(error)}"
                 return []
         replies, damaged_bytes = self._parsed(data)
         if damaged_bytes:
             self._mending = True
             self.notice = (
-                f"{damaged_bytes:,} of {len(data):,} bytes of earlier replies in {self.path} are not"
+                f"{damaged_bytes:,} of {len(data):,} bytes of earlier chats in {self.path} are not"
                 " readable; they are left out, and dropped when the next reply is kept"
             )
-        return self._newest(replies)
+        kept = self._newest(replies)
+        if kept:
+            # Joined: a chat is kept turn by turn, and comes back as one.
+            self._seen.add(np.concatenate(kept))
+        return kept
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Append a reply; while another process holds the file it waits for the next one.
+    def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
+        """Append a reply after what is new of its prompt: the texts that gives.
 
-        One that replies were forgotten after is not kept: it may have been meant.
+        While another process holds the file they wait for the next ones. A turn that chats were forgotten
+        after is not kept, with any of its prompt: it may have been meant.
         """
-        from filelock import Timeout
-
-        if self._off or not tokens:
-            return
+        if not reply:
+            return []
+        said = np.array([*prompt, *reply], np.int32)
+        new = self._seen.new(said[: len(prompt)])
+        self._seen.add(said)
         if (forgotten_ns := self._last_forgotten_ns()) != self._forgotten_ns:
             self._forgotten_ns, self._waiting = forgotten_ns, []
+            return []
+        # A prompt may be long; it is not to displace everything else.
+        *others, last = (text[-(self._most_tokens // 4) :] for text in new)
+        texts = [*others, np.concatenate([last, said[len(prompt) :]])]
+        self._keep(texts)
+        return [text.tolist() for text in texts]
+
+    def _keep(self, texts: list[Tokens]) -> None:
+        from filelock import Timeout
+
+        if self._off:
             return
-        self._waiting.append(np.array(tokens, np.int32))
+        self._waiting.extend(texts)
         try:
             private_folder(self.path.parent)
             with self._lock():
@@ -105,7 +127,7 @@ class ReplyStore:
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._off = True
             self._waiting = []
-            self.notice = f"replies are not remembered in {self.path}: {reason_of(error)}"
+            self.notice = f"chats are not remembered in {self.path}: {reason_of(error)}"
 
     def _write(self, replies: list[Tokens]) -> None:
         """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
@@ -180,7 +202,7 @@ class ReplyStore:
 
 
 def forget_replies(folder: Path | None = None) -> int:
-    """Delete all remembered replies, of every vocabulary, and those running chats are about to add.
+    """Delete all remembered chats, of every vocabulary, and the turns running ones are about to add.
 
     Gives the bytes that were freed. Raises OSError.
     """

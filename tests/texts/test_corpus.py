@@ -268,7 +268,7 @@ class TestTheSwitches:
         assert (notice, third.note()) == ("", "")
         third.begin([2, 3])
         assert guessed(third) == (3,)
-        assert "bytes of earlier replies" in third.note()
+        assert "bytes of earlier chats" in third.note()
 
     def test_no_corpus_is_refused_at_once(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="there is no corpus"):

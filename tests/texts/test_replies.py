@@ -329,7 +329,7 @@ def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) ->
         if pipe != first.path:
             first.path.symlink_to(pipe)
     assert first.load() == []
-    assert first.notice == f"earlier replies cannot be read from {first.path}: it is not a regular file"
+    assert first.notice == f"earlier chats cannot be read from {first.path}: it is not a regular file"
     first.add([1, 2])
-    assert first.notice == f"replies are not remembered in {first.path}: it is not a regular file"
+    assert first.notice == f"chats are not remembered in {first.path}: it is not a regular file"
     assert not stat.S_ISREG(first.path.stat().st_mode)

@@ -1,7 +1,8 @@
 """Suffix decoding: trees of what followed the last tokens before."""
 
+from edgespec.drafters.suffix.automaton import Follower, SuffixAutomaton
 from edgespec.drafters.suffix.drafter import Known, Replies, SuffixDrafter
 from edgespec.drafters.suffix.guess import Rule
 from edgespec.drafters.suffix.index import TextIndex
 
-__all__ = ["Known", "Replies", "Rule", "SuffixDrafter", "TextIndex"]
+__all__ = ["Follower", "Known", "Replies", "Rule", "SuffixAutomaton", "SuffixDrafter", "TextIndex"]

@@ -1,4 +1,4 @@
-"""Suffix decoding: what followed the last tokens, in this chat, in earlier replies and in given texts.
+"""Suffix decoding: what followed the last tokens, in this chat, in earlier chats and in given texts.
 
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.cost import Cost
-from edgespec.drafters.suffix.guess import Rule, best_guess, combined
+from edgespec.drafters.suffix.guess import Guess, Rule, combined
 from edgespec.drafters.suffix.index import TextIndex
-from edgespec.drafters.text import SEPARATOR, GrowingText
+from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -24,20 +25,20 @@ _RULE = Rule()
 
 
 class Replies(Protocol):
-    """Where replies are kept for later. notice: what went wrong with that; empty when nothing did."""
+    """Where chats are kept for later. notice: what went wrong with that; empty when nothing did."""
 
     notice: str
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Keep a reply."""
+    def add(self, reply: Sequence[int], prompt: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Keep a reply, and what its prompt added to all that was kept before: the texts that were new."""
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """What there is beside the chat.
 
-    index: texts that are known beforehand. replies: told of every reply when the next begins or at the
-    end; the replies of this process then help each other as well.
+    index: texts that are known beforehand. replies: told of every prompt and its reply when the next begins
+    or at the end; the chats of this process then help each other as well.
     """
 
     index: TextIndex | None = None
@@ -46,6 +47,9 @@ class Known:
 
 class SuffixDrafter(Drafter):
     """Grows a tree from every place where the last tokens stood before, and takes the best-scoring one.
+
+    The longest match is kept up with the chat, token by token: a lookup takes time in proportion to what it
+    finds, not to how long the chat is. A chat that goes on is not read again; another one is, all of it.
 
     known: asked for once, when the first reply begins. is_end: nothing is guessed after these.
     What is guessed depends on emitted tokens alone, so every node is certain and rejection mode stays exact.
@@ -63,50 +67,66 @@ class SuffixDrafter(Drafter):
     ) -> None:
         self.cost = Cost()
         self._rule = rule
-        self._is_end = is_end
+        self._is_end = lru_cache(1 << 14)(is_end)
         self._make_known: Callable[[], Known] | None = known
         self._known = Known()
-        self._chat, self._earlier = GrowingText(), GrowingText()
-        self._sources: list[GrowingText | TextIndex] = [self._chat]
-        self.extra_kv_bytes = self._chat.most_bytes
+        self._chat = Chat(rule, self._is_end)
+        self._others: OtherChats | None = None
+        self._sources: list[Source] = [self._chat]
+        self.extra_kv_bytes = self._chat.automaton.most_bytes
+        self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
+        # What this chat holds and other chats are to find once it is over.
+        self._said: list[Sequence[int]] = []
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._keep_reply()
+        self._keep_turn()
         if self._make_known is not None:
             self._take(self._make_known())
             self._make_known = None
+        self._prompt = tokens
         with self.cost:
-            self._chat.restart(tokens)
+            goes_on = self._chat.automaton.hold(tokens)
+            if self._others is not None:
+                if not goes_on:
+                    for text in self._said:
+                        self._others.add(text)
+                    self._said = []
+                self._others.begin(self._chat.recent())
 
     def _take(self, known: Known) -> None:
         self._known = known
         if known.replies is not None:
-            self._sources.append(self._earlier)
-            self.extra_kv_bytes += self._earlier.most_bytes
+            self._others = OtherChats(self._rule, self._is_end)
+            self._sources.append(self._others)
+            self.extra_kv_bytes += self._others.automaton.most_bytes
         if known.index is not None:
-            self._sources.append(known.index)
-            self.extra_kv_bytes += known.index.bytes
+            self._sources.append(Indexed(known.index, self._rule, self._is_end))
+            self.extra_kv_bytes += known.index.size_bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
-            recent = self._chat.recent()
-            root = int(recent[0])
-            guess = combined(
-                [
-                    best_guess(
-                        source.text, source.matches(recent), root, draft_length, self._rule, self._is_end
-                    )
-                    for source in self._sources
-                ],
-                self._rule,
+            root = self._chat.automaton.text[-1]
+            guesses: list[Guess] = []
+            for source in self._sources:
+                guesses.append(source.guess(self._chat, root, draft_length))
+                if guesses[-1].score >= draft_length:
+                    # Sure of every level: others have nothing to add.
+                    break
+            guess = combined(guesses, self._rule)
+            parents = tuple(guess.parents)
+            return TokenTree(
+                tuple(guess.tokens),
+                parents,
+                (None,) * len(parents),
+                block=parents == tuple(range(-1, len(parents) - 1)),
             )
-        chain = all(parent == node - 1 for node, parent in enumerate(guess.parents))
-        return TokenTree(tuple(guess.tokens), tuple(guess.parents), (None,) * len(guess.tokens), block=chain)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         with self.cost:
-            self._chat.append(tokens)
+            self._chat.automaton.extend(tokens)
+            if self._others is not None:
+                self._others.follow(tokens)
             self.cost.tokens += len(tokens)
         self._reply.extend(tokens)
 
@@ -117,15 +137,13 @@ class SuffixDrafter(Drafter):
             said = f"{said} and knows {index.tokens:,} tokens of other texts"
         return "; ".join(filter(None, (said, replies.notice if replies else "")))
 
-    def _keep_reply(self) -> None:
+    def _keep_turn(self) -> None:
         if self._known.replies is not None and self._reply:
-            self._earlier.append([*self._reply, SEPARATOR])
-            self._known.replies.add(self._reply)
-        self._reply = []
+            self._said.extend(self._known.replies.add(self._reply, self._prompt))
+        self._prompt, self._reply = (), []
 
     def close(self) -> None:
-        self._keep_reply()
+        self._keep_turn()
         self._known, self._make_known = Known(), None
-        self._sources = [self._chat]
-        self._chat.restart([])
-        self._earlier.restart([])
+        self._chat = Chat(self._rule, self._is_end)
+        self._others, self._sources, self._said = None, [self._chat], []

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
-import numpy as np
-
-from edgespec.drafters.text import DEEPEST, SEPARATOR, Match, Tokens
+from edgespec.drafters.text import DEEPEST
 from edgespec.engine.tree import TreeBuilder
 
-__all__ = ["Guess", "Rule", "best_guess", "combined", "grow"]
+__all__ = ["Branch", "Following", "Guess", "Rule", "best_guess", "combined", "grow"]
+
+Place = TypeVar("Place")
+# How often, what decides between equals (the greater first), which token, and the place after it.
+Branch: TypeAlias = tuple[int, int, int, Place]
+# How often anything follows a place, and each token that does, the most frequent first.
+Following: TypeAlias = Callable[[Place], tuple[int, list[Branch[Place]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,59 +56,58 @@ class Guess:
 
 
 def best_guess(
-    text: Tokens,
-    matches: Sequence[Match],
+    matches: Iterable[tuple[int, Place]],
+    grown: Callable[[int, Place], Guess],
     root: int,
     depth: int,
     rule: Rule,
-    is_end: Callable[[int], bool],
 ) -> Guess:
-    """The tree with the highest score over all matches (shortest first); of equals, the longest match's."""
-    best = Guess([root], [-1], [1.0])
-    for match in reversed(matches):
+    """The tree with the highest score over all matches (longest first); of equals, the longest match's.
+
+    matches: the length of each, and where it is. grown: makes the tree of one.
+    """
+    best, score = Guess([root], [-1], [1.0]), 0.0
+    for length, place in matches:
+        guess = grown(length, place)
+        if (its_score := guess.score) > score:
+            best, score = guess, its_score
         # A level adds at most 1 to a score, and so does a node; a shorter match has no more of either.
-        if best.score >= min(depth, rule.nodes(match.length)):
+        if score >= min(depth, rule.nodes(length - 1)):
             break
-        guess = grow(text, match, root, depth, rule, is_end)
-        if guess.score > best.score:
-            best = guess
     return best
 
 
 def grow(
-    text: Tokens, match: Match, root: int, depth: int, rule: Rule, is_end: Callable[[int], bool]
+    following: Following[Place],
+    place: Place,
+    root: int,
+    depth: int,
+    nodes: int,
+    rule: Rule,
+    is_end: Callable[[int], bool],
 ) -> Guess:
-    """The most probable continuations of a match, best first, as many as it earns."""
-    wanted = rule.nodes(match.length)
-    depth = min(depth, wanted, DEEPEST)
-    rows: list[list[int]] = text[match.after[:, None] + np.arange(depth)].tolist()
-    guess = Guess([root], [-1], [1.0])
-    # (-probability, when found, parent, token, depth of the token, rows that go there)
-    frontier: list[tuple[float, int, int, int, int, list[list[int]]]] = []
-    found = 0
-
-    def look(node: int, at: int, rows: list[list[int]]) -> None:
-        nonlocal found
-        seen = [row[at] for row in rows if row[at] != SEPARATOR]
-        counts = Counter(seen).most_common() if len(seen) > 1 else [(token, 1) for token in seen]
-        for token, count in counts if rule.can_branch else counts[:1]:
-            probability = guess.probs[node] * count / len(seen)
-            if probability < rule.min_probability:
-                break
-            there = rows if count == len(rows) else [row for row in rows if row[at] == token]
-            heapq.heappush(frontier, (-probability, found, node, token, at, there))
-            found += 1
-
-    if depth:
-        look(0, 0, rows)
-    while frontier and len(guess.tokens) <= wanted:
-        negative, _, parent, token, at, there = heapq.heappop(frontier)
-        guess.tokens.append(token)
-        guess.parents.append(parent)
-        guess.probs.append(-negative)
-        if at + 1 < depth and not is_end(token):
-            look(len(guess.tokens) - 1, at + 1, there)
-    return guess
+    """The most probable continuations of a place, best first: up to `nodes` tokens on `depth` levels."""
+    depth = min(depth, nodes, DEEPEST)
+    tokens, parents, probs = [root], [-1], [1.0]
+    # (-probability, when found, parent, token, depth of the token, the place after it)
+    frontier: list[tuple[float, int, int, int, int, Place]] = []
+    node = at = found = 0
+    while True:
+        if at < depth and not (node and is_end(tokens[node])):
+            total, branches = following(place)
+            for count, _, token, there in branches if rule.can_branch else branches[:1]:
+                probability = probs[node] * count / total
+                if probability < rule.min_probability:
+                    break
+                heapq.heappush(frontier, (-probability, found, node, token, at + 1, there))
+                found += 1
+        if not frontier or len(tokens) > nodes:
+            return Guess(tokens, parents, probs)
+        negative, _, parent, token, at, place = heapq.heappop(frontier)
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        probs.append(-negative)
 
 
 def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
@@ -114,6 +117,7 @@ def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
     rest, if that leaves them probable enough.
     """
     first, *others = sorted(guesses, key=lambda guess: -guess.score)
+    others = [other for other in others if len(other.tokens) > 1]
     if not others or not rule.can_branch:
         return first
     built, probs = TreeBuilder(), list(first.probs)

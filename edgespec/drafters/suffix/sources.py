@@ -1,0 +1,115 @@
+"""Where guesses are looked up: this chat, other chats of this process, and texts that do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Protocol, TypeAlias
+
+from edgespec.drafters.suffix.automaton import Follower, SuffixAutomaton
+from edgespec.drafters.suffix.guess import Branch, Guess, Rule, best_guess, grow
+from edgespec.drafters.suffix.index import Range, TextIndex
+from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
+
+__all__ = ["Chat", "Indexed", "OtherChats", "Source"]
+
+# Tokens after several occurrences, and how many of them are read.
+_Rows: TypeAlias = tuple[list[list[int]], int]
+
+_MOST_KEPT = 1 << 11
+
+
+class Source(Protocol):
+    """Texts that guesses come from."""
+
+    def guess(self, chat: Chat, root: int, depth: int) -> Guess:
+        """What followed the last tokens of the chat, of which `root` is the last."""
+
+
+class Chat:
+    """The chat itself."""
+
+    def __init__(self, rule: Rule, is_end: Callable[[int], bool]) -> None:
+        self.automaton = SuffixAutomaton(rule.min_probability)
+        self._rule, self._is_end = rule, is_end
+
+    def recent(self) -> Sequence[int]:
+        """The last tokens, up to LONGEST."""
+        return self.automaton.text[-LONGEST:]
+
+    def guess(self, chat: Chat, root: int, depth: int) -> Guess:
+        return _counted(self.automaton, self.automaton.repeated(), root, depth, self._rule, self._is_end)
+
+
+class OtherChats:
+    """What was said in other chats since the process began."""
+
+    def __init__(self, rule: Rule, is_end: Callable[[int], bool]) -> None:
+        self.automaton = SuffixAutomaton(rule.min_probability)
+        self._follower = Follower(self.automaton)
+        self._rule, self._is_end = rule, is_end
+
+    def add(self, text: Sequence[int]) -> None:
+        """Another text, from the next `begin` on."""
+        self.automaton.extend([*text, SEPARATOR])
+
+    def begin(self, recent: Sequence[int]) -> None:
+        """A chat goes on after these last tokens."""
+        self._follower.restart(recent)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The chat goes on."""
+        self._follower.follow(tokens)
+
+    def guess(self, chat: Chat, root: int, depth: int) -> Guess:
+        match = self._follower.state, self._follower.length
+        return _counted(self.automaton, match, root, depth, self._rule, self._is_end)
+
+
+def _counted(
+    automaton: SuffixAutomaton,
+    match: tuple[int, int],
+    root: int,
+    depth: int,
+    rule: Rule,
+    is_end: Callable[[int], bool],
+) -> Guess:
+    """The best guess of an automaton after its longest match (state, length)."""
+
+    def grown(length: int, state: int) -> Guess:
+        return grow(automaton.following, state, root, depth, rule.nodes(length), rule, is_end)
+
+    return best_guess(automaton.matches(*match), grown, root, depth, rule)
+
+
+class Indexed:
+    """Texts that do not change: what is guessed after the most frequent contexts is kept."""
+
+    def __init__(self, index: TextIndex, rule: Rule, is_end: Callable[[int], bool]) -> None:
+        self._index, self._rule, self._is_end = index, rule, is_end
+        self._kept = lru_cache(_MOST_KEPT)(self._grown)
+
+    def guess(self, chat: Chat, root: int, depth: int) -> Guess:
+        def grown(length: int, where: Range) -> Guess:
+            return self._kept(where, root, depth, self._rule.nodes(length))
+
+        return best_guess(self._index.matches(chat.recent()), grown, root, depth, self._rule)
+
+    def _grown(self, where: Range, root: int, depth: int, nodes: int) -> Guess:
+        rows = self._index.rows(where, max(1, min(depth, nodes, DEEPEST)))
+        return grow(_counted_rows, (rows, 0), root, depth, nodes, self._rule, self._is_end)
+
+
+def _counted_rows(place: _Rows) -> tuple[int, list[Branch[_Rows]]]:
+    """What stands there in these rows: of equally frequent tokens the one found first comes first."""
+    rows, at = place
+    if len(rows) == 1:
+        token = rows[0][at]
+        return (0, []) if token == SEPARATOR else (1, [(1, 0, token, (rows, at + 1))])
+    there: dict[int, list[list[int]]] = {}
+    for row in rows:
+        there.setdefault(row[at], []).append(row)
+    there.pop(SEPARATOR, None)
+    branches = [(len(those), -i, token, (those, at + 1)) for i, (token, those) in enumerate(there.items())]
+    branches.sort(reverse=True)
+    return sum([branch[0] for branch in branches]), branches

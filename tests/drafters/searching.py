@@ -1,0 +1,87 @@
+"""Suffix decoding by its definition: looking at every place of every text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from edgespec.drafters.suffix import Rule, SuffixAutomaton, TextIndex
+from edgespec.drafters.text import LONGEST
+
+Text = list[int]
+Paths = dict[tuple[int, ...], float]
+
+letters = st.integers(0, 2)
+texts = st.lists(letters, min_size=1, max_size=60)
+rules = st.builds(
+    Rule,
+    factor=st.sampled_from([0.5, 1.0, 2.0]),
+    offset=st.sampled_from([0.0, 1.0]),
+    min_probability=st.sampled_from([0.1, 0.3]),
+    most_nodes=st.integers(1, 12),
+    can_branch=st.booleans(),
+)
+
+
+def never(token: int) -> bool:
+    return False
+
+
+def growing(text: Sequence[int]) -> SuffixAutomaton:
+    grown = SuffixAutomaton()
+    grown.hold(text)
+    return grown
+
+
+def index_of(*documents: Text) -> TextIndex:
+    return TextIndex(np.array(document, np.int32) for document in documents)
+
+
+def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
+    """What follows every occurrence of the last `length` tokens, found by looking everywhere."""
+    pattern = recent[len(recent) - length :]
+    return [
+        document[at:]
+        for document in documents
+        for at in range(length, len(document))
+        if document[at - length : at] == pattern
+    ]
+
+
+def probabilities(following: Sequence[Text], depth: int) -> Paths:
+    """The share of each path among the occurrences, level by level: child / all children."""
+    paths: Paths = {(): 1.0}
+    for after in sorted({tuple(text[:d]) for text in following for d in range(1, depth + 1)}, key=len):
+        parent = [text for text in following if tuple(text[: len(after) - 1]) == after[:-1]]
+        going_on = [text for text in parent if len(text) >= len(after)]
+        there = sum(text[len(after) - 1] == after[-1] for text in going_on)
+        if there:
+            paths[after] = paths[after[:-1]] * there / len(going_on)
+    return paths
+
+
+def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: Rule) -> float:
+    """The highest score any match length earns."""
+    best = 0.0
+    for length in range(1, min(len(recent), LONGEST) + 1):
+        following = places(documents, recent, length)
+        wanted = rule.nodes(length)
+        probs = probabilities(following, min(depth, wanted))
+        probs.pop(())
+        probable = sorted((p for p in probs.values() if p >= rule.min_probability - 1e-12), reverse=True)
+        if rule.can_branch:
+            best = max(best, sum(probable[:wanted]))
+    return best
+
+
+def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[Text]]:
+    found: dict[int, list[Text]] = {}
+    for length in range(1, min(len(recent), LONGEST) + 1):
+        following = sorted(places(documents, recent, length))
+        if following:
+            # Of lengths with the same occurrences the longest stands for all.
+            found = {known: those for known, those in found.items() if len(those) > len(following)}
+            found[length] = following
+    return found

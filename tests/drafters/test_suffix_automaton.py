@@ -1,0 +1,193 @@
+"""The suffix automaton: every substring with how often it stood there, however the text came about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.drafters.suffix import Follower, SuffixAutomaton
+from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
+from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts
+
+
+def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
+    """How often each token stood after a pattern, where last, and which, by looking everywhere."""
+    size = len(pattern)
+    ends = [at + 1 for at in range(size, len(text)) if list(text[at - size : at]) == list(pattern)]
+    counts = Counter(text[end - 1] for end in ends)
+    latest = {text[end - 1]: end for end in ends}
+    found = [(count, latest[token], token) for token, count in counts.items() if token != SEPARATOR]
+    return sorted(found, reverse=True)
+
+
+def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth: int) -> None:
+    text = automaton.text.tolist()
+    total, branches = automaton.following(state)
+    expected = what_follows(text, pattern)
+    assert [branch[:3] for branch in branches] == expected
+    assert total == sum(count for count, _, _ in expected)
+    if depth:
+        for _, _, token, there in branches[:2]:
+            check_following(automaton, [*pattern, token], there, depth - 1)
+
+
+def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: int) -> None:
+    """Every ending that stood there is found, with what followed it."""
+    text = automaton.text.tolist()
+    found = dict(automaton.matches(state, length))
+    assert list(found) == sorted(found, reverse=True)
+    for size in range(1, min(len(recent), LONGEST) + 1):
+        pattern = recent[len(recent) - size :]
+        longer = [length for length in found if length >= size]
+        expected = what_follows(text, pattern)
+        if longer:
+            branches = automaton.following(found[min(longer)])[1]
+            assert [branch[:3] for branch in branches] == expected
+        else:
+            assert expected == []
+    for length, state in found.items():
+        check_following(automaton, recent[len(recent) - length :], state, 3)
+
+
+class TestItsOwnText:
+    @settings(max_examples=150, deadline=None)
+    @given(texts)
+    def test_all_endings_that_stood_there_before(self, text: Text) -> None:
+        automaton = growing(text)
+        check_matches(automaton, text, *automaton.repeated())
+        found = [length for length, _ in automaton.matches(*automaton.repeated())]
+        assert sorted(found) == sorted(expected_matches([text], text))
+
+    @settings(max_examples=100, deadline=None)
+    @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
+    def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(
+        self, start: Text, rounds: list[Text], most: int
+    ) -> None:
+        automaton = SuffixAutomaton(most_tokens=most)
+        automaton.hold(start)
+        everything = list(start)
+        for emitted in rounds:
+            automaton.extend(emitted)
+            everything += emitted
+        kept = automaton.text.tolist()
+        assert kept == everything[len(everything) - len(kept) :]
+        assert min(most, len(everything)) <= len(kept) <= 2 * most
+        check_matches(automaton, kept, *automaton.repeated())
+
+    @settings(max_examples=100, deadline=None)
+    @given(texts, texts, st.booleans(), st.integers(5, 100))
+    def test_a_text_that_goes_on_is_not_read_again(
+        self, first: Text, more: Text, goes_on: bool, most: int
+    ) -> None:
+        second = [*first, *more] if goes_on else more
+        automaton = SuffixAutomaton(most_tokens=most)
+        assert automaton.hold(first)
+        went_on = automaton.hold(second)
+        if goes_on:
+            assert went_on
+        elif second[: len(first)] != first and len(first) <= most:
+            assert not went_on
+        text = automaton.text.tolist()
+        assert text == second[len(second) - len(text) :]
+        assert len(text) >= min(most, len(second))
+        check_matches(automaton, text, *automaton.repeated())
+
+    @pytest.mark.parametrize("period", [1, 2, 3, 7])
+    def test_a_loop_is_counted_right(self, period: int) -> None:
+        text = [9, *(list(range(period)) * (1200 // period))]
+        automaton = growing(text)
+        state, length = automaton.repeated()
+        assert length == LONGEST
+        matches = list(automaton.matches(state, length))
+        assert [length for length, _ in matches] == sorted(expected_matches([text], text), reverse=True)
+        for length, state in matches[:3] + matches[-3:]:
+            check_following(automaton, text[-length:], state, 2)
+
+    def test_deep_after_a_long_match_counts_are_still_exact(self) -> None:
+        random = np.random.default_rng(3)
+        phrase = random.integers(0, 9, LONGEST + DEEPEST + 10).tolist()
+        text: Text = []
+        for cut in (100, 70, 60, 50, 74, 66):
+            text += [*phrase[:cut], *random.integers(0, 9, 4).tolist()]
+        text += phrase[: LONGEST + 5]
+        automaton = growing(text)
+        state, length = automaton.repeated()
+        assert length == LONGEST
+        pattern = text[-LONGEST:]
+        for _ in range(DEEPEST - 1):
+            total, branches = automaton.following(state)
+            expected = what_follows(text, pattern)
+            assert [branch[:3] for branch in branches] == expected
+            assert total == sum(count for count, _, _ in expected)
+            pattern, state = [*pattern, branches[0][2]], branches[0][3]
+
+    @settings(max_examples=30, deadline=None)
+    @given(st.integers(0, 1000), st.sampled_from([0.05, 0.1, 0.3]))
+    def test_among_many_continuations_no_frequent_one_is_missed(self, seed: int, rarest: float) -> None:
+        # After 0 come many tokens, and which are frequent changes.
+        random = np.random.default_rng(seed)
+        automaton = SuffixAutomaton(rarest)
+        text: Text = []
+        for phase in range(12):
+            bits = []
+            for _ in range(random.integers(1, 60)):
+                often = random.random() < 0.3
+                bits += [0, phase % 4 + 1 if often else int(random.integers(5, 60))]
+            text += bits
+            automaton.extend([*bits, 0])
+            text.append(0)
+            ((_, state),) = [match for match in automaton.matches(*automaton.repeated()) if match[0] == 1]
+            total, branches = automaton.following(state)
+            expected = what_follows(text, [0])
+            assert total == sum(count for count, _, _ in expected)
+            frequent = [branch for branch in expected if branch[0] >= rarest * total]
+            assert [branch[:3] for branch in branches][: len(frequent)] == frequent
+
+
+class TestAnotherText:
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=4))
+    def test_its_endings_are_followed(self, documents: list[Text], start: Text, rounds: list[Text]) -> None:
+        automaton = SuffixAutomaton()
+        for document in documents:
+            automaton.extend([*document, SEPARATOR])
+        follower = Follower(automaton)
+        follower.restart(start)
+        text = list(start)
+        for emitted in [[], *rounds]:
+            follower.follow(emitted)
+            text += emitted
+            assert follower.length <= LONGEST
+            check_matches(automaton, text, follower.state, follower.length)
+            followed = {length for length in range(1, LONGEST + 1) if places(documents, text, length)}
+            assert followed <= set(range(1, follower.length + 1))
+
+    def test_nothing_is_found_across_texts(self) -> None:
+        automaton = SuffixAutomaton()
+        for document in ([1, 2, 3], [4, 5, 6]):
+            automaton.extend([*document, SEPARATOR])
+        follower = Follower(automaton)
+        follower.restart([2, 3, 4])
+        assert follower.length == 1
+        follower.follow([5])
+        assert follower.length == 2
+        assert [token for _, _, token, _ in automaton.following(follower.state)[1]] == [6]
+        follower.restart([2, 3])
+        assert automaton.following(follower.state) == (0, [])
+
+
+def test_memory_is_bounded() -> None:
+    random = np.random.default_rng(1)
+    automaton = SuffixAutomaton(most_tokens=500)
+    for size in (3, 400, 20):
+        for _ in range(20):
+            automaton.extend(random.integers(0, size, 77).tolist())
+            assert 500 <= len(automaton.text) <= 1000 or len(automaton.text) < 20 * 77
+    automaton.extend(range(5000))
+    assert automaton.text.tolist() == list(range(4500, 5000))
+    assert automaton.most_bytes == 1000 * 400

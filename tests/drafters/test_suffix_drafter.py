@@ -1,0 +1,173 @@
+"""The suffix drafter: which chats and texts it knows when, what it says, and that no reply changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.drafters.suffix import Known, Rule, SuffixAutomaton, SuffixDrafter, TextIndex
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from tests.drafters.searching import Text, index_of, letters
+from tests.tables import VOCAB, table, with_drafter
+
+
+def tree(drafter: SuffixDrafter, draft_length: int) -> TokenTree:
+    return drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), draft_length)
+
+
+class Kept:
+    """Keeps prompts and replies in lists."""
+
+    def __init__(self) -> None:
+        self.prompts: list[Text] = []
+        self.replies: list[Text] = []
+        self.notice = ""
+
+    def add(self, reply: Sequence[int], prompt: Sequence[int]) -> list[Text]:
+        self.prompts.append(list(prompt))
+        self.replies.append(list(reply))
+        return [[*prompt, *reply]]
+
+
+class TestSeveralChats:
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.tuples(st.integers(0, 2), st.lists(letters, min_size=1, max_size=6)), max_size=8))
+    def test_alternating_chats_are_each_like_a_first_one(self, turns: list[tuple[int, Text]]) -> None:
+        chats: list[Text] = [[0, 1], [1, 2, 1], [2]]
+        drafter = SuffixDrafter()
+        for chat, emitted in turns:
+            drafter.begin(chats[chat])
+            drafter.commit(tuple(emitted))
+            chats[chat] = [*chats[chat], *emitted]
+            fresh = SuffixDrafter()
+            fresh.begin(chats[chat])
+            assert tree(drafter, 5) == tree(fresh, 5)
+
+    def test_replies_help_other_chats_only_where_they_are_remembered(self) -> None:
+        for replies, guessed in ((Kept(), (3, 4, 5)), (None, (3,))):
+            drafter = SuffixDrafter(partial(Known, None, replies))
+            drafter.begin([7, 8])
+            drafter.commit((1, 2, 3, 4, 5))
+            drafter.begin([9, 1, 2, 3])
+            assert tree(drafter, 4).tokens == guessed
+
+    def test_a_reply_is_kept_when_it_is_over(self) -> None:
+        kept = Kept()
+        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter.begin([1, 2])
+        drafter.commit((3,))
+        drafter.commit((4, 5))
+        assert kept.replies == []
+        drafter.begin([1, 2, 3, 4, 5, 6])
+        drafter.begin([7])
+        drafter.commit((8,))
+        drafter.close()
+        drafter.close()
+        assert kept.replies == [[3, 4, 5], [8]]
+        assert kept.prompts == [[1, 2], [7]]
+
+    def test_a_prompt_helps_other_chats_like_a_reply(self) -> None:
+        kept = Kept()
+        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter.begin([1, 2, 3, 4, 5])
+        drafter.commit((6,))
+        drafter.begin([1, 2, 3, 4, 5, 6, 7])
+        drafter.begin([9, 2, 3])
+        assert tree(drafter, 2).tokens == (3, 4, 5)
+        drafter.begin([9, 5])
+        assert tree(drafter, 2).tokens == (5, 6)
+
+
+def test_texts_given_beforehand_are_guessed_from() -> None:
+    drafter = SuffixDrafter(lambda: Known(index_of(list(range(10, 40)), list(range(50, 90)))))
+    drafter.begin([1, 2, 60, 61, 62, 63])
+    assert tree(drafter, 8).tokens == (63, 64, 65, 66, 67)
+    assert tree(drafter, 2).tokens == (63, 64, 65)
+
+
+def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
+    asked: list[int] = []
+
+    def known() -> Known:
+        asked.append(1)
+        return Known(index_of([1, 2, 3, 4, 5]))
+
+    drafter = SuffixDrafter(known)
+    assert (asked, drafter.note()) == ([], "")
+    for _ in range(2):
+        drafter.begin([9, 2, 3])
+        assert asked == [1]
+        assert tree(drafter, 4).tokens == (3, 4, 5)
+    drafter.close()
+    unused = SuffixDrafter(known)
+    unused.close()
+    assert asked == [1]
+
+
+def test_what_is_wrong_with_remembering_is_told() -> None:
+    kept = Kept()
+    drafter = SuffixDrafter(lambda: Known(replies=kept))
+    kept.notice = "replies are not remembered"
+    assert drafter.note() == ""
+    drafter.begin([1])
+    assert drafter.note() == "replies are not remembered"
+    drafter.commit((2,))
+    drafter.cost.seconds = 5e-6
+    assert drafter.note() == "suffix costs 5 µs a token; replies are not remembered"
+
+
+def test_what_it_costs_and_holds_is_told() -> None:
+    index = index_of(list(range(1000)))
+    drafter = SuffixDrafter(lambda: Known(index))
+    assert SuffixDrafter().cost.microseconds_per_token is None
+    drafter.begin([1, 2, 3])
+    tree(drafter, 4)
+    drafter.commit((4, 5))
+    assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
+    drafter.cost.seconds = 2 * 37e-6
+    assert drafter.note() == "suffix costs 37 µs a token and knows 1,000 tokens of other texts"
+    assert index.size_bytes < 9_000
+    assert drafter.extra_kv_bytes == index.size_bytes + SuffixAutomaton().most_bytes
+
+
+def half_known(seed: int) -> TextIndex:
+    """Random texts, some longer than a reply."""
+    random = np.random.default_rng(seed)
+    return index_of(*(random.integers(0, VOCAB, 200).tolist() for _ in range(5)))
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "wide": {"factor": 4.0, "offset": 4.0, "min_probability": 0.02},
+    "chains": {"can_branch": False, "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("branching", [True, False], ids=["trees", "a target without trees"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_replies_are_those_of_plain_decoding(
+    temperature: float, rule: dict[str, Any], branching: bool
+) -> None:
+    drafted = 0
+    for seed in range(6):
+        target = table(seed, spread=3.0, tree=branching)
+        known = partial(Known, half_known(seed), Kept())
+        drafter = SuffixDrafter(known, rule=Rule(**rule), is_end=target.vocabulary.is_end)
+        with with_drafter(target, drafter) as runtime:
+            for prompt in ("abcab", "dddd", "a"):
+                options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 60}
+                plain = runtime.generate(prompt, method="none", raw=True, **options)
+                got = runtime.generate(prompt, method="suffix", draft_length=6, raw=True, **options)
+                assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
+                drafted += got.stats.accepted_tokens
+    assert drafted > 50, "nothing was guessed right: this shows little"
