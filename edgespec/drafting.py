@@ -33,7 +33,7 @@ from edgespec.policy.curve import CostCurve, Curve, gentle
 from edgespec.policy.exits import exit_table
 from edgespec.policy.limits import Limits
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
-from edgespec.prepare.store import Prepared, check, read
+from edgespec.prepare.store import Prepared, read
 from edgespec.texts import suffix_drafter
 
 __all__ = ["Outfit", "outfit"]
@@ -205,13 +205,9 @@ class _Maker:
     def _lowbit(self) -> Drafter | Missing:
         facts = self._model.facts
         copy = None
-        if self._found.format == "layerskip":
-            return Missing(
-                f"{facts.name} was loaded in two halves, for layerskip", "load it without layerskip"
-            )
         if "lowbit" not in facts.capabilities.self_drafts:
             return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
-        if self._found.format == "gguf":
+        if self._found.format != "mlx":
             prepared = self._lowbit_copy()
             if prepared is None:
                 return Missing(
@@ -226,11 +222,11 @@ class _Maker:
 
     def _lowbit_copy(self) -> Prepared | None:
         """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
-        from edgespec.prepare.lowbit import find_lowbit
+        from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
         prepared = find_lowbit(self._found.path)
         if prepared:
-            check(prepared, self._found.path)
+            check_lowbit(prepared, self._found.path)
         return prepared
 
     def _swift(self) -> Drafter | Missing:

@@ -100,8 +100,14 @@ class TestPrepared:
         with edgespec.load("demo", "none", context=512, method="layerskip") as runtime:
             alone, together = same_as_plain(runtime, ["layerskip", "layerskip+suffix"])
             assert runtime.target.path == str(prepared.folder)
-        with pytest.raises(OptionError, match="in two halves, for layerskip; load it without layerskip"):
-            edgespec.load("demo", "none", context=512, methods=("layerskip", "lowbit"))
+        both = ("layerskip", "lowbit")
+        with pytest.raises(OptionError, match="run `edgespec prepare lowbit demo` once"):
+            edgespec.load("demo", "none", context=512, methods=both)
+        copy = prepare_lowbit(demo_target, "Q4_0")
+        with edgespec.load("demo", "none", context=512, methods=both) as runtime:
+            _, low = same_as_plain(runtime, [*both])
+            assert low.stats.draft_weight_bytes == pytest.approx(copy.facts["weight_bytes"], rel=1e-3)
+            assert low.stats.accepted_tokens
         assert alone.stats.accepted_tokens
         assert alone.stats.draft_weight_bytes == alone.stats.draft_kv_bytes == 0
         assert together.stats.accepted_tokens
@@ -120,6 +126,22 @@ class TestPrepared:
         assert alone.stats.draft_weight_bytes == pytest.approx(prepared.facts["weight_bytes"], rel=1e-3)
         assert alone.stats.accepted_tokens
         assert together.stats.accepted_tokens
+
+    def test_fewer_bits_without_the_file(self, demo_target: Path, tmp_path: Path) -> None:
+        model = Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
+        folder = prepare_layerskip(model, 4).folder
+        with edgespec.load(str(model), "none", context=512, method="none") as runtime:
+            plain = runtime.generate(PROMPT, max_tokens=LENGTH, seed=3, temperature=0.8)
+        model.unlink()
+        for name in (model, folder):
+            with pytest.raises(OptionError, match=f"run `edgespec prepare lowbit {folder}` once"):
+                edgespec.load(str(name), "none", context=512, method="lowbit")
+        prepare_lowbit(folder)
+        for name in (model, folder):
+            with edgespec.load(str(name), "none", context=512, method="lowbit", draft_window=64) as runtime:
+                alone, _ = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
+                assert alone.tokens == plain.tokens
+                assert alone.stats.accepted_tokens
 
     def test_another_model_of_the_same_name(self, demo_target: Path, tmp_path: Path) -> None:
         model = tmp_path / "model.gguf"

@@ -64,6 +64,8 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     The halves together are the whole model: they are proved to say what it says, they serve every other
     method too, and the original file may be deleted afterwards.
     """
+    from edgespec.policy.exits import Exit
+
     layer = _exit(exit_layer)
 
     def make(path: Path, progress: ProgressLine) -> Prepared:
@@ -78,10 +80,9 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
         return
     if exits:
         print_table(("EXIT AFTER", "AGREES", "DRAFT LENGTH", "SPEED"), [_exit_row(found) for found in exits])
-    at = next((found for found in exits if found["exit_layer"] == prepared.settings["exit_layer"]), None)
-    if at and at["speed_up"] <= 1.0:
-        why = "was not trained for" if at["agreement"] < 0.6 else "gains nothing from"
-        note(f"This model {why} early exit: it will not pay here.")
+    for found in map(Exit.from_json, exits):
+        if found.exit_layer == prepared.settings["exit_layer"] and not found.pays:
+            note(f"This model {found.shortfall}.")
     _say(prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}")
 
 
@@ -98,14 +99,17 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a copy of REF with fewer bits, for `--method lowbit`. It drafts on the model's own cache."""
+    """Make a copy of REF with fewer bits, for `--method lowbit`. It drafts on the model's own cache.
+
+    REF may be what `edgespec prepare layerskip` made, too.
+    """
 
     def make(path: Path, progress: ProgressLine) -> Prepared:
         from edgespec.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
-    prepared = _prepared(reference, make)
+    prepared = _prepared(reference, make, halves=True)
     if as_json:
         print_json(_json(prepared))
         return
@@ -121,8 +125,13 @@ def _exit(text: str) -> int | None:
         raise OptionError(f"--exit is {text!r}", "give the number of a layer, or auto") from None
 
 
-def _prepared(reference: str, make: Callable[[Path, ProgressLine], Prepared]) -> Prepared:
-    """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either."""
+def _prepared(
+    reference: str, make: Callable[[Path, ProgressLine], Prepared], *, halves: bool = False
+) -> Prepared:
+    """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either.
+
+    halves: it may be one that was prepared for early exit.
+    """
     from edgespec.catalog import resolve
 
     def work(stop: Any) -> Prepared:
@@ -134,7 +143,7 @@ def _prepared(reference: str, make: Callable[[Path, ProgressLine], Prepared]) ->
                     f"{found.name} is an MLX model and needs no preparing",
                     "use its methods right away, such as `edgespec chat --method layerskip`",
                 )
-            if found.format != "gguf":
+            if found.format == "layerskip" and not halves:
                 raise OptionError(
                     f"{found.path} is what was prepared already", "name the GGUF file that it was made from"
                 )

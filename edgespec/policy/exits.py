@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from edgespec.engine.payoff import best_chain
 from edgespec.policy.curve import Curve, gentle
@@ -35,6 +36,19 @@ class Exit:
     draft_length: int
     speed_up: float
 
+    @property
+    def pays(self) -> bool:
+        """Whether it is expected to be faster than plain decoding on this machine."""
+        return self.speed_up > 1.0
+
+    @property
+    def shortfall(self) -> str:
+        """Why it does not pay, in words that go on after the model's name; none where it does."""
+        if self.pays:
+            return ""
+        why = "gains nothing from" if self.agreement >= _TRAINED else "was not trained for"
+        return f"{why} early exit, so it will not pay here"
+
     def to_json(self) -> dict[str, float]:
         """The numbers as a JSON object."""
         return {
@@ -44,6 +58,11 @@ class Exit:
             "draft_length": self.draft_length,
             "speed_up": round(self.speed_up, 3),
         }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Exit:
+        """What `to_json` gave."""
+        return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +80,7 @@ class ExitTable:
     @property
     def pays(self) -> bool:
         """Whether the best exit is expected to be faster than plain decoding on this machine."""
-        return self.best.speed_up > 1.0
+        return self.best.pays
 
     @property
     def verdict(self) -> str:
@@ -71,10 +90,9 @@ class ExitTable:
             f"after {best.exit_layer} of {self.layer_count} layers its best token is the whole model's"
             f" {best.agreement:.0%} of the time"
         )
-        if self.pays:
+        if best.pays:
             return f"{right}: about {best.speed_up:.2f}x with {best.draft_length} tokens drafted a round"
-        why = "gains nothing from" if best.agreement >= _TRAINED else "was not trained for"
-        return f"it {why} early exit, so it will not pay here: {right}, which would give {best.speed_up:.2f}x"
+        return f"it {best.shortfall}: {right}, which would give {best.speed_up:.2f}x"
 
 
 def exit_table(

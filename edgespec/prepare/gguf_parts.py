@@ -1,7 +1,8 @@
-"""A GGUF model's tensors and metadata, and writing some of them into files of their own."""
+"""A GGUF model's tensors and metadata, and writing some or all of them into files."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ import gguf
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, ModelFileError
 
-__all__ = ["Source", "Tensor", "write_first", "write_part"]
+__all__ = ["Source", "Tensor", "write_first", "write_part", "write_whole"]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Arrays that are not of layers, however long they are.
 _NOT_OF_LAYERS = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
+# Numbers that count layers.
+_OF_LAYERS = ("block_count", "leading_dense_block_count")
 _LEFT_OUT = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
@@ -65,13 +68,13 @@ class Source:
         """The tensors that belong to no layer."""
         return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
 
-    def layers(self, begin: int, end: int) -> list[Tensor]:
-        """The tensors of layers [begin, end), renumbered from 0."""
+    def layers(self, begin: int, end: int, first: int = 0) -> list[Tensor]:
+        """The tensors of layers [begin, end), renumbered from `first`."""
         chosen = []
         for tensor in self.tensors:
             match = _LAYER.fullmatch(tensor.name)
             if match and begin <= int(match[1]) < end:
-                chosen.append(Tensor(f"blk.{int(match[1]) - begin}.{match[2]}", tensor.source))
+                chosen.append(Tensor(f"blk.{int(match[1]) - begin + first}.{match[2]}", tensor.source))
         return chosen
 
     def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
@@ -93,6 +96,19 @@ class Source:
             kept[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
         return kept
 
+    def metadata_with(self, upper: Source) -> dict[str, tuple[Any, Any, Any]]:
+        """The metadata of a model that has these layers and then those of `upper`; see `metadata`."""
+        whole = self.metadata(0, self.layer_count)
+        for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
+            below = whole[key][0]
+            if kind == gguf.GGUFValueType.ARRAY:
+                together = self._is_of_layers(key, below) and upper._is_of_layers(key, above)
+            else:
+                together = key.removeprefix(f"{self.architecture}.") in _OF_LAYERS
+            if together:
+                whole[key] = (below + above, kind, element)
+        return whole
+
     def _is_of_layers(self, key: str, value: Sequence[Any]) -> bool:
         of_model = key.startswith(f"{self.architecture}.") and len(value) == self.layer_count
         return of_model and not any(name in key for name in _NOT_OF_LAYERS)
@@ -108,14 +124,14 @@ def write_first(
 ) -> None:
     """Write the first part of a model whose tensors are all in the others."""
     writer = gguf.GGUFWriter(path, architecture)
-    for key, (value, kind, element) in metadata.items():
-        writer.add_key_value(key, value, kind, sub_type=element)
+    _add_metadata(writer, metadata)
     for key, extra_value in extra.items():
         if isinstance(extra_value, int):
             writer.add_uint64(key, extra_value)
         else:
             writer.add_string(key, extra_value)
-    _finish(writer, 0, part_count, tensor_count, (), "", None)
+    _number(writer, 0, part_count, tensor_count)
+    _finish(writer, (), "", None)
 
 
 def write_part(
@@ -128,26 +144,53 @@ def write_part(
 ) -> None:
     """Write tensors into part `number` (from 1) of a model, one after another. Raises CancelledError."""
     writer = gguf.GGUFWriter(path, architecture)
+    _announce(writer, tensors)
+    _number(writer, number, part_count, 0)
+    _finish(writer, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
+
+
+def write_whole(
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, tuple[Any, Any, Any]],
+    tensors: Sequence[Tensor],
+    progress: Progress | None = None,
+    *,
+    outline: bool = False,
+) -> None:
+    """Write a model into one file. outline: as large, but with nothing where the tensors are to be.
+
+    Raises CancelledError.
+    """
+    writer = gguf.GGUFWriter(path, architecture)
+    _add_metadata(writer, metadata)
+    _announce(writer, tensors)
+    _finish(writer, () if outline else tensors, f"writing {path.name}", progress)
+    if outline:
+        ends = sum(tensor.size_bytes + writer.data_alignment for tensor in tensors) + writer.data_alignment
+        os.truncate(path, path.stat().st_size + ends)
+
+
+def _add_metadata(writer: Any, metadata: Mapping[str, tuple[Any, Any, Any]]) -> None:
+    for key, (value, kind, element) in metadata.items():
+        writer.add_key_value(key, value, kind, sub_type=element)
+
+
+def _announce(writer: Any, tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         data = tensor.source.data
         writer.add_tensor_info(
             tensor.name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.source.tensor_type
         )
-    _finish(writer, number, part_count, 0, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
 
 
-def _finish(
-    writer: Any,
-    number: int,
-    part_count: int,
-    tensor_count: int,
-    tensors: Sequence[Tensor],
-    what: str,
-    progress: Progress | None,
-) -> None:
+def _number(writer: Any, number: int, part_count: int, tensor_count: int) -> None:
     writer.add_uint16("split.no", number)
     writer.add_uint16("split.count", part_count)
     writer.add_int32("split.tensors.count", tensor_count)
+
+
+def _finish(writer: Any, tensors: Sequence[Tensor], what: str, progress: Progress | None) -> None:
     total, done = sum(tensor.size_bytes for tensor in tensors), 0
     try:
         writer.write_header_to_file()

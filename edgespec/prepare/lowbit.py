@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.errors import OptionError
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.files import reason_of
 from edgespec.prepare.making import Workbench, make
-from edgespec.prepare.store import Prepared, find
+from edgespec.prepare.store import Prepared, absolute, check, find, read, source_files
 
-__all__ = ["DEFAULT_TYPE", "copy_path", "find_lowbit", "prepare_lowbit"]
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.quantise import QuantisedSize
+
+__all__ = ["DEFAULT_TYPE", "check_lowbit", "copy_path", "find_lowbit", "prepare_lowbit"]
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
+# What halves are put together in.
+_WHOLE = "whole.gguf"
 # The weights' bytes are known to a hundredth of a megabyte; vocabulary and names come on top of them.
 _HEADER_BYTES = 1 << 20
 
@@ -25,6 +32,8 @@ def prepare_lowbit(
 ) -> Prepared:
     """Make a copy of the model at `path` with weights of a type, such as Q4_0, or return the one there is.
 
+    path: a GGUF file, or a folder that was prepared for early exit. Then the copy is made from the file that
+    this was made from, or, where that is gone, from both halves, which are put together for so long.
     to: the folder to make; by default one in the store. The facts of what is returned: `type`,
     `source_weight_bytes`, `weight_bytes`, `saved_bytes`.
     Raises OptionError (no such type, or one that is not smaller than the model is), CapabilityError (a
@@ -32,12 +41,61 @@ def prepare_lowbit(
     cannot be read, too small a disk), BackendError and CancelledError; after any of them there is no copy.
     """
     from edgespec.backends.llamacpp.lowbit import check_lends
-    from edgespec.backends.llamacpp.quantise import file_type, needs_matrix, quantise, quantised_size
+    from edgespec.backends.llamacpp.quantise import file_type, quantise
 
     type_name = file_type(type_name)
-    source_bytes = sum(part.stat().st_size for part in gguf_files(path))
-    check_lends(path)
-    size = quantised_size(path, type_name)
+    if path.is_dir():
+        there = find_lowbit(path, type_name)
+        if to is None and there is not None and _is_right(there, path):
+            return there
+        halves = read(path)
+        check(halves)
+        if _is_right(halves, halves.source):
+            path = halves.source
+    source_bytes = sum(part.stat().st_size for part in source_files(path))
+    if not path.is_dir():
+        check_lends(path)
+    size = _size(path, type_name)
+    facts: Mapping[str, Any] = {
+        "type": type_name,
+        "source_weight_bytes": size.source_bytes,
+        "weight_bytes": size.copy_bytes,
+        "saved_bytes": size.source_bytes - size.copy_bytes,
+    }
+
+    def write(bench: Workbench) -> Mapping[str, Any]:
+        def copy(growing: Path) -> None:
+            with _whole(bench.source, bench.folder, progress) as whole:
+                quantise(whole, growing, type_name, progress)
+
+        bench.file(_COPY, copy, progress)
+        return facts
+
+    # The header is written as it is in the source.
+    header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
+    joined_bytes = source_bytes if path.is_dir() else 0
+    return make(
+        "lowbit",
+        path,
+        {"type": type_name},
+        write,
+        needed_bytes=size.copy_bytes + header_bytes + joined_bytes,
+        to=to,
+        progress=progress,
+    )
+
+
+def _size(path: Path, type_name: str) -> QuantisedSize:
+    """What a copy will take. Raises what `prepare_lowbit` does where it should not be made."""
+    from edgespec.backends.llamacpp.quantise import needs_matrix, quantised_size
+
+    try:
+        with TemporaryDirectory() as folder, _whole(path, Path(folder), outline=True) as outline:
+            size = quantised_size(outline, type_name)
+    except OSError as error:
+        raise ModelFileError(
+            f"the header of {path} cannot be written: {reason_of(error)}", "make room for temporary files"
+        ) from error
     if size.needs_matrix:
         raise needs_matrix(type_name)
     if size.copy_bytes >= size.source_bytes:
@@ -48,40 +106,52 @@ def prepare_lowbit(
             if type_name == "Q2_K"
             else "choose a type with fewer bits, such as Q2_K",
         )
-    facts: Mapping[str, Any] = {
-        "type": type_name,
-        "source_weight_bytes": size.source_bytes,
-        "weight_bytes": size.copy_bytes,
-        "saved_bytes": size.source_bytes - size.copy_bytes,
-    }
+    return size
 
-    def write(bench: Workbench) -> Mapping[str, Any]:
-        bench.file(_COPY, lambda growing: quantise(bench.source, growing, type_name, progress), progress)
-        return facts
 
-    # The header is written as it is in the source.
-    header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
-    return make(
-        "lowbit",
-        path,
-        {"type": type_name},
-        write,
-        needed_bytes=size.copy_bytes + header_bytes,
-        to=to,
-        progress=progress,
-    )
+def _whole(
+    source: Path, folder: Path, progress: Progress | None = None, *, outline: bool = False
+) -> AbstractContextManager[Path]:
+    """The model as a GGUF file: its own, or one in `folder` that halves are put together in."""
+    if not source.is_dir():
+        return nullcontext(source)
+    from edgespec.prepare.whole import whole_file
+
+    return whole_file(source, folder / _WHOLE, progress, outline=outline)
+
+
+def _is_right(prepared: Prepared, source: Path) -> bool:
+    """Whether neither what was prepared nor the model it was made from has changed, and both are there."""
+    try:
+        check_lowbit(prepared, source)
+    except ModelFileError:
+        return False
+    return True
 
 
 def find_lowbit(path: Path, type_name: str | None = None) -> Prepared | None:
     """The copy made of the model at `path`: of a type, or for None the one made last.
 
-    Whether it is still right is not looked at: see `edgespec.prepare.store.check`.
+    Of a model that was prepared for early exit it may have been made from the same file as that was.
+    Whether it is still right is not looked at: see `check_lowbit`.
     """
-    if type_name is None:
-        return find("lowbit", path)
-    from edgespec.backends.llamacpp.quantise import file_type
+    settings = None
+    if type_name is not None:
+        from edgespec.backends.llamacpp.quantise import file_type
 
-    return find("lowbit", path, {"type": file_type(type_name)})
+        settings = {"type": file_type(type_name)}
+    found = find("lowbit", path, settings)
+    if found is None and path.is_dir():
+        halves = read(path)
+        found = find("lowbit", halves.source, settings)
+        if found is not None and found.source_records != halves.source_records:
+            return None
+    return found
+
+
+def check_lowbit(prepared: Prepared, path: Path) -> None:
+    """Raises ModelFileError when the copy is damaged, or the model at `path` is not what it was made from."""
+    check(prepared, path if prepared.source == absolute(path) else None)
 
 
 def copy_path(prepared: Prepared) -> Path:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
-from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.files import reason_of, replacing, size_text, sync
 from edgespec.prepare.records import FileRecord, record, same_sample
@@ -32,6 +31,7 @@ from edgespec.prepare.store import (
     absolute,
     check,
     read,
+    source_files,
     store_folder,
 )
 
@@ -89,7 +89,7 @@ def make(
     another folder's place) and CancelledError.
     """
     source = absolute(source)
-    parts = gguf_files(source)
+    parts = source_files(source)
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute(entry if to is None else to)
     if folder.is_symlink():

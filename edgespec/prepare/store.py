@@ -26,6 +26,7 @@ __all__ = [
     "check",
     "find",
     "read",
+    "source_files",
     "store_folder",
 ]
 
@@ -144,12 +145,23 @@ def check(prepared: Prepared, source: Path | None = None, *, full: bool = False)
             )
     if source is None:
         return
-    parts, known = gguf_files(source), prepared.source_records
+    parts, known = source_files(source), prepared.source_records
     changed = len(parts) != len(known) or not all(map(same_sample, parts, known))
     if changed or (full and [r.sha256 for r in record(parts, "checking")] != [r.sha256 for r in known]):
         raise ModelFileError(
             f"{source} is no longer the file that {prepared.folder} was made from", _again(prepared.folder)
         )
+
+
+def source_files(source: Path) -> list[Path]:
+    """The files of a model: of a GGUF file, all parts; of a folder in which it was prepared, all there.
+
+    Raises ModelFileError.
+    """
+    if not source.is_dir():
+        return gguf_files(source)
+    prepared = read(source)
+    return [prepared.path(file.name) for file in prepared.files]
 
 
 def absolute(path: Path) -> Path:

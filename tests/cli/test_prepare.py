@@ -60,13 +60,30 @@ def test_an_mlx_model_needs_no_preparing(run: Run) -> None:
     assert run("prepare", "layerskip", "demo-mlx", "--exit", "1").exit_code == 2
 
 
-@pytest.mark.parametrize("kind", ["layerskip", "lowbit"])
-def test_what_was_prepared_already_is_not_prepared(run: Run, model: Path, tmp_path: Path, kind: str) -> None:
+def test_what_was_prepared_for_early_exit_is_not_prepared_for_it_again(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
     halves = tmp_path / "halves.gguf"
     assert run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(halves)).exit_code == 0
-    result = run("prepare", kind, str(halves))
+    result = run("prepare", "layerskip", str(halves))
     assert result.exit_code == 2
     assert f"{halves} is what was prepared already; name the GGUF file" in result.stderr
+
+
+def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp_path: Path) -> None:
+    halves = tmp_path / "halves"
+    assert run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(halves)).exit_code == 0
+    model.unlink()
+    # By its folder, and by the file that is gone.
+    copies = [run("prepare", "lowbit", str(name), "--json") for name in (halves, model)]
+    assert [result.exit_code for result in copies] == [0, 0]
+    first, second = (json.loads(result.stdout) for result in copies)
+    assert first == second
+    assert first["source"] == str(halves)
+    (Path(first["folder"]) / "copy.gguf").rename(tmp_path / "copy.gguf")
+    result = run("prepare", "lowbit", str(first["folder"]))
+    assert result.exit_code == 1
+    assert f"name the model it was made from: {halves}" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")

@@ -105,6 +105,13 @@ class TestParts:
             assert part["llama.block_count"][0] == count
             assert part["llama.rope.dimension_sections"][0] == [9, 8, 7, 6]
             assert len(part["tokenizer.ggml.scores"][0]) == 4
+        for exit_layer in (1, 2, 3):
+            halves = []
+            for name, begin, end in (("lower", 0, exit_layer), ("upper", exit_layer, 4)):
+                write_first(tmp_path / name, "llama", source.metadata(begin, end), {}, 0, 1)
+                halves.append(Source([tmp_path / name]))
+            whole = halves[0].metadata_with(halves[1])
+            assert whole == source.metadata(0, 4)
 
 
 class TestRefusals:

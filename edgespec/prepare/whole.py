@@ -1,0 +1,32 @@
+"""The one file that a model in two halves was, or would be, for as long as something is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgespec.backends.base import Progress
+from edgespec.backends.llamacpp import layerskip as halves
+from edgespec.prepare.gguf_parts import Source, write_whole
+
+__all__ = ["whole_file"]
+
+
+@contextmanager
+def whole_file(
+    folder: Path, path: Path, progress: Progress | None = None, *, outline: bool = False
+) -> Iterator[Path]:
+    """Both halves in `folder` as one model in the file `path`, which is not there afterwards.
+
+    outline: only what its header says, and no tensors. Raises ModelFileError, OSError and CancelledError.
+    """
+    lower = Source([folder / name for name in (halves.LOWER_FIRST, halves.SHARED, halves.LOWER)])
+    upper = Source([folder / name for name in (halves.UPPER_FIRST, halves.SHARED, halves.UPPER)])
+    below, above = lower.layer_count, upper.layer_count
+    tensors = [*lower.shared(), *lower.layers(0, below), *upper.layers(0, above, first=below)]
+    try:
+        write_whole(path, lower.architecture, lower.metadata_with(upper), tensors, progress, outline=outline)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
