@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter as now
 from typing import Any
 
 import mlx.core as mx
@@ -26,62 +25,27 @@ from mlx_lm.utils import load as load_mlx_lm
 import edgespec
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
+from scripts.peers.replies import Arrivals, Run, ours
 
 
-@dataclass
-class Run:
-    """One reply: tokens, seconds per token after the first, and what was drafted."""
-
-    tokens: list[int] = field(default_factory=list)
-    seconds_per_token: float = 0.0
-    accepted: int = 0
-    passes: int = 0
-
-
-class Arrivals:
-    """When tokens came. Those of the first round, which ends with the target's own, come together."""
-
-    def __init__(self) -> None:
-        self._first = self._last = 0.0
-        self._later = 0
-
-    def note(self, count: int, accepted: bool) -> None:
-        """So many tokens came now."""
-        self._last = now()
-        self._later += count if self._first else 0
-        if not accepted and not self._first:
-            self._first = self._last
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Of all tokens after the first round."""
-        return (self._last - self._first) / max(1, self._later)
+def load_theirs(reference: str) -> tuple[Any, Any]:
+    """Model and tokenizer as mlx-lm loads them, in float32 where MLX computes on a CPU."""
+    model, tokenizer, *_ = load_mlx_lm(str(resolve(reference).path))
+    if mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)
+        mx.eval(model.parameters())
+    return model, tokenizer
 
 
 def theirs(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Run:
     """A reply of mlx-lm."""
-    run, arrivals = Run(), Arrivals()
+    tokens, accepted, arrivals = [], 0, Arrivals()
     for piece in stream_generate(model, tokenizer, prompt, **options):
         arrivals.note(1, piece.from_draft)
-        run.tokens.append(piece.token)
-        run.accepted += piece.from_draft
+        tokens.append(piece.token)
+        accepted += piece.from_draft
     # Each pass ends with a token of the target's own, but for the last where the length ran out first.
-    run.passes = len(run.tokens) - run.accepted + piece.from_draft
-    run.seconds_per_token = arrivals.seconds_per_token
-    return run
-
-
-def ours(runtime: edgespec.Runtime, prompt: list[int], options: dict[str, Any]) -> Run:
-    """A reply of edgespec."""
-    run, arrivals = Run(), Arrivals()
-    stream = runtime.stream_tokens(prompt, **options)
-    for piece in stream:
-        arrivals.note(piece.token_count, piece.accepted)
-    reply = stream.reply
-    run.tokens, run.accepted = list(reply.tokens), reply.stats.accepted_tokens
-    run.passes = reply.stats.target_passes
-    run.seconds_per_token = arrivals.seconds_per_token
-    return run
+    return arrivals.run(tokens, accepted, len(tokens) - accepted + piece.from_draft)
 
 
 def compare(args: argparse.Namespace, sides: Sides, temperature: float) -> None:
@@ -154,12 +118,8 @@ def main() -> None:
     args = parser.parse_args()
 
     with edgespec.load(args.target, args.draft, context=1024) as runtime:
-        model, tokenizer = load_mlx_lm(str(resolve(args.target).path))
-        draft, _ = load_mlx_lm(str(resolve(args.draft).path))
-        if mx.default_device() == mx.cpu:
-            for net in (model, draft):
-                net.set_dtype(mx.float32)
-                mx.eval(net.parameters())
+        model, tokenizer = load_theirs(args.target)
+        draft, _ = load_theirs(args.draft)
         prompts = [
             tokenizer.apply_chat_template(json.loads(line)["messages"], add_generation_prompt=True)
             for line in args.prompts.read_text().splitlines()[:: args.every]
