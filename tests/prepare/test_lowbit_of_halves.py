@@ -30,13 +30,22 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path, demo_target: Path) -> Path:
-    return Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
+def source(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model.gguf", layers=3)
 
 
 @pytest.fixture
 def halves(source: Path) -> Prepared:
-    return prepare_layerskip(source, 4)
+    return prepare_layerskip(source, 1)
+
+
+@pytest.fixture
+def demo(tmp_path: Path, demo_target: Path) -> Path:
+    """The halves of the demo target, which is not there any more."""
+    source = Path(shutil.copy(demo_target, tmp_path / "demo.gguf"))
+    folder = prepare_layerskip(source, 4).folder
+    source.unlink()
+    return folder
 
 
 def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, bytes]]]:
@@ -116,11 +125,11 @@ def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves:
 
 def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "halves"
-    prepare_layerskip(source, 4, to=folder)
+    prepare_layerskip(source, 1, to=folder)
     source.unlink()
     made = prepare_lowbit(folder)
     shutil.rmtree(folder)
-    prepare_layerskip(write_llama(source, layers=3), 1, to=folder)
+    prepare_layerskip(write_llama(source, layers=4), 1, to=folder)
     source.unlink()
     with pytest.raises(ModelFileError, match="no longer the file"):
         check_lowbit(made, folder)
@@ -129,29 +138,25 @@ def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
 
 def test_damaged_halves(source: Path, halves: Prepared) -> None:
     source.unlink()
-    os.truncate(halves.path("upper.gguf"), 100_000)
+    os.truncate(halves.path("upper.gguf"), 1000)
     with pytest.raises(ModelFileError, match=r"upper\.gguf is damaged"):
         prepare_lowbit(halves.folder)
 
 
-def test_types_that_will_not_do(source: Path, halves: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    source.unlink()
+def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "_make", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
-        prepare_lowbit(halves.folder, "Q8_0")
+        prepare_lowbit(demo, "Q8_0")
     with pytest.raises(CapabilityError, match="needs an importance matrix"):
-        prepare_lowbit(halves.folder, "IQ2_XXS")
+        prepare_lowbit(demo, "IQ2_XXS")
 
 
-def test_a_disk_that_is_too_small_for_both(
-    source: Path, halves: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the halves put together, and for the copy."""
-    free = shutil.disk_usage(source)._replace(free=15_000_000)
-    source.unlink()
+    free = shutil.disk_usage(demo)._replace(free=15_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(ModelFileError, match=r"\d\d MB are needed in .* and 15 MB are free; free some space"):
-        prepare_lowbit(halves.folder)
+        prepare_lowbit(demo)
 
 
 @pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
