@@ -71,6 +71,17 @@ def test_tests_run_on_the_versions_users_get() -> None:
     assert mlx.items() <= dev.items()
 
 
+def test_what_the_code_reads_is_shipped_with_it() -> None:
+    """The build takes these folders whole, but for what git leaves out; code reads no file beside them."""
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert wheel["targets"]["wheel"]["only-include"] == ["edgespec", "models"]
+    data = [path for path in (ROOT / "edgespec").rglob("*.*") if path.suffix not in (".py", ".pyc")]
+    assert ROOT / "edgespec" / "bench" / "prompts.jsonl" in data
+    if (ROOT / ".git").exists():
+        said = subprocess.run(["git", "check-ignore", *data], cwd=ROOT, capture_output=True, check=False)
+        assert said.stdout == b""
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_bash_that_parses_and_may_be_run(script: Path) -> None:
     assert script.read_text(encoding="utf-8").startswith(BASH + "# "), "the first line says what it is for"

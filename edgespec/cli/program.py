@@ -16,7 +16,18 @@ from edgespec.cli.help import HelpfulGroup
 
 __all__ = ["COMMANDS", "Program", "program"]
 
-COMMANDS = ("chat", "generate", "verify", "tune", "prepare", "doctor", "models", "forget", "completion")
+COMMANDS = (
+    "chat",
+    "generate",
+    "verify",
+    "tune",
+    "bench",
+    "prepare",
+    "doctor",
+    "models",
+    "forget",
+    "completion",
+)
 
 
 class Program(HelpfulGroup):

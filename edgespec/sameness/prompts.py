@@ -1,4 +1,4 @@
-"""The prompts a proof runs on."""
+"""The prompts a proof or a measurement runs on."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ from typing import Any
 
 from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.message import Message
+from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import OptionError
+from edgespec.runtime import Runtime
 
-__all__ = ["Prompt", "read_prompts"]
+__all__ = ["Prompt", "prompt_tokens", "read_prompts"]
 
 _ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A name to report it by, and what is asked: messages for the chat template."""
+    """A name to report it by, and what is asked: messages for the chat template.
+
+    category: the kind of text it asks for, where something tells.
+    """
 
     name: str
     messages: tuple[Message, ...]
+    category: str = "other"
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     """Prompts of a JSONL file, one object a line with `prompt` (a text) or `messages`, perhaps an `id`.
 
+    The category is the field `category` or `skill`, else what the id has before its last dash.
     None reads the prompts that come with edgespec. Raises OptionError with the line that is wrong.
     """
     file = Path(path) if path is not None else models_folder() / "eval_prompts.jsonl"
@@ -56,4 +63,14 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
             f"line {number} of {file} is no prompt: {error!r}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
         ) from error
-    return Prompt(str(entry.get("id", f"line {number}")), messages)
+    name = str(entry.get("id", f"line {number}"))
+    category = entry.get("category") or entry.get("skill") or name.rpartition("-")[0] or "other"
+    return Prompt(name, messages, str(category))
+
+
+def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:
+    """A prompt as this runtime's target reads it; a model without a chat template gets the texts alone."""
+    if runtime.template is None:
+        text = "\n".join(message.content for message in prompt.messages)
+        return runtime.vocabulary.tokenize(text, special=True, start=True)
+    return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]

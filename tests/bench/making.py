@@ -1,0 +1,46 @@
+"""Rows and reports of which only the figures matter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgespec.bench import Row, Way
+from edgespec.engine.stats import Stats
+from edgespec.reply import MethodReport, Reply
+
+TOKENS = 10
+
+
+def row(
+    prompt: str,
+    way: Way,
+    seconds_per_token: float,
+    *,
+    repeat: int = 0,
+    category: str = "code",
+    temperature: float = 0.0,
+    tokens: tuple[int, ...] = tuple(range(TOKENS)),
+    joules: float | None = None,
+    **counted: Any,
+) -> Row:
+    """A reply that took so long for each token, and nothing for its prompt."""
+    seconds = seconds_per_token * len(tokens)
+    stats = Stats(
+        generated_tokens=len(tokens),
+        target_passes=len(tokens),
+        verify_seconds=seconds,
+        ttft_seconds=seconds_per_token,
+        peak_memory_bytes=1000,
+    )
+    reply = Reply(
+        "",
+        tokens,
+        "length",
+        1,
+        "t",
+        None,
+        MethodReport(way.method, way.method, ""),
+        replace(stats, **counted),
+    )
+    return Row(prompt, category, temperature, repeat, 0, way, seconds, joules, reply)

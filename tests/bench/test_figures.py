@@ -1,0 +1,131 @@
+"""Figures of replies whose figures are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.bench import Row, Way
+from edgespec.bench.figures import Figures, figures, hindsights
+from tests.bench.making import TOKENS, row
+
+PLAIN, AUTO, MODEL, SUFFIX = Way("none"), Way("auto"), Way("model", 4), Way("suffix")
+WAYS = (PLAIN, AUTO, MODEL, SUFFIX)
+
+# Seconds for a token of each way. The best fixed: model on a, suffix on b, plain on c.
+SECONDS = {
+    "a": {PLAIN: 1.0, AUTO: 0.5, MODEL: 0.25, SUFFIX: 1.0},
+    "b": {PLAIN: 2.0, AUTO: 0.5, MODEL: 2.0, SUFFIX: 0.5},
+    "c": {PLAIN: 1.0, AUTO: 1.0, MODEL: 2.0, SUFFIX: 4.0},
+}
+CATEGORIES = {"a": "code", "b": "code", "c": "story"}
+
+
+def rows(repeats: int = 2) -> list[Row]:
+    """Every reply twice, the second time on a machine that is three times as slow."""
+    return [
+        row(prompt, way, seconds * 3**repeat, repeat=repeat, category=CATEGORIES[prompt])
+        for repeat in range(repeats)
+        for prompt, ways in SECONDS.items()
+        for way, seconds in ways.items()
+    ]
+
+
+def told(measured: list[Row], *, equal: bool = True) -> dict[tuple[str | None, Way], Figures]:
+    found = figures(measured, WAYS, equal_tokens=lambda temperature: equal)
+    return {(each.category, each.way): each for each in found}
+
+
+def test_speeds_are_of_pairs_and_drift_does_not_matter() -> None:
+    found = told(rows())
+    assert [key for key in found if key[0] is None] == [(None, way) for way in WAYS]
+    assert [key[0] for key in found][:: len(WAYS)] == [None, "code", "story"]
+    model = found[None, MODEL]
+    assert (model.prompts, model.replies) == (3, 6)
+    assert model.speed_up == pytest.approx((4 * 1 * 0.5) ** (1 / 3))
+    assert model.worst == pytest.approx(0.5)
+    assert 0.5 <= (model.low or 0.0) < (model.speed_up or 0.0) < (model.high or 0.0) <= 4.0
+    assert found["code", SUFFIX].speed_up == pytest.approx(2.0)
+    assert found["story", SUFFIX].speed_up == pytest.approx(0.25)
+    plain = found[None, PLAIN]
+    assert (plain.speed_up, plain.worst, plain.low, plain.high) == (1.0, 1.0, None, None)
+    assert found["story", PLAIN].tokens_per_second == pytest.approx(3**-0.5)
+    assert found["story", PLAIN].tpot_seconds == pytest.approx(2.0)
+    assert found["story", PLAIN].seconds["verify"] == pytest.approx(4.0 * TOKENS)
+
+
+def test_hindsight() -> None:
+    by_category = {each.category: each for each in hindsights(rows(), WAYS)}
+    code = by_category["code"]
+    assert (code.prompts, code.best) == (2, MODEL)
+    assert code.best_speed_up == pytest.approx(2.0)
+    assert code.oracle_speed_up == pytest.approx(4.0)
+    assert code.auto_speed_up == pytest.approx(8**0.5)
+    assert code.share_of_best == pytest.approx(2**0.5)
+    assert code.share_of_oracle == pytest.approx(8**0.5 / 4)
+    assert by_category["story"].best == PLAIN
+    assert by_category["story"].share_of_oracle == pytest.approx(1.0)
+    assert by_category[None].oracle_speed_up == pytest.approx(16 ** (1 / 3))
+
+
+def test_without_auto_nothing_is_said_of_it() -> None:
+    ways = (PLAIN, MODEL)
+    (found, *_) = hindsights([each for each in rows() if each.way in ways], ways)
+    assert (found.auto_speed_up, found.share_of_best, found.share_of_oracle) == (None, None, None)
+
+
+def test_what_was_cut_short_is_compared_as_far_as_it_can_be() -> None:
+    whole = rows(1)
+    found = told([each for each in whole if not (each.prompt == "b" and each.way == PLAIN)])
+    assert found["code", MODEL].replies == 2
+    assert found["code", MODEL].speed_up == pytest.approx(4.0)  # of prompt a alone
+    only_a = [each for each in whole if each.prompt == "a" or (each.prompt == "c" and each.way == PLAIN)]
+    assert found[None, AUTO].prompts == 3
+    assert {each.category: each.prompts for each in hindsights(only_a, WAYS)} == {None: 1, "code": 1}
+    cut = [row("a", MODEL, 1.0), row("a", SUFFIX, 1.0)]
+    assert figures(cut, WAYS, equal_tokens=lambda temperature: True) == []
+    assert hindsights(cut, WAYS) == []
+    alone = told([row("a", PLAIN, 1.0), row("b", MODEL, 1.0)])
+    assert (alone[None, MODEL].speed_up, alone[None, MODEL].worst, alone[None, MODEL].low) == (None,) * 3
+
+
+def test_replies_that_are_not_plain_decodings_are_counted() -> None:
+    measured = [row("a", PLAIN, 1.0), row("a", MODEL, 1.0), row("a", SUFFIX, 1.0, tokens=(1, 2))]
+    found = told(measured)
+    assert (found[None, MODEL].compared, found[None, MODEL].same) == (1, 1)
+    assert (found[None, SUFFIX].compared, found[None, SUFFIX].same) == (1, 0)
+    assert told(measured, equal=False)[None, SUFFIX].compared == 0
+
+
+def test_counts_bytes_and_energy() -> None:
+    drafted = [
+        row("a", MODEL, 1.0, joules=5.0, drafted_tokens=6, accepted_tokens=3,
+            drafted_per_position=[4, 2], accepted_per_position=[2, 1], draft_seconds=2.0,
+            draft_weight_bytes=70, draft_kv_bytes=7, prefill_seconds=4.0),
+        row("b", MODEL, 1.0, joules=15.0, drafted_tokens=4, accepted_tokens=1,
+            drafted_per_position=[4], accepted_per_position=[1], draft_seconds=1.0),
+    ]  # fmt: skip
+    plain = [row("a", PLAIN, 1.0, joules=3.0), row("b", PLAIN, 1.0)]
+    found = told([*plain, *drafted])
+    model = found[None, MODEL]
+    assert model.drafted_tokens == 10
+    assert model.acceptance == pytest.approx(0.4)
+    assert model.acceptance_by_depth == pytest.approx((3 / 8, 1 / 2))
+    assert model.joules_per_token == pytest.approx(1.0)
+    assert (model.draft_weight_bytes, model.draft_kv_bytes) == (70, 7)
+    assert (model.seconds["draft"], model.seconds["prefill"]) == (3.0, 4.0)
+    assert found[None, PLAIN].joules_per_token is None  # of one reply nobody told
+    assert found[None, PLAIN].acceptance is None
+    assert found[None, PLAIN].acceptance_by_depth == ()
+
+
+def test_each_temperature_by_itself() -> None:
+    measured = [
+        row("a", way, seconds, temperature=temperature)
+        for temperature, fast in ((0.0, 0.5), (0.8, 0.25))
+        for way, seconds in ((PLAIN, 1.0), (MODEL, fast))
+    ]
+    found = figures(measured, (PLAIN, MODEL), equal_tokens=lambda temperature: temperature == 0)
+    speeds = {(each.temperature, each.way): each for each in found if each.category is None}
+    assert speeds[0.0, MODEL].speed_up == pytest.approx(2.0)
+    assert speeds[0.8, MODEL].speed_up == pytest.approx(4.0)
+    assert (speeds[0.0, MODEL].compared, speeds[0.8, MODEL].compared) == (1, 0)

@@ -1,0 +1,112 @@
+"""The order of replies lets drift cancel, and the prompts that come along are what they are said to be."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec import Message
+from edgespec.bench import Plan, Way, bench_prompts, ways_of
+from edgespec.errors import OptionError
+from edgespec.sameness import Prompt, prompt_tokens, read_prompts
+
+
+def prompts(*categories: str) -> tuple[Prompt, ...]:
+    return tuple(
+        Prompt(f"{category}-{i}", (Message("user", "abc"),), category)
+        for i, category in enumerate(categories)
+    )
+
+
+WAYS = ways_of(["auto", "suffix", "ngram", "model"])
+
+
+@given(st.integers(1, 5), st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
+def test_of_two_repeats_one_runs_backwards(count: int, ways: int, temperatures: int, pairs: int) -> None:
+    plan = Plan(
+        prompts(*"abcdefg"[:count]),
+        WAYS[:ways],
+        temperatures=tuple(float(t) for t in range(temperatures)),
+        repeats=2 * pairs,
+    )
+    places: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    rounds = list(plan.rounds())
+    for each in rounds:
+        assert sorted(each.ways) == sorted(plan.ways)
+        for place, way in enumerate(each.ways):
+            places[each.prompt.name, each.temperature, each.repeat // 2, way].append(place)
+    # The same place on average in every two repeats: what grows steadily within a round cancels.
+    assert all(sum(both) == ways - 1 for both in places.values())
+    assert sum(len(each.ways) for each in rounds) == plan.replies
+
+
+def test_every_way_comes_first_equally_often() -> None:
+    plan = Plan(prompts(*"abcdefghij"), WAYS, repeats=1)
+    assert Counter(each.ways[0] for each in plan.rounds()) == dict.fromkeys(WAYS, 2)
+
+
+def test_a_run_that_ends_early_has_every_category() -> None:
+    plan = Plan(prompts("a", "a", "b", "a", "c", "b"), WAYS, repeats=1)
+    assert [each.prompt.category for each in plan.rounds()] == ["a", "b", "c", "a", "b", "a"]
+
+
+def test_draft_lengths_are_for_those_that_take_one() -> None:
+    assert ways_of(["auto", "model", "none", "model"], [2, 4]) == (
+        Way("none"),
+        Way("auto"),
+        Way("model", 2),
+        Way("model", 4),
+    )
+    assert [way.name for way in ways_of(["model"], [2])] == ["none", "model k=2"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompts": ()},
+        {"prompts": (*prompts("a"), *prompts("a"))},
+        {"ways": (Way("auto"),)},
+        {"ways": (*WAYS, WAYS[0])},
+        {"temperatures": ()},
+        {"temperatures": (0.0, 0.0)},
+        {"temperatures": (-1.0,)},
+        {"repeats": 0},
+        {"max_tokens": 0},
+    ],
+)
+def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"prompts": prompts("a"), "ways": WAYS}
+    Plan(**good)
+    with pytest.raises(OptionError):
+        Plan(**good | wrong)
+
+
+def test_the_prompts_that_come_along() -> None:
+    mine = bench_prompts()
+    kinds = ("chat", "code", "edit", "summarise", "extract", "maths", "translate", "story")
+    assert Counter(prompt.category for prompt in mine) == dict.fromkeys(kinds, 3)
+    assert len({prompt.name for prompt in mine}) == 24
+    by_kind = {kind: [len(p.messages[-1].content) for p in mine if p.category == kind] for kind in kinds}
+    assert all(min(by_kind[kind]) > 400 for kind in ("edit", "summarise", "extract"))
+    with edgespec.load("demo", "none", threads=1) as runtime:
+        assert max(len(prompt_tokens(runtime, prompt)) for prompt in mine) + 64 < runtime.context_tokens
+
+
+def test_where_the_category_of_a_prompt_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [
+        {"id": "a-b-1", "prompt": "x"},
+        {"id": "a-1", "prompt": "x", "skill": "s"},
+        {"id": "a-2", "prompt": "x", "skill": "s", "category": "c"},
+        {"prompt": "x"},
+    ]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert [prompt.category for prompt in read_prompts(file)] == ["a-b", "s", "c", "other"]
+    assert {prompt.category for prompt in read_prompts()} >= {"howto", "code", "edit"}

@@ -1,0 +1,236 @@
+"""Replies are measured one by one, each as if it were the first; what ends a run keeps what there is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import Message, Runtime
+from edgespec.backends.base import Progress
+from edgespec.backends.tabular import TabularModel
+from edgespec.bench import Measured, Plan, report, run, ways_of
+from edgespec.bench.energy import EnergyMeter
+from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
+from edgespec.sameness import Prompt
+from tests.tables import near, runtime, table
+
+PROMPTS = tuple(
+    Prompt(f"p-{text}", (Message("user", text),), text[0]) for text in ("abcabc", "fedfed", "aab")
+)
+WAYS = ways_of(["auto", "model", "ngram"])
+
+
+class Counting(TabularModel):
+    """A table that counts the tokens of prompts it has read."""
+
+    def __init__(self, like: TabularModel) -> None:
+        super().__init__(like._table)
+        self.read: list[int] = []
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self.read.append(len(tokens))
+        super().prefill(tokens, progress)
+
+
+@pytest.fixture
+def draft() -> Counting:
+    return Counting(near(table(1), 2))
+
+
+@pytest.fixture
+def pair(draft: Counting) -> Iterator[Runtime]:
+    with runtime(table(1), draft) as pair:
+        yield pair
+
+
+def plan(**changes: Any) -> Plan:
+    usual: dict[str, Any] = {
+        "prompts": PROMPTS,
+        "ways": WAYS,
+        "temperatures": (0.0, 0.8),
+        "repeats": 2,
+        "max_tokens": 12,
+    }
+    return Plan(**usual | changes)
+
+
+def test_everything_is_measured_in_the_order_of_the_plan(pair: Runtime) -> None:
+    wanted = plan()
+    found = run(pair, wanted)
+    assert (found.ending, found.trouble) == ("complete", "")
+    assert len(found.rows) == wanted.replies == 3 * 2 * 2 * 4
+    in_order = [
+        (each.prompt.name, each.temperature, each.repeat, way, place)
+        for each in wanted.rounds()
+        for place, way in enumerate(each.ways)
+    ]
+    assert [(r.prompt, r.temperature, r.repeat, r.way, r.position) for r in found.rows] == in_order
+    told = report(pair, wanted, found)
+    assert told.differing == 0
+    assert all(each.same == each.compared == 6 for each in told.figures if each.category is None)
+    assert {each.category for each in told.figures} == {None, "a", "f"}
+    assert told.peak_memory_bytes > 0
+
+
+def test_every_reply_reads_its_prompt_anew(pair: Runtime, draft: Counting) -> None:
+    model = ways_of(["model", "model"], [2, 3])
+    found = run(pair, plan(prompts=PROMPTS[:1], ways=model, temperatures=(0.0,)))
+    assert {row.reply.stats.cached_prompt_tokens for row in found.rows} == {0}
+    # The draft reads the prompt but its last token: once to warm up, and for every reply it guesses in.
+    drafted = [row for row in found.rows if row.way.method == "model"]
+    prompt_tokens = drafted[0].reply.stats.prompt_tokens
+    assert draft.read.count(prompt_tokens - 1) == len(drafted) + 1
+
+
+def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
+    wanted = plan(prompts=PROMPTS[:1], repeats=1)
+    told = json.loads(json.dumps(report(pair, wanted, run(pair, wanted)).to_json(rows=True)))
+    assert set(told) == {
+        "target", "target_quantisation", "draft", "acceptance", "max_tokens", "repeats", "seed",
+        "planned_replies", "replies", "ending", "trouble", "no_energy", "curve", "peak_memory_bytes",
+        "differing_replies", "figures", "hindsights", "rows",
+    }  # fmt: skip
+    assert told["replies"] == told["planned_replies"] == len(told["rows"]) == 8
+    first = told["rows"][0]
+    assert set(first) == {
+        "prompt", "category", "temperature", "repeat", "position", "method", "draft_length", "seconds",
+        "joules", "reply",
+    }  # fmt: skip
+    assert first["reply"]["stats"]["generated_tokens"] == len(first["reply"]["tokens"])
+    assert "text" not in first["reply"]
+    assert "rows" not in report(pair, wanted, run(pair, wanted)).to_json()
+
+
+def cut_after(count: int, pair: Runtime, wanted: Plan) -> Measured:
+    """A run that a person ends while the reply after so many is written."""
+    done: list[str] = []
+
+    def progress(what: str, fraction: float) -> bool:
+        done.append(what)
+        return fraction < (count + 0.5) / wanted.replies
+
+    return run(pair, wanted, progress=progress)
+
+
+def test_what_was_measured_before_an_end_is_kept(pair: Runtime) -> None:
+    wanted = plan()
+    found = cut_after(9, pair, wanted)
+    assert (found.ending, len(found.rows)) == ("cancelled", 10)
+    told = report(pair, wanted, found)
+    assert told.figures
+    assert (told.planned, len(told.rows)) == (48, 10)
+    assert pair.generate("abc", max_tokens=2).tokens  # it can go on
+
+
+def test_an_end_before_anything_was_measured(pair: Runtime) -> None:
+    with pytest.raises(CancelledError):
+        run(pair, plan(), progress=lambda what, fraction: not what.startswith("p-"))
+    with pytest.raises(CancelledError):
+        run(pair, plan(), progress=lambda what, fraction: False)
+
+
+def test_a_reply_that_is_being_written_is_cut_short(pair: Runtime) -> None:
+    """From another thread, as Ctrl-C does it: such a reply is none."""
+    wanted, asked = plan(), []
+
+    def progress(what: str, fraction: float) -> bool:
+        asked.append(what)
+        if what.startswith("p-") and asked.count(what) == 3 and fraction > 0:
+            pair.cancel()
+        return True
+
+    found = run(pair, wanted, progress=progress)
+    assert found.ending == "cancelled"
+    assert 0 < len(found.rows) < wanted.replies
+    assert all(row.reply.finish_reason != "cancelled" for row in found.rows)
+
+
+def test_no_reply_is_begun_after_the_time_is_over(pair: Runtime) -> None:
+    found = run(pair, plan(), max_seconds=1e-9)
+    assert (found.ending, found.rows) == ("time", ())
+    assert report(pair, plan(), found).figures == ()
+    assert run(pair, plan(), max_seconds=1e9).ending == "complete"
+
+
+def test_what_fails_half_way_leaves_what_was_measured(pair: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, count = Runtime.stream_tokens, [0]
+
+    def stream_tokens(self: Runtime, tokens: Sequence[int], **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == 30:
+            raise BackendError("the device is gone", "plug it in")
+        return whole(self, tokens, **options)
+
+    monkeypatch.setattr(Runtime, "stream_tokens", stream_tokens)
+    found = run(pair, plan())
+    assert (found.ending, found.trouble) == ("failed", "the device is gone; plug it in")
+    assert found.rows
+    count[0] = 29
+    with pytest.raises(BackendError):
+        run(pair, plan())
+
+
+def test_a_plan_that_cannot_be_served_is_refused_at_once(pair: Runtime) -> None:
+    asked: list[str] = []
+
+    def progress(what: str, fraction: float) -> bool:
+        asked.append(what)
+        return True
+
+    for changes, error in (
+        ({"max_tokens": 100_000}, ContextFullError),
+        ({"ways": ways_of(["suffix"])}, OptionError),
+    ):
+        with pytest.raises(error):
+            run(pair, plan(**changes), progress=progress)
+    assert asked == []
+
+
+class TestEnergy:
+    @pytest.fixture
+    def zones(self, tmp_path: Path) -> Path:
+        """Two processors, what is inside one, and what counts them twice."""
+        for name, says in (
+            ("intel-rapl:0", "package-0"),
+            ("intel-rapl:0:0", "core"),
+            ("intel-rapl:1", "package-1"),
+            ("intel-rapl:2", "psys"),
+        ):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "name").write_text(f"{says}\n")
+            (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
+            (tmp_path / name / "energy_uj").write_text("9000000\n")
+        return tmp_path
+
+    def test_processors_are_added_up_and_counters_begin_anew(self, zones: Path) -> None:
+        meter = EnergyMeter(zones)
+        assert meter.reason == ""
+        before = meter.read()
+        (zones / "intel-rapl:0" / "energy_uj").write_text("9500000\n")
+        (zones / "intel-rapl:1" / "energy_uj").write_text("500000\n")
+        assert meter.joules(before, meter.read()) == pytest.approx(0.5 + 1.5)
+
+    def test_every_reply_has_its_energy(self, zones: Path, pair: Runtime) -> None:
+        found = run(pair, plan(prompts=PROMPTS[:1], repeats=1), meter=EnergyMeter(zones))
+        assert {row.joules for row in found.rows} == {0.0}
+        assert found.no_energy == ""
+
+    def test_why_there_is_none(self, zones: Path, tmp_path: Path) -> None:
+        for zone in zones.iterdir():
+            (zone / "energy_uj").unlink()
+            (zone / "energy_uj").mkdir()  # no more readable than one that is for administrators
+        locked = EnergyMeter(zones)
+        assert "administrators" in locked.reason
+        assert EnergyMeter(tmp_path / "nowhere").reason
+        assert locked.read() == {}
+        assert locked.joules({}, {}) is None
+
+    def test_counters_that_go_away(self, zones: Path) -> None:
+        meter = EnergyMeter(zones)
+        before = meter.read()
+        (zones / "intel-rapl:1" / "energy_uj").unlink()
+        assert meter.joules(before, meter.read()) is None

@@ -1,0 +1,220 @@
+"""`edgespec bench`: tables, JSON and pictures of real replies, and what was measured before a Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec import Runtime, bench
+from edgespec.backends.base import Progress
+from edgespec.bench.energy import EnergyMeter
+from edgespec.policy.curve import CostCurve
+from tests.cli.conftest import Run, json_of, one_line_error
+
+LINES = (
+    {"id": "copy-1", "prompt": "Repeat this: one two three one two three one two three"},
+    {"id": "2", "prompt": "List files by size", "category": "howto"},
+)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "my prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)), encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture
+def quick(prompts: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Two prompts and eight tokens; what passes cost is measured in tests of its own."""
+    curve = CostCurve((1, 2, 4), (0.001, 0.0012, 0.002))
+    monkeypatch.setattr(Runtime, "measure_costs", lambda self, progress: curve)
+    return ("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")
+
+
+def test_json_and_everything_in_a_file(run: Run, prompts: str, tmp_path: Path) -> None:
+    saved, pictures = tmp_path / "runs.json", tmp_path / "pictures"
+    args = (
+        "bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8", "--repeats", "1",
+        "--methods", "auto,model,suffix", "--draft-lengths", "2,4", "--temperatures", "0,0.8",
+    )  # fmt: skip
+    told = json_of(run(*args, "--json", "--save", str(saved), "--plots", str(pictures)))
+    assert (told["target"], told["draft"], told["ending"]) == ("demo", "demo-draft", "complete")
+    assert told["replies"] == told["planned_replies"] == 2 * 2 * 6
+    ways = [("none", None), ("auto", None), ("model", 2), ("model", 4), ("suffix", 2), ("suffix", 4)]
+    of_all = [each for each in told["figures"] if each["category"] is None and each["temperature"] == 0]
+    assert [(each["way"]["method"], each["way"]["draft_length"]) for each in of_all] == ways
+    assert {each["category"] for each in told["figures"]} == {None, "copy", "howto"}
+    for each in told["figures"]:
+        assert each["compared"] == each["same"] == each["replies"]
+        assert each["worst"] <= each["speed_up"]
+        assert min(each["seconds"].values()) >= 0
+        assert each["ttft_seconds"] > 0
+    for each in told["hindsights"]:
+        assert each["oracle_speed_up"] >= each["best_speed_up"] >= 1
+        assert each["share_of_best"] == pytest.approx(each["auto_speed_up"] / each["best_speed_up"])
+    assert told["curve"]["widths"][:3] == [1, 2, 3]
+    assert told["machine"]["cores"] >= 1
+    whole = json.loads(saved.read_text())
+    rows = whole.pop("rows")
+    assert whole == told
+    assert len(rows) == 24
+    assert all(row["reply"]["stats"]["cached_prompt_tokens"] == 0 for row in rows)
+    assert len(list(pictures.glob("*.png"))) == 4
+
+
+def test_tables_and_pictures_in_the_terminal(run: Run, quick: tuple[str, ...]) -> None:
+    result = run(*quick, "--draft", "none", "--temperatures", "0", "--repeats", "1", "--plot")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("target demo (Q8_0), draft none, invariant acceptance, 8 replies of up to 8")
+    heads = [line.split("  ")[0] for line in lines if line.isupper()]
+    assert heads == ["CATEGORY", "METHOD", "MS A TOKEN", "CATEGORY"]
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("CATEGORY  METHOD"))
+    assert [line.split()[:2] for line in lines[at + 1 : at + 4]] == [
+        ["all", "auto"],
+        ["suffix", lines[at + 2].split()[1]],
+        ["ngram", lines[at + 3].split()[1]],
+    ]
+    assert any(line.startswith("speed over plain decoding") for line in lines)
+    assert any("peak memory" in line for line in lines)
+    assert "incomplete" not in result.stdout
+
+
+def test_only_some_categories(run: Run, quick: tuple[str, ...]) -> None:
+    args = (*quick, "--methods", "ngram", "--temperatures", "0", "--repeats", "1", "--categories")
+    told = json_of(run(*args, "howto", "--json"))
+    assert {each["category"] for each in told["figures"]} == {None, "howto"}
+    assert told["hindsights"][0]["auto_speed_up"] is None
+    assert "there are copy, howto" in one_line_error(run(*args, "maths"), 2)
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whatever started the tests may have switched Ctrl-C off, as a shell does for what it puts aside."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_keeps_what_was_measured(
+    run: Run, quick: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    readings = []
+
+    def read(self: EnergyMeter) -> dict[Path, int]:
+        readings.append(0)
+        if len(readings) == 11:  # before the sixth reply
+            os.kill(os.getpid(), signal.SIGINT)
+            while not stopped:
+                pass
+        return {}
+
+    stopped: list[bool] = []
+    cancel = Runtime.cancel
+
+    def cancelled(self: Runtime) -> None:
+        cancel(self)
+        stopped.append(True)
+
+    monkeypatch.setattr(Runtime, "cancel", cancelled)
+    monkeypatch.setattr(EnergyMeter, "read", read)
+    saved = tmp_path / "runs.json"
+    result = run(
+        *quick, "--methods", "ngram", "--temperatures", "0", "--save", str(saved), *["--json"][: int(as_json)]
+    )
+    assert result.exit_code == 130, result.output
+    whole = json.loads(saved.read_text())
+    assert (whole["ending"], whole["replies"], whole["planned_replies"]) == ("cancelled", 5, 8)
+    if as_json:
+        assert json.loads(result.stdout)["ending"] == "cancelled"
+    else:
+        assert result.stdout.splitlines()[1] == "incomplete: 5 of 8 replies, for it was interrupted"
+        assert "SPEED-UP" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+def test_ctrl_c_before_anything_was_measured(run: Run, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(self: Runtime, progress: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while progress("measuring", 0.0):
+            pass
+
+    monkeypatch.setattr(Runtime, "measure_costs", measure)
+    result = run("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")
+    assert result.exit_code == 130
+    assert (result.stdout, result.stderr) == ("", "interrupted: the benchmark was cancelled\n")
+
+
+def test_time_that_is_over_is_no_failure(run: Run, quick: tuple[str, ...]) -> None:
+    result = run(*quick, "--methods", "ngram", "--repeats", "2000", "--max-seconds", "1")
+    assert result.exit_code == 0
+    assert "of 16000 replies, for the time was over" in result.stdout
+
+
+def test_a_failure_half_way_is_told_after_what_was_measured(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **options: Any) -> bench.Measured:
+        return replace(real(*args, **options), ending="failed", trouble="the device is gone; plug it in")
+
+    real = bench.run
+    monkeypatch.setattr(bench, "run", failing)
+    result = run(*quick, "--methods", "ngram", "--temperatures", "0", "--repeats", "1")
+    assert result.exit_code == 1
+    assert "incomplete: 4 of 4 replies, for it failed" in result.stdout
+    assert result.stderr == "error: the device is gone; plug it in\n"
+
+
+def test_replies_that_differ_are_told(
+    run: Run, quick: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Runtime.stream_tokens
+
+    def shorter(self: Runtime, tokens: Any, **options: Any) -> Any:
+        if options["method"] == "ngram":
+            options["max_tokens"] = min(options["max_tokens"], 3)
+        return whole(self, tokens, **options)
+
+    monkeypatch.setattr(Runtime, "stream_tokens", shorter)
+    args = (*quick, "--methods", "ngram", "--repeats", "1")
+    result = run(*args, "--temperatures", "0")
+    assert result.exit_code == 0
+    assert "2 replies are not plain decoding's: `edgespec verify` tells" in result.stdout
+    assert "0 of 2" in result.stdout
+    rejecting = run(*args, "--acceptance", "rejection", "--temperatures", "0.8")
+    assert "replies are not plain" not in rejecting.stdout
+
+
+def test_nonsense_is_refused_before_anything_is_loaded(
+    run: Run, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no(*args: object, **options: object) -> None:
+        raise AssertionError("nothing may be loaded")
+
+    monkeypatch.setattr("edgespec.load", no)
+    for args, says in (
+        (["--remember"], "--remember"),
+        (["--temperatures", "-1"], "temperature"),
+        (["--methods", "model,model", "--temperatures", "0,0"], "temperatures"),
+        (["--save", str(tmp_path)], "cannot be written"),
+        (["--save", str(tmp_path / "nowhere" / "x.json")], "cannot be written"),
+        (["--plots", prompts], "is a file"),
+        (["--max-seconds", "0"], "whole number"),
+    ):
+        assert says in one_line_error(run("bench", "--prompts", prompts, *args), 2), args
+
+
+def test_pictures_without_matplotlib_name_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.bench.plots.find_spec", lambda name: None)
+    assert "pip install edgespec[plots]" in one_line_error(run("bench", "--plots", "somewhere"), 1)
