@@ -325,6 +325,14 @@ class Learner(Protocol):
     def adapted(self) -> bool:
         """Whether the model runs with what was learnt."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept for learning: what was learnt, and what training remembers of it."""
+
+    @property
+    def step_bytes(self) -> int:
+        """The most that a step has taken beside that, while it ran; 0 before the first."""
+
     def adapt(self, wanted: bool) -> None:
         """Run with what was learnt, or exactly as loaded."""
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ _MOST_STEPS = 64
 # What was learnt is judged by so many of the last tokens, and used from so many on.
 _JUDGED_TOKENS = 1024
 _FEWEST_JUDGED = 64
+_NOTHING = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,15 @@ class OnlineDrafter(Drafter):
         self, drafter: ModelDrafter, draft: LanguageModel, learner: Learner, *, notes: Notes | None = None
     ) -> None:
         self.name = drafter.name
-        self.extra_weight_bytes, self.extra_kv_bytes = drafter.extra_weight_bytes, drafter.extra_kv_bytes
         self._drafter = drafter
         self._draft = draft
         self._learner = learner
+        self._count_bytes()
         self._notes = notes
         self._tokens: list[int] = []
         self._prompt_tokens = 0
+        # Whether there were guesses in this reply.
+        self._guessed = False
         self._proposed: TokenTree | None = None
         self._seen: tuple[TokenTree, Logits] | None = None
         self._mistakes: list[_Mistake] = []
@@ -98,9 +102,15 @@ class OnlineDrafter(Drafter):
             self._draft.truncate(0)
             self._stale = False
         self._collect()
+        self._count_bytes()
         self._proposed = self._seen = None
         self._tokens, self._prompt_tokens = list(tokens), len(tokens)
         self._drafter.begin(tokens)
+
+    def _count_bytes(self) -> None:
+        """A step's own memory is known once there was one."""
+        self.extra_weight_bytes = self._drafter.extra_weight_bytes + self._learner.kept_bytes
+        self.extra_kv_bytes = self._drafter.extra_kv_bytes + self._learner.step_bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         self._proposed = self._drafter.propose(sampler, acceptance, draft_length)
@@ -113,6 +123,7 @@ class OnlineDrafter(Drafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Where the draft was wrong is known only now; the target's logits are there until its next pass."""
         if self._proposed and self._seen:
+            self._guessed |= self._proposed.drafted > 0
             self._note_mistake(self._proposed, *self._seen, tokens)
         self._proposed = self._seen = None
         self._drafter.commit(tokens)
@@ -160,9 +171,12 @@ class OnlineDrafter(Drafter):
             self._learner.leave_thread()
 
     def _collect(self) -> None:
-        """Cut the reply into stretches, each after what is before it."""
+        """Cut the reply into stretches, each after what is before it.
+
+        One without a mistake is judged too: otherwise what was learnt well would never count.
+        """
         stretch = LESSON_TOKENS - _LOOK_BACK
-        begins = range(self._prompt_tokens, len(self._tokens), stretch) if self._mistakes else ()
+        begins = range(self._prompt_tokens, len(self._tokens), stretch) if self._guessed else ()
         for begin in begins:
             end = min(begin + stretch, len(self._tokens))
             start = max(0, begin - _LOOK_BACK)
@@ -174,7 +188,7 @@ class OnlineDrafter(Drafter):
                 np.array([m.probs for m in mine], np.float32),
             )
             self._pending.append((lesson, begin - start))
-        self._mistakes = []
+        self._mistakes, self._guessed = [], False
 
     def _judge(self, tokens: Sequence[int], first: int) -> None:
         before = self._learner.hits(tokens, first, adapted=False)
@@ -198,16 +212,19 @@ class OnlineDrafter(Drafter):
 
     def _choose(self, changed: bool) -> None:
         """Use what was learnt, unless the last texts say that the original guesses better."""
-        before, after, tokens = self.judged
-        better = tokens < _FEWEST_JUDGED or after >= before
-        wanted = self._steps > 0 and better
+        wanted = self._better
         if wanted != self._learner.adapted:
             self._learner.adapt(wanted)
             self._stale = True
         elif changed and wanted:
             self._stale = True
         if changed and self._notes:
-            self._notes.save({"steps": np.array(self._steps), **self._learner.weights()})
+            self._notes.save(self._to_keep())
+
+    @property
+    def _better(self) -> bool:
+        before, after, tokens = self.judged
+        return self._steps > 0 and (tokens < _FEWEST_JUDGED or after >= before)
 
     def _compute_again(self, wanted: Callable[[], bool]) -> None:
         """Bring the draft's cache to the end of the text as the weights are now, as far as time allows."""
@@ -218,12 +235,23 @@ class OnlineDrafter(Drafter):
             with suppress(CancelledError):  # what is missing is computed when a reply begins
                 self._draft.prefill(text, lambda *_: wanted())
 
+    def _to_keep(self) -> dict[str, NDArray[Any]]:
+        """What was learnt, from how much, and how it was judged."""
+        judged = [(one.tokens, one.before, one.after) for one in self._judged]
+        return {
+            "learnt": np.array([self._steps, self._learnt_from], np.int64),
+            "judged": np.array(judged, np.int64).reshape(-1, 3),
+            **self._learner.weights(),
+        }
+
     def _take_over(self, notes: Notes) -> None:
         kept = dict(notes.load())
-        steps = kept.pop("steps", None)
-        if steps is not None and self._learner.take_over(kept):
-            self._steps = max(1, int(steps))
-            self._learner.adapt(True)
+        learnt, judged = kept.pop("learnt", _NOTHING), kept.pop("judged", _NOTHING)
+        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._learner.take_over(kept):
+            return
+        self._steps, self._learnt_from = max(1, int(learnt[0])), int(learnt[1])
+        self._judged.extend(_Judged(*one) for one in judged.tolist())
+        self._learner.adapt(self._better)
 
     @property
     def judged(self) -> tuple[int, int, int]:

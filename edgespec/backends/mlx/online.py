@@ -60,6 +60,7 @@ class MlxLearner:
     def __init__(self, model: MlxModel, net: Any, shape: PassShape, identity: str) -> None:
         self.identity = identity
         self.adapted = False
+        self.step_bytes = 0
         self._model = model
         self._net = net
         self._shape = shape
@@ -68,6 +69,11 @@ class MlxLearner:
             raise CapabilityError(f"{model.facts.name} has no linear layers that could be adapted")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
         evaluated(*self._arrays())
+
+    @property
+    def kept_bytes(self) -> int:
+        """The changes, and Adam's two moments of each, which are made with the first step."""
+        return 3 * sum(array.nbytes for array in self._weights().values())
 
     def adapt(self, wanted: bool) -> None:
         self._model.checkpoint()  # nothing that was begun with the others is left
@@ -92,9 +98,10 @@ class MlxLearner:
             mx.clear_cache()
 
     def step(self, lesson: Lesson) -> float:
-        rows, best, probs = mx.array(lesson.rows), mx.array(lesson.best), mx.array(lesson.probs)
         tokens, weights = mx.array([lesson.tokens]), self._weights()
-        others = mx.array([row not in lesson.rows for row in range(len(lesson.tokens))])
+        # Every row weighs as much as the others of its kind.
+        wrong = np.isin(np.arange(len(lesson.tokens)), lesson.rows)
+        share = mx.array(np.where(wrong, 1.0 / wrong.sum(), _KEEP / max(1, (~wrong).sum())), mx.float32)
 
         def loss(weights: _Weights) -> mx.array:
             """Forward KL, but for a constant: to the target where the draft was wrong, else to the original.
@@ -102,15 +109,19 @@ class MlxLearner:
             Without the second what the draft knew already would be forgotten for a few corrections.
             """
             self._set(weights)
-            said = _log_probs(self._net(tokens)[0])
-            wrong = -(probs * mx.take_along_axis(said[rows], best, axis=-1)).sum(axis=-1).mean()
-            kept = (mx.exp(original) * (original - said)).sum(axis=-1)
-            return wrong + _KEEP * (kept * others).sum() / mx.maximum(others.sum(), 1)
+            said = self._net(tokens)[0].astype(mx.float32)
+            return (share * (mx.logsumexp(said, axis=-1) - (wanted * said).sum(axis=-1))).sum()
 
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
         with translated(f"{self._model.facts.name} cannot be trained"):
             with self._as(False):
-                original = _log_probs(self._net(tokens)[0])
-                evaluated(original)
+                wanted = mx.softmax(self._net(tokens)[0].astype(mx.float32), axis=-1)
+                best = mx.zeros((len(lesson.rows), wanted.shape[-1]))
+                wanted[mx.array(lesson.rows)] = mx.put_along_axis(
+                    best, mx.array(lesson.best), mx.array(lesson.probs), axis=-1
+                )
+                evaluated(wanted)
             with self._as(True):
                 try:
                     value, gradients = mx.value_and_grad(loss)(weights)
@@ -124,6 +135,7 @@ class MlxLearner:
                     self._set(weights)
                     raise
         self._set(updated)
+        self.step_bytes = max(self.step_bytes, mx.get_peak_memory() - before)
         loss_before: Any = value.item()
         return float(loss_before)
 
@@ -190,9 +202,3 @@ def _places(net: Any) -> Iterator[_Place]:
                 adapted.lora_b = mx.zeros(adapted.lora_b.shape, mx.float32)
                 name = ".".join(filter(None, (str(index), parent_name, attribute)))
                 yield _Place(name, parent, attribute, module, adapted)
-
-
-def _log_probs(logits: mx.array) -> mx.array:
-    """float32 [tokens, vocab]."""
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -183,12 +183,13 @@ class TestReplies:
         assert rates[-1] > rates[0] + 0.04, rates
 
     def test_the_original_is_used_where_it_guesses_better(
-        self, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(drafters_online, "_FEWEST_JUDGED", 16)
         monkeypatch.setattr(drafters_online, "_MOST_STEPS", 1)
         target, draft = demo
-        with paired(target, draft) as runtime:
+        notes = LearntFile("online", "pair", tmp_path)
+        with paired(target, draft, notes) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
             learner = drafter._learner
@@ -203,7 +204,40 @@ class TestReplies:
             assert tokens >= 16
             assert after < before
             assert not learner.adapted
-            assert "the original guesses better" in runtime._session.note("model")
+            said = runtime._session.note("model")
+            assert "the original guesses better" in said
+            again = load(models_folder() / "demo-mlx-draft")
+            later = online(target, again, notes)
+            assert not later._learner.adapted, "another run knows that it was worse"
+            assert later.note() == said
+            later.close()
+
+    def test_a_reply_without_a_mistake_is_judged(self) -> None:
+        target, draft = (load(models_folder() / "demo-mlx") for _ in range(2))
+        with paired(target, draft) as runtime:
+            drafter = runtime._session.drafters.choose("model")[0]
+            assert isinstance(drafter, OnlineDrafter)
+            drafter._steps = 1
+            stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
+            runtime._session.rest(lambda: True)
+            assert 0 < stats.accepted_tokens == stats.drafted_tokens
+            assert drafter.judged == (stats.generated_tokens,) * 3
+
+    def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        target, draft = demo
+        with paired(target, draft) as runtime:
+            learner = draft.learner()
+            changes = sum(array.nbytes for array in learner.weights().values())
+            counted = []
+            for text in ASKED[:2]:
+                stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
+                counted.append((stats.draft_weight_bytes, stats.draft_kv_bytes))
+                runtime._session.rest(lambda: True)
+            facts = draft.facts
+        assert counted[0] == (facts.weight_bytes + 3 * changes, facts.kv_bytes)
+        logits_bytes = 4 * facts.vocab_size * drafters_online.LESSON_TOKENS
+        assert counted[1][0] == counted[0][0]
+        assert logits_bytes < counted[1][1] - counted[0][1] < 16 * logits_bytes
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = LearntFile("online", "pair", tmp_path)
