@@ -27,6 +27,11 @@ class Seen:
         self._most = most_tokens // _STRIDE
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory."""
+        return self._hashes.nbytes
+
     def add(self, text: Tokens) -> None:
         """Know a text, of one token at least."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 
@@ -190,4 +191,16 @@ def test_memory_is_bounded() -> None:
             assert 500 <= len(automaton.text) <= 1000 or len(automaton.text) < 20 * 77
     automaton.extend(range(5000))
     assert automaton.text.tolist() == list(range(4500, 5000))
-    assert automaton.most_bytes == 1000 * 400
+
+
+@pytest.mark.parametrize("letters", [2, 5, 300, 1 << 20])
+def test_what_it_takes_is_counted(letters: int) -> None:
+    text = (np.random.default_rng(1).integers(0, letters, 10_000) + 1000).tolist()
+    tracemalloc.start()
+    try:
+        automaton = growing(text)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.8 * taken < automaton.size_bytes < 1.25 * taken
+    assert automaton.size_bytes < 350 * len(text)

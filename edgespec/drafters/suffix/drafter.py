@@ -73,7 +73,6 @@ class SuffixDrafter(Drafter):
         self._chat = Chat(rule, self._is_end)
         self._others: OtherChats | None = None
         self._sources: list[Source] = [self._chat]
-        self.extra_kv_bytes = self._chat.automaton.most_bytes
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
         # What this chat holds and other chats are to find once it is over.
@@ -93,16 +92,15 @@ class SuffixDrafter(Drafter):
                         self._others.add(text)
                     self._said = []
                 self._others.begin(self._chat.recent())
+        self.extra_kv_bytes = sum(source.size_bytes for source in self._sources)
 
     def _take(self, known: Known) -> None:
         self._known = known
         if known.replies is not None:
             self._others = OtherChats(self._rule, self._is_end)
             self._sources.append(self._others)
-            self.extra_kv_bytes += self._others.automaton.most_bytes
         if known.index is not None:
             self._sources.append(Indexed(known.index, self._rule, self._is_end))
-            self.extra_kv_bytes += known.index.size_bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:

@@ -22,6 +22,10 @@ _MOST_KEPT = 1 << 11
 class Source(Protocol):
     """Texts that guesses come from."""
 
+    @property
+    def size_bytes(self) -> int:
+        """What they take in memory."""
+
     def guess(self, chat: Chat, root: int, depth: int) -> Guess:
         """What followed the last tokens of the chat, of which `root` is the last."""
 
@@ -33,6 +37,10 @@ class Chat:
         self.automaton = SuffixAutomaton(rule.min_probability)
         self._rule, self._is_end = rule, is_end
 
+    @property
+    def size_bytes(self) -> int:
+        return self.automaton.size_bytes
+
     def recent(self) -> Sequence[int]:
         """The last tokens, up to LONGEST."""
         return self.automaton.text[-LONGEST:]
@@ -42,12 +50,16 @@ class Chat:
 
 
 class OtherChats:
-    """What was said in other chats since the process began."""
+    """What was said in other chats of this process, lately."""
 
     def __init__(self, rule: Rule, is_end: Callable[[int], bool]) -> None:
-        self.automaton = SuffixAutomaton(rule.min_probability)
+        self.automaton = SuffixAutomaton(rule.min_probability, most_tokens=1 << 13)
         self._follower = Follower(self.automaton)
         self._rule, self._is_end = rule, is_end
+
+    @property
+    def size_bytes(self) -> int:
+        return self.automaton.size_bytes
 
     def add(self, text: Sequence[int]) -> None:
         """Another text, from the next `begin` on."""
@@ -88,6 +100,10 @@ class Indexed:
     def __init__(self, index: TextIndex, rule: Rule, is_end: Callable[[int], bool]) -> None:
         self._index, self._rule, self._is_end = index, rule, is_end
         self._kept = lru_cache(_MOST_KEPT)(self._grown)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._index.size_bytes
 
     def guess(self, chat: Chat, root: int, depth: int) -> Guess:
         def grown(length: int, where: Range) -> Guess:
