@@ -147,6 +147,8 @@ class SkipSearch:
         sets, counts = kept["sets"], kept["counts"]
         if sets.shape != (len(counts), self._layer_count) or counts.shape != (len(sets), 2):
             return
+        if kept["tried"].shape != ():
+            return
         for row, (right, judged) in zip(sets, counts.tolist(), strict=True):
             layers = tuple(np.flatnonzero(row).tolist())
             inner = bool(layers) and layers[0] > 0 and layers[-1] < self._layer_count - 1

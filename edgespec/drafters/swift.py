@@ -1,7 +1,8 @@
 """The target without some of its layers guesses; which ones is searched for between replies.
 
 Source: SWIFT (arXiv 2410.06916): random search over the layers to skip, at a fixed ratio, with a Bayesian
-step now and then, on the text that is being written.
+step now and then, on the text that is being written. The paper skips attention and feed-forward parts one by
+one; here layers are skipped whole.
 """
 
 from __future__ import annotations
@@ -69,9 +70,11 @@ class SwiftDrafter(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         best = self._search.best
         if best is None or best.speed_up <= 1.0:
+            self.close()
             self._guess = self._chosen = None
         else:
             if self._chosen is None or best.layers != self._chosen.layers:
+                self.close()
                 self._guess = ModelDrafter(
                     self._target.self_draft(SkippedLayers(best.layers)),
                     self._target.facts.vocab_size,
@@ -108,14 +111,16 @@ class SwiftDrafter(Drafter):
         self._tokens.extend(tokens)
 
     def rest(self, wanted: Callable[[], bool]) -> None:
-        """Try other sets on the end of the text; the best known is tried again first."""
+        """Try other sets on the end of the text, first the best known again, however many were tried."""
         window = self._tokens[: self._target.length][-WINDOW_TOKENS:]
         if len(window) < _FEWEST_TOKENS:
             return
         tried = 0
         try:
-            while tried < MOST_IN_A_REST and self._search.tried < MOST_TRIED and wanted():
+            while tried < MOST_IN_A_REST and wanted():
                 best = self._search.best
+                if tried and self._search.tried >= MOST_TRIED:
+                    break
                 layers = best.layers if best and tried == 0 else self._search.next()
                 matched = round(self._target.agreement(layers, window) * len(window))
                 self._search.count(layers, matched, len(window))

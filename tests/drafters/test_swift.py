@@ -177,14 +177,14 @@ class TestDrafting:
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             reply = runtime.generate(PROMPT, seed=1, max_tokens=20)
             assert reply.stats.drafted_tokens == 0
-            assert "does not draft yet" in runtime._session.note("swift")
+            assert "does not draft yet" in runtime._session.report("swift").note
 
     def test_nothing_while_it_does_not_pay_and_it_says_so(self) -> None:
         target = Skippable(base=0.3)
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 1)
             assert runtime.generate(PROMPT, seed=1, max_tokens=20).stats.drafted_tokens == 0
-            assert "it would not pay" in runtime._session.note("swift")
+            assert "it would not pay" in runtime._session.report("swift").note
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
@@ -202,7 +202,7 @@ class TestDrafting:
                 if acceptance == "invariant" or temperature == 0.0:
                     assert got.tokens == plain.tokens
             assert drafted
-            assert runtime._session.note("swift").startswith("swift: ")
+            assert runtime._session.report("swift").note.startswith("swift: ")
 
     def test_what_is_really_accepted_counts(self) -> None:
         """The search says it agrees nearly always; the table's own draft is far from that."""
@@ -232,17 +232,17 @@ class TestKeeping:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
             rest(runtime, 3)
-            said = runtime._session.note("swift")
+            said = runtime._session.report("swift").note
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
-            assert runtime._session.note("swift") == said
+            assert runtime._session.report("swift").note == said
             assert runtime.generate(PROMPT, seed=1, max_tokens=30).stats.drafted_tokens
 
     def test_what_cannot_be_kept_is_told(self) -> None:
         notes, target = Kept(), Skippable()
         with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
             notes.notice = "the disk is full"
-            assert runtime._session.note("swift").endswith("· the disk is full")
+            assert runtime._session.report("swift").note.endswith("· the disk is full")
 
     def test_what_belongs_to_another_model_is_left_out(self) -> None:
         search = SkipSearch(LAYERS, free_pass, 0)
@@ -256,6 +256,7 @@ class TestKeeping:
             {**kept, "sets": kept["sets"][:0]},
             {**kept, "counts": kept["counts"][:, :1]},
             {**kept, "counts": -kept["counts"]},
+            {**kept, "tried": np.array([1, 2])},
             {**kept, "sets": np.ones_like(kept["sets"])},
         ]
         for values in broken:
@@ -270,5 +271,7 @@ class TestKeeping:
             rest(runtime, 1)
             assert len(target.asked) == MOST_IN_A_REST
             drafter._search.tried = MOST_TRIED
+            best = drafter._search.best
             rest(runtime, 1)
-            assert len(target.asked) == MOST_IN_A_REST
+            assert best is not None
+            assert target.asked[MOST_IN_A_REST:] == [best.layers], "the text may have changed"
