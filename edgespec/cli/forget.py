@@ -1,4 +1,4 @@
-"""`edgespec forget`: deletes what drafters keep of earlier replies."""
+"""`edgespec forget`: deletes what drafters keep of earlier chats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from edgespec.files import size_text
 __all__ = ["command"]
 
 _NAMES = {
-    "all": "earlier replies and what was learnt",
-    "replies": "earlier replies",
+    "all": "earlier chats and what was learnt",
+    "replies": "earlier chats",
     "learnt": "what was learnt",
 }
 
@@ -23,16 +23,16 @@ _NAMES = {
 @click.command(
     "forget",
     cls=HelpfulCommand,
-    short_help="Delete what drafters keep of earlier replies.",
+    short_help="Delete what drafters keep of earlier chats.",
     examples=("edgespec forget", "edgespec forget replies", "edgespec forget learnt"),
 )
 @click.argument("what", type=click.Choice(tuple(_NAMES)), default="all")
 @json_option
 def command(what: str, as_json: bool) -> int:
-    """Delete what drafters keep of earlier replies, to guess better.
+    """Delete what drafters keep of earlier chats, to guess better.
 
     \b
-    replies   replies that guesses are looked up in (a chat keeps them, or --remember)
+    replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
     learnt    drafts trained with --learn, layers that swift found, and what passes cost
     all       both [default]
 

@@ -1,0 +1,282 @@
+"""Lookahead decoding: nothing it guesses changes a reply, or the law of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import Reply
+from edgespec.backends import llamacpp, mlx
+from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
+from edgespec.catalog.catalogue import models_folder
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Dice, Invariant, Rejection
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.stats import Stats
+from edgespec.policy.window import Window
+from tests.engine.exact import (
+    AllChances,
+    ExactLogits,
+    ExactModel,
+    ExactSampler,
+    assert_law,
+    random_table,
+)
+from tests.engine.test_rejection import SAMPLERS, SIGNIFICANT, exact_law, g_test, replies
+from tests.tables import PROMPT, VOCAB, near, table, with_drafter
+
+FREE = Capabilities(True, True)
+SHAPES = [
+    Window(2, 3, 2),
+    Window(1, 2, 1),
+    Window(5, 4, 3),
+    Window(3, 2, 5),
+    Window(1, 5, 4),
+    Window(4, 3, 1),
+]
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "penalty_window": 7,
+    "logit_bias": {1: 0.8, 3: -1.0},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    f"T {temperature}{', penalties' if penalties else ''}": {"temperature": temperature} | penalties
+    for temperature in (0.0, 0.8, 1.2)
+    for penalties in ({}, PENALTIES)
+}
+
+
+def forced(window: Window, able: Capabilities = FREE) -> LookaheadDrafter:
+    return LookaheadDrafter(able, window=window)
+
+
+def same(got: Reply, expected: Reply) -> None:
+    assert got.tokens == expected.tokens
+    assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+
+
+class TestTables:
+    @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
+    @pytest.mark.parametrize("window", SHAPES, ids=str)
+    def test_every_shape(self, window: Window, sampling: dict[str, Any]) -> None:
+        accepted = 0
+        for seed in range(3):
+            with with_drafter(table(seed), forced(window)) as pair:
+                asked: dict[str, Any] = {"seed": seed, "max_tokens": 60, **sampling}
+                expected = pair.generate(PROMPT, method="none", **asked)
+                for draft_length in (1, 2, 4, 8):
+                    got = pair.generate(PROMPT, method="lookahead", draft_length=draft_length, **asked)
+                    same(got, expected)
+                    accepted += got.stats.accepted_tokens
+                if sampling["temperature"] == 0:
+                    got = pair.generate(PROMPT, method="lookahead", acceptance="rejection", **asked)
+                    same(got, expected)
+        assert accepted
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_any_shape_limit_and_end(self, data: st.DataObject) -> None:
+        window = Window(
+            data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5)), data.draw(st.integers(1, 5))
+        )
+        context = data.draw(st.integers(7, 40))
+        asked: dict[str, Any] = {
+            "seed": data.draw(st.integers(0, 5)),
+            "max_tokens": data.draw(st.integers(1, 40)),
+            "temperature": data.draw(st.sampled_from([0.0, 0.8, 1.2])),
+        }
+        target = table(data.draw(st.integers(0, 3)), context_tokens=context)
+        with with_drafter(target, forced(window)) as pair:
+            expected = pair.generate(PROMPT, method="none", **asked)
+            got = pair.generate(
+                PROMPT, method="lookahead", draft_length=data.draw(st.integers(1, 9)), **asked
+            )
+        same(got, expected)
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.sampled_from(SHAPES), st.integers(1, 12), st.integers(1, 5), st.integers(0, 4))
+    def test_cut_to_any_width(self, window: Window, width: int, branches: int, seed: int) -> None:
+        """What a pass does not take is cut off by the loop, and the window goes on with what is left."""
+        said = []
+        for drafter in (None, forced(window)):
+            target = table(seed)
+            tokens = [0, 1, 2, 0, 1]
+            target.prefill(tokens[:-1])
+            if drafter:
+                drafter.begin(tokens)
+            steps = decode(
+                target,
+                drafter,
+                Invariant(),
+                Sampler(SamplingParams(temperature=0.8), seed, tokens),
+                tokens[-1],
+                vocab_size=VOCAB,
+                max_width=width,
+                max_branches=branches,
+                draft_length=7,
+                max_tokens=50,
+                is_stop=lambda token: False,
+                is_cancelled=lambda: False,
+                stats=Stats(),
+            )
+            said.append([token for step in steps for token in step.tokens])
+        assert said[0] == said[1]
+
+    @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
+    def test_beside_a_draft_model(self, sampling: dict[str, Any]) -> None:
+        target = table(2)
+        both = CombinedDrafter([ModelDrafter(near(table(2), 3), VOCAB), forced(Window(3, 3, 2))], True)
+        with with_drafter(target, both) as pair:
+            asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, **sampling}
+            expected = pair.generate(PROMPT, method="none", **asked)
+            same(pair.generate(PROMPT, method="lookahead", draft_length=6, **asked), expected)
+
+    def test_a_target_that_cannot_branch_gets_chains(self) -> None:
+        target = table(1, tree=False)
+        drafter = forced(Window(0, 3, 1), target.facts.capabilities)
+        assert "n-grams of the text only: made so" in drafter.note()
+        with with_drafter(target, drafter) as pair:
+            asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
+            expected = pair.generate(PROMPT, method="none", **asked)
+            got = pair.generate(PROMPT, method="lookahead", **asked)
+        same(got, expected)
+        assert got.stats.accepted_tokens
+
+    def test_a_reply_does_not_depend_on_the_one_before(self) -> None:
+        asked: dict[str, Any] = {"seed": 4, "max_tokens": 40, "temperature": 1.0, "acceptance": "rejection"}
+        with with_drafter(table(1), forced(Window(4, 3, 3))) as pair:
+            first = pair.generate(PROMPT, method="lookahead", **asked)
+            pair.generate("fedcba", method="lookahead", **asked)
+            assert pair.generate(PROMPT, method="lookahead", **asked).tokens == first.tokens
+
+
+@pytest.fixture(scope="module", params=["llama.cpp", "MLX"])
+def demo(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[LanguageModel]:
+    options = LoadOptions(context_tokens=512, max_branches=8)
+    made: LanguageModel
+    if request.param == "MLX":
+        made = mlx.load(str(models_folder() / "demo-mlx"), "demo-mlx", options)
+    else:
+        made = llamacpp.load(str(demo_target), "demo", options)
+    yield made
+    made.close()
+
+
+class _Kept:
+    """A model that outlives its runtime."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def close(self) -> None:
+        self._model.truncate(0)
+
+
+HOWTO = "How do I list files by size?"
+
+
+class TestRealModels:
+    def run(self, demo: LanguageModel, window: Window) -> Any:
+        target: Any = _Kept(demo)
+        return with_drafter(target, LookaheadDrafter(demo.facts.capabilities, window=window))
+
+    @pytest.mark.parametrize(
+        ("window", "sampling"),
+        [
+            (Window(4, 3, 3), SETTINGS["T 0.0"]),
+            (Window(3, 4, 4), SETTINGS["T 0.8"]),
+            (Window(4, 3, 3), SETTINGS["T 1.2, penalties"]),
+        ],
+    )
+    def test_the_reply_stays_the_same(
+        self, demo: LanguageModel, window: Window, sampling: dict[str, Any]
+    ) -> None:
+        with self.run(demo, window) as pair:
+            asked: dict[str, Any] = {"seed": 3, "max_tokens": 24, **sampling}
+            expected = pair.generate(HOWTO, method="none", **asked)
+            got = pair.generate(HOWTO, method="lookahead", draft_length=8, **asked)
+            same(got, expected)
+            assert got.stats.drafted_tokens > got.stats.target_passes
+
+    def test_rejection(self, demo: LanguageModel) -> None:
+        with self.run(demo, Window(3, 4, 4)) as pair:
+            asked: dict[str, Any] = {"seed": 3, "max_tokens": 16, "temperature": 0.0}
+            expected = pair.generate(HOWTO, method="none", **asked)
+            got = pair.generate(HOWTO, method="lookahead", draft_length=8, acceptance="rejection", **asked)
+            same(got, expected)
+            drawn = pair.generate(HOWTO, method="lookahead", acceptance="rejection", seed=1, max_tokens=12)
+            assert drawn.tokens
+
+
+class _TokenSampler(ExactSampler):
+    """Draws what the window asks for: the likeliest token."""
+
+    def token(self, logits: ExactLogits, row: int) -> int:
+        assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
+        return self.ranked(logits, row, 1)[0]
+
+
+class TestItIsUnbiased:
+    """In rejection mode the window and the pool come from earlier rounds, which had dice of their own."""
+
+    @pytest.mark.parametrize("window", [Window(1, 2, 1), Window(2, 2, 2), Window(2, 3, 2)], ids=str)
+    @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a draft model"])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_exactly(self, window: Window, seed: int, beside: bool) -> None:
+        target = random_table(seed + 5, 2, zeros=0)
+        chance = AllChances()
+        drafted = 0
+
+        def experiment() -> tuple[int, ...]:
+            nonlocal drafted
+            drafter: Drafter = forced(window)
+            stats = Stats()
+            if beside:
+                draft: Any = ExactModel(random_table(seed + 9, 2, zeros=0), 2)
+                drafter = CombinedDrafter([ModelDrafter(draft, 2), drafter], True)
+            drafter.begin((0,))
+            steps = decode(
+                ExactModel(target, 2),  # type: ignore[arg-type]
+                drafter,
+                Rejection(chance),
+                _TokenSampler((0,)),  # type: ignore[arg-type]
+                0,
+                vocab_size=2,
+                draft_length=2 if beside else 3,
+                max_tokens=3 if beside else 4,
+                is_stop=lambda token: False,
+                is_cancelled=lambda: False,
+                stats=stats,
+            )
+            said = tuple(token for step in steps for token in step.tokens)
+            drafted += stats.drafted_tokens
+            return said
+
+        emitted: dict[tuple[int, ...], Fraction] = chance.outcomes(experiment)
+        assert drafted
+        assert_law(emitted, target, (0,), 2)
+
+    @pytest.mark.parametrize("sampler", SAMPLERS)
+    def test_with_real_dice(self, sampler: str) -> None:
+        def rule(seed: int) -> Rejection:
+            return Rejection(Dice(seed))
+
+        drawn = Counter(replies(rule, forced(Window(2, 3, 2)), SAMPLERS[sampler], 1500))
+        assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(SAMPLERS)
