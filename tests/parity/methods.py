@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -29,8 +30,8 @@ class Row(NamedTuple):
     """A way of guessing: a method, and how its draft model drafts.
 
     draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
-    alone. window: tokens that the draft sees. learn: it is trained between replies. every: proved on all
-    models of a kind, not the first alone.
+    alone. window: tokens that the draft sees. learn: it is trained between replies. beside: methods that the
+    model is loaded for as well. every: proved on all models of a kind, not the first alone.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     window: int = 0
     text: bool = False
     learn: bool = False
+    beside: tuple[str, ...] = ()
     every: bool = False
 
     @property
@@ -48,18 +50,20 @@ class Row(NamedTuple):
 
     @property
     def itself(self) -> tuple[str, ...]:
-        """In which way the target is its own draft."""
-        return tuple(name for name in self.drafters if name in SELF_DRAFTS)
+        """In which ways the target is its own draft."""
+        return tuple(name for name in (*self.drafters, *self.beside) if name in SELF_DRAFTS)
 
     @property
     def voice(self) -> Voice:
         """How the target is to talk, so that a draft can be right now and then."""
-        return "quiet" if self.itself in (("swift",), ("layerskip",)) else "letters" if self.text else "plain"
+        fewer_layers = {"swift", "layerskip"} & set(self.itself)
+        return "quiet" if fewer_layers else "letters" if self.text else "plain"
 
     @property
     def loaded(self) -> Row:
         """What rows have in common that one loading is enough for."""
-        method = "none" if self.method == "none" else "+".join(self.itself)
+        own = (name for name in self.drafters if name in SELF_DRAFTS)
+        method = "none" if self.method == "none" else "+".join(own)
         return self._replace(title="", method=method, every=False)
 
 
@@ -74,6 +78,7 @@ ROWS = (
     Row("`model`, taught between replies (`--learn`)", "model", learn=True, every=True),
     Row("`layerskip`", "layerskip", every=True),
     Row("`lowbit`", "lowbit", every=True),
+    Row("`lowbit`, loaded with `layerskip`", "lowbit", beside=("layerskip",), every=True),
     Row("`swift`", "swift", every=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
@@ -163,7 +168,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
             prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
         if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
             prepare_lowbit(tiny.path)
-    names = {name for row in rows for name in row.drafters}
+    names = {name for row in rows for name in row.drafters} | set(how.beside)
     options: dict[str, Any] = {}
     if names & {"model", "lowbit"}:
         options |= {"draft_window": how.window, "draft_sinks": _SINKS}
@@ -174,7 +179,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         "none" if how.itself else str(getattr(tiny, how.draft)),
         context=CONTEXT,
         method=how.method,
-        methods=[row.method for row in rows],
+        methods=[*(row.method for row in rows), *how.beside],
         draft_branches=how.branches,
         learn=how.learn,
         **options,
@@ -202,6 +207,8 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
         assert can.reason in runtime.method.reason
         assert reply_to(runtime, ASKED[0], row.method, effective="none").tokens == plain[0]
         return Cell(can.reason)
+    if tiny.backend == "llama.cpp":
+        assert Path(runtime.target.path).is_dir() == ("layerskip" in row.itself)
     session, model = runtime._session, runtime._session.target
     target: Any = Watched(model)
     session.target = target
@@ -219,7 +226,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     check_partly_right(replies)
     check_draft(runtime, row)
     if row.learn:
-        learnt = session.note(row.method)
+        learnt = session.report(row.method).note
         assert "steps on" in learnt
         assert "not used" not in learnt
     session.target = model
