@@ -140,6 +140,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=600)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--draft-length", type=int, default=6)
+    parser.add_argument("--exit-layer", type=int, help="for layerskip on MLX")
     parser.add_argument("--rest-seconds", type=float, default=4.0)
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
@@ -176,6 +177,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
             context=context,
             method=name,
             learn=method == "learn",
+            exit_layer=args.exit_layer if "layerskip" in name else None,
             **args.options,
         ) as runtime,
     ):
