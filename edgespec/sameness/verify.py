@@ -8,7 +8,6 @@ from time import monotonic
 from typing import Any
 
 from edgespec.backends.base import LanguageModel
-from edgespec.chat.prompt import PromptBuilder
 from edgespec.checks import number, whole_number
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
@@ -17,7 +16,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
-from edgespec.sameness.prompts import Prompt
+from edgespec.sameness.prompts import Prompt, prompt_tokens
 from edgespec.sameness.report import Divergence, MethodResult, Report, Verdict
 from edgespec.sameness.rescore import is_near_tie, rescore, score_gap
 from edgespec.sameness.statistics import Sample, holm, p_value
@@ -180,13 +179,7 @@ class _Proof:
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         if prompt.name not in self._tokens:
-            template = self._runtime.template
-            if template is None:
-                text = "\n".join(message.content for message in prompt.messages)
-                tokens = self._runtime.vocabulary.tokenize(text, special=True, start=True)
-            else:
-                tokens = PromptBuilder(template, self._runtime.vocabulary).build(prompt.messages)[1]
-            self._tokens[prompt.name] = tokens
+            self._tokens[prompt.name] = prompt_tokens(self._runtime, prompt)
         return self._tokens[prompt.name]
 
     def _reply(self, prompt: Prompt, temperature: float, **options: Any) -> Reply:
