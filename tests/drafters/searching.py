@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Rule, SuffixAutomaton, TextIndex
-from edgespec.drafters.text import LONGEST
+from edgespec.drafters.text import LONGEST, SEPARATOR
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]
@@ -48,6 +49,16 @@ def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
         for at in range(length, len(document))
         if document[at - length : at] == pattern
     ]
+
+
+def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
+    """How often each token stood after a pattern, where last, and which, by looking everywhere."""
+    size = len(pattern)
+    ends = [at + 1 for at in range(size, len(text)) if list(text[at - size : at]) == list(pattern)]
+    counts = Counter(text[end - 1] for end in ends)
+    latest = {text[end - 1]: end for end in ends}
+    found = [(count, latest[token], token) for token, count in counts.items() if token != SEPARATOR]
+    return sorted(found, reverse=True)
 
 
 def probabilities(following: Sequence[Text], depth: int) -> Paths:

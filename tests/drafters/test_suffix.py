@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from edgespec.drafters.suffix import Rule
 from edgespec.drafters.suffix.guess import Guess, combined, grow
 from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
+from edgespec.drafters.text import LONGEST
 from tests.drafters.searching import (
     Paths,
     Text,
@@ -22,6 +23,7 @@ from tests.drafters.searching import (
     probabilities,
     rules,
     texts,
+    what_follows,
 )
 
 
@@ -51,6 +53,22 @@ def paths_of(guess: Guess) -> Paths:
     for node in range(1, len(guess.tokens)):
         paths[node] = (*paths[guess.parents[node]], guess.tokens[node])
     return {paths[node]: guess.probs[node] for node in range(1, len(guess.tokens))}
+
+
+def by_definition(text: Text, depth: int, rule: Rule) -> Guess:
+    """The same from nothing but the text: every match length, and every path below it, counted anew."""
+
+    def following(pattern: tuple[int, ...]) -> tuple[int, list[tuple[int, int, int, tuple[int, ...]]]]:
+        branches = [(*found, (*pattern, found[2])) for found in what_follows(text, pattern)]
+        return sum(branch[0] for branch in branches), branches
+
+    best = Guess([text[-1]], [-1], [1.0])
+    for length in range(min(len(text), LONGEST), 0, -1):
+        pattern = tuple(text[-length:])
+        if following(pattern)[0]:
+            guess = grow(following, pattern, text[-1], depth, rule.nodes(length), rule, never)
+            best = guess if guess.score > best.score else best
+    return best
 
 
 class TestTrees:
@@ -87,6 +105,11 @@ class TestTrees:
                 guess = source.guess(chat, text[-1], depth)
                 if rule.can_branch:
                     assert guess.score == pytest.approx(by_searching(documents, text, depth, rule))
+
+    @settings(max_examples=150, deadline=None)
+    @given(texts, rules, st.integers(1, 8))
+    def test_the_tree_is_the_one_of_the_definition(self, text: Text, rule: Rule, depth: int) -> None:
+        assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
 
     def test_nothing_is_guessed_after_an_end(self) -> None:
         guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, Rule(factor=4), lambda token: token == 9)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,17 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Follower, SuffixAutomaton
 from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
-from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts
-
-
-def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
-    """How often each token stood after a pattern, where last, and which, by looking everywhere."""
-    size = len(pattern)
-    ends = [at + 1 for at in range(size, len(text)) if list(text[at - size : at]) == list(pattern)]
-    counts = Counter(text[end - 1] for end in ends)
-    latest = {text[end - 1]: end for end in ends}
-    found = [(count, latest[token], token) for token, count in counts.items() if token != SEPARATOR]
-    return sorted(found, reverse=True)
+from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts, what_follows
 
 
 def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth: int) -> None:
@@ -87,12 +75,12 @@ class TestItsOwnText:
     ) -> None:
         second = [*first, *more] if goes_on else more
         automaton = SuffixAutomaton(most_tokens=most)
-        assert automaton.hold(first)
-        went_on = automaton.hold(second)
+        assert automaton.hold(first) == len(first)
+        read = automaton.hold(second)
         if goes_on:
-            assert went_on
+            assert read == len(more)
         elif second[: len(first)] != first and len(first) <= most:
-            assert not went_on
+            assert read == len(second)
         text = automaton.text.tolist()
         assert text == second[len(second) - len(text) :]
         assert len(text) >= min(most, len(second))

@@ -121,8 +121,10 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
     drafter.begin([1])
     assert drafter.note() == "replies are not remembered"
     drafter.commit((2,))
-    drafter.cost.seconds = 5e-6
-    assert drafter.note() == "suffix costs 5 µs a token; replies are not remembered"
+    drafter.cost.seconds, drafter.reading.seconds = 5e-6, 2e-6
+    assert (
+        drafter.note() == "suffix costs 5 µs a token (2 µs for one of the prompt); replies are not remembered"
+    )
 
 
 def test_what_it_costs_and_holds_is_told() -> None:
@@ -133,8 +135,12 @@ def test_what_it_costs_and_holds_is_told() -> None:
     tree(drafter, 4)
     drafter.commit((4, 5))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
-    drafter.cost.seconds = 2 * 37e-6
-    assert drafter.note() == "suffix costs 37 µs a token and knows 1,000 tokens of other texts"
+    drafter.begin([1, 2, 3, 4, 5, 6])
+    assert drafter.reading.tokens == 4, "three and one: what is known is not read again"
+    drafter.cost.seconds, drafter.reading.seconds = 2 * 37e-6, 4 * 3e-6
+    assert drafter.note() == (
+        "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
+    )
     assert index.size_bytes < 9_000
     assert 100 < drafter.extra_kv_bytes - index.size_bytes < 2_000
 

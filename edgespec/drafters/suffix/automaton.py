@@ -37,7 +37,7 @@ class SuffixAutomaton:
     """
 
     def __init__(self, rarest: float = 0.0, most_tokens: int = 1 << 15) -> None:
-        self._rarest = rarest
+        self._rarest = min(rarest, 0.5)
         self._most = most_tokens
         self._dropped = 0
         self._clear()
@@ -63,17 +63,17 @@ class SuffixAutomaton:
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
         return arrays + tables + _NUMBER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
-    def hold(self, tokens: Sequence[int]) -> bool:
-        """Be the automaton of `tokens`: go on if they begin with what is known, else start anew.
+    def hold(self, tokens: Sequence[int]) -> int:
+        """Be the automaton of `tokens`; how many of them had to be read for it.
 
-        True when it went on.
+        Where they begin with what is known it goes on, else it starts anew.
         """
         end = self._dropped + len(self.text)
         if array("i", tokens[self._dropped : end]) == self.text:
             self.extend(tokens[end:])
-            return True
+            return len(tokens) - end
         self._restart(tokens, 0)
-        return False
+        return len(tokens)
 
     def _restart(self, tokens: Sequence[int], dropped: int) -> None:
         self._clear()

@@ -51,6 +51,7 @@ class SuffixDrafter(Drafter):
     The longest match is kept up with the chat, token by token: a lookup takes time in proportion to what it
     finds, not to how long the chat is. A chat that goes on is not read again; another one is, all of it.
 
+    cost: of the rounds, for each token of a reply. reading: of taking prompts in, for each of their tokens.
     known: asked for once, when the first reply begins. is_end: nothing is guessed after these.
     What is guessed depends on emitted tokens alone, so every node is certain and rejection mode stays exact.
     """
@@ -65,7 +66,7 @@ class SuffixDrafter(Drafter):
         rule: Rule = _RULE,
         is_end: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.cost = Cost()
+        self.cost, self.reading = Cost(), Cost()
         self._rule = rule
         self._is_end = lru_cache(1 << 14)(is_end)
         self._make_known: Callable[[], Known] | None = known
@@ -84,14 +85,15 @@ class SuffixDrafter(Drafter):
             self._take(self._make_known())
             self._make_known = None
         self._prompt = tokens
-        with self.cost:
-            goes_on = self._chat.automaton.hold(tokens)
+        with self.reading:
+            read = self._chat.automaton.hold(tokens)
             if self._others is not None:
-                if not goes_on:
+                if read == len(tokens):
                     for text in self._said:
                         self._others.add(text)
                     self._said = []
                 self._others.begin(self._chat.recent())
+        self.reading.tokens += read
         self.extra_kv_bytes = sum(source.size_bytes for source in self._sources)
 
     def _take(self, known: Known) -> None:
@@ -131,6 +133,8 @@ class SuffixDrafter(Drafter):
     def note(self) -> str:
         index, replies = self._known.index, self._known.replies
         said = self.cost.note(self.name)
+        if said and (each := self.reading.microseconds_per_token) is not None:
+            said = f"{said} ({each:.0f} µs for one of the prompt)"
         if said and index is not None:
             said = f"{said} and knows {index.tokens:,} tokens of other texts"
         return "; ".join(filter(None, (said, replies.notice if replies else "")))
