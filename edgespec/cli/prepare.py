@@ -64,13 +64,11 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     The halves together are the whole model: they are proved to say what it says, they serve every other
     method too, and the original file may be deleted afterwards.
     """
-    from edgespec.policy.exits import Exit
+    from edgespec.prepare.layerskip import measured_exit, prepare_layerskip
 
     layer = _exit(exit_layer)
 
     def make(path: Path, progress: ProgressLine) -> Prepared:
-        from edgespec.prepare.layerskip import prepare_layerskip
-
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
     prepared = _prepared(reference, make)
@@ -80,9 +78,9 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
         return
     if exits:
         print_table(("EXIT AFTER", "AGREES", "DRAFT LENGTH", "SPEED"), [_exit_row(found) for found in exits])
-    for found in map(Exit.from_json, exits):
-        if found.exit_layer == prepared.settings["exit_layer"] and not found.pays:
-            note(f"This model {found.shortfall}.")
+    found = measured_exit(prepared)
+    if found and not found.pays:
+        note(f"This model {found.shortfall}.")
     _say(prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}")
 
 

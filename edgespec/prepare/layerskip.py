@@ -21,7 +21,7 @@ from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.making import Workbench, make, unfinished
 from edgespec.prepare.store import Prepared, check, find
 
-__all__ = ["prepare_layerskip"]
+__all__ = ["measured_exit", "prepare_layerskip"]
 
 _PROOF_CONTEXT_TOKENS = 256
 _PROOF_PREFILL, _PROOF_WIDE, _PROOF_STEPS = 40, 8, 8
@@ -66,6 +66,12 @@ def prepare_layerskip(
 
     settings = {"exit_layer": exit_layer}
     return make("layerskip", path, settings, write, needed_bytes=written, to=to, progress=progress)
+
+
+def measured_exit(prepared: Prepared) -> Exit | None:
+    """What was measured of the exit that was prepared; None where it could not be."""
+    exits = map(Exit.from_json, prepared.facts.get("exits", ()))
+    return next((found for found in exits if found.exit_layer == prepared.settings["exit_layer"]), None)
 
 
 def _present(path: Path) -> Prepared | None:

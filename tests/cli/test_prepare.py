@@ -42,6 +42,7 @@ def test_layerskip_as_a_table(run: Run, model: Path) -> None:
     assert result.exit_code == 0
     assert "AGREES" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
+    assert "This model was not trained for early exit, so it will not pay here." in result.stderr
 
 
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:

@@ -11,14 +11,15 @@ from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.joined import join
 
-__all__ = ["TargetParts", "lift_whole"]
+__all__ = ["TargetParts"]
 
 
 @dataclass(frozen=True, slots=True)
 class TargetParts:
-    """The parts of a loaded target: in tuples those of both its halves, the lower layers first, or of all.
+    """The parts of a loaded target, or of both its halves: weights and contexts, the lower layers first.
 
-    cells: those of them all. check_open: raises ClosedError when they are gone.
+    cells: what all of their contexts hold. plan: of each context. check_open: raises ClosedError when they
+    are gone.
     """
 
     model: LanguageModel
@@ -45,13 +46,9 @@ class TargetParts:
         return self.model.room
 
     def lift(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """The cells of positions [start, end) in all layers, as `LlamaContext.lift` gives them."""
-        return lift_whole(self.contexts, start, end, self.facts.name)
+        """The cells of positions [start, end) in all layers, as `LlamaContext.lift` gives them.
 
-
-def lift_whole(
-    contexts: Sequence[LlamaContext], start: int, end: int, name: str
-) -> Sequence[bytes | memoryview]:
-    """The cells [start, end) of a model in one context, or in two; see `joined`. Raises CapabilityError."""
-    lower, *upper = (context.lift(0, start, end) for context in contexts)
-    return join(lower, upper[0], name) if upper else lower
+        Raises CapabilityError where those of two halves cannot be put together; see `joined`.
+        """
+        lower, *upper = (context.lift(0, start, end) for context in self.contexts)
+        return join(lower, upper[0], self.facts.name) if upper else lower
