@@ -37,12 +37,14 @@ def test_layerskip_as_json(run: Run, model: Path, tmp_path: Path) -> None:
     assert told["file_bytes"] >= model.stat().st_size // 2
 
 
-def test_layerskip_as_a_table(run: Run, model: Path) -> None:
+def test_layerskip_as_a_table(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("edgespec.cli.prepare.note", said.append)
     result = run("prepare", "layerskip", str(model), "--exit", "1")
     assert result.exit_code == 0
     assert "AGREES" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
-    assert "This model was not trained for early exit, so it will not pay here." in result.stderr
+    assert said == ["This model was not trained for early exit, so it will not pay here."]
 
 
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:
