@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import CancelledError
 from edgespec.policy.curve import CostCurve
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
-from edgespec.sameness import Prompt
+from edgespec.sameness import Prompt, prompt_tokens
 
 __all__ = ["DrafterFound", "PassCost", "Tuning", "break_even", "tune"]
 
@@ -144,11 +143,7 @@ def _pass(width: int, seconds: float, curve: CostCurve) -> PassCost:
 def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Reply:
     options: dict[str, Any] = {"method": method, "draft_length": _DRAFT_LENGTH}
     options |= {"max_tokens": max_tokens, "temperature": 0.0, "seed": 1}
-    if runtime.template is None:
-        stream = runtime.stream("\n".join(message.content for message in prompt.messages), **options)
-    else:
-        tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
-        stream = runtime.stream_tokens(tokens, **options)
+    stream = runtime.stream_tokens(prompt_tokens(runtime, prompt), **options)
     for _ in stream:
         pass
     if stream.reply.finish_reason == "cancelled":

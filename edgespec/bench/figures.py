@@ -11,6 +11,7 @@ from edgespec.bench.plan import AUTO, PLAIN, Way
 from edgespec.bench.runs import Row
 from edgespec.bench.statistics import Ratios, geometric_mean, interval, oracle, worst
 from edgespec.engine.stats import Stats
+from edgespec.reply import MethodReport
 
 __all__ = ["PHASES", "Figures", "Hindsight", "figures", "hindsights"]
 
@@ -26,7 +27,8 @@ class Figures:
     what is typical for their repeats. low, high: its 95 % confidence interval; None for a single reply.
     worst: the least of them. whole_speed_up: the same for whole replies, prefill included. All of these
     are None where plain decoding of the same prompts was not measured.
-    effective: what the method came to. tokens_per_second is a geometric mean, ttft_seconds and tpot_seconds
+    effective: what the method came to; said: what its drafters said of themselves last, or why none runs.
+    tokens_per_second is a geometric mean, ttft_seconds and tpot_seconds
     are medians; acceptance_by_depth: of the guesses at each depth, the share that was accepted.
     seconds: in all replies, by phase. joules_per_token: of the whole processors, None where nobody tells.
     same: replies with exactly plain decoding's tokens, of the `compared`.
@@ -36,6 +38,7 @@ class Figures:
     category: str | None
     way: Way
     effective: tuple[str, ...]
+    said: str
     prompts: int
     replies: int
     speed_up: float | None
@@ -196,6 +199,7 @@ def _figures(
         category=category,
         way=way,
         effective=tuple(dict.fromkeys(row.reply.method.effective for row in rows)),
+        said=_said(rows[-1].reply.method),
         prompts=len({row.prompt for row in rows}),
         replies=len(rows),
         speed_up=geometric_mean(ratios) if ratios else None,
@@ -218,6 +222,10 @@ def _figures(
         compared=len(pairs),
         same=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),
     )
+
+
+def _said(method: MethodReport) -> str:
+    return method.note or (method.reason if method.effective == PLAIN.method != method.requested else "")
 
 
 def _sum(stats: Iterable[Stats], name: str) -> float:

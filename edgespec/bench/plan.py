@@ -17,7 +17,7 @@ __all__ = ["AUTO", "PLAIN", "Plan", "Round", "Way", "bench_prompts", "ways_of"]
 _MOST = 1 << 31
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Way:
     """A method at a draft length; None is the runtime's own."""
 

@@ -79,6 +79,7 @@ def run(
 ) -> Measured:
     """Measure what passes cost, let every way write a few tokens to warm up, and run the plan.
 
+    Drafters that learn between replies find no time to: they go by what they have learnt before.
     max_seconds: no reply is begun after so many. progress: called with (what, fraction); False ends it.
     What was measured before an end is kept. Raises OptionError and ContextFullError for a plan that this
     runtime cannot serve, CancelledError where nothing was measured yet, and what fails until then.

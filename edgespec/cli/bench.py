@@ -219,14 +219,17 @@ class _Progress:
 
     def __init__(self, stop: Stop) -> None:
         self._line = ProgressLine(stop)
-        self._began: float | None = None
+        # The first reply that was there, and when: what came before it says little of the others.
+        self._first = (0.0, 0.0)
 
     def __call__(self, what: str, fraction: float) -> bool:
         if not is_terminal(sys.stderr):
             return self._line("measuring", fraction)
-        if fraction and self._began is None:
-            self._began = monotonic()
-        left = (monotonic() - self._began) * (1 - fraction) / fraction if self._began else 0.0
+        now = monotonic()
+        if fraction and not self._first[0]:
+            self._first = (fraction, now)
+        share, since = self._first
+        left = (now - since) * (1 - fraction) / (fraction - share) if fraction > share else 0.0
         done = round(_BAR * fraction)
         rest = f"{_duration(left)} left, " if left >= 1 else ""
         return self._line(f"[{'#' * done}{'-' * (_BAR - done)}] {rest}{what}", fraction)

@@ -75,12 +75,12 @@ def _print_details(found: Sequence[Figures]) -> None:
         [
             [
                 each.way.name,
-                f"{each.tokens_per_second:.4g}",
-                f"{1e3 * each.ttft_seconds:.3g}",
-                f"{1e3 * each.tpot_seconds:.3g}",
+                _number(each.tokens_per_second),
+                _ms(each.ttft_seconds),
+                _ms(each.tpot_seconds),
                 size_text(each.draft_weight_bytes) if each.draft_weight_bytes else "-",
                 size_text(each.draft_kv_bytes) if each.draft_kv_bytes else "-",
-                "-" if each.joules_per_token is None else f"{each.joules_per_token:.3g}",
+                "-" if each.joules_per_token is None else _number(each.joules_per_token),
                 f"{each.same} of {each.compared}" if each.compared else "-",
             ]
             for each in found
@@ -93,8 +93,8 @@ def _print_details(found: Sequence[Figures]) -> None:
         [
             [
                 each.way.name,
-                *(f"{1e3 * each.seconds[phase] / each.generated_tokens:.3g}" for phase in phases),
-                f"{1e3 * each.seconds['prefill'] / each.replies:.3g}",
+                *(_ms(each.seconds[phase] / each.generated_tokens) for phase in phases),
+                _ms(each.seconds["prefill"] / each.replies),
             ]
             for each in found
         ],
@@ -127,11 +127,25 @@ def _print_notes(report: Report) -> None:
     click.echo(f"peak memory {size_text(report.peak_memory_bytes)}, whatever the method")
     if report.no_energy:
         click.echo(f"no energy was measured: {report.no_energy}")
+    of_all = [each for each in report.figures if each.category is None]
+    silent = [each for each in of_all if each.way.method != "none" and not each.drafted_tokens]
+    for each in silent:
+        why = f": {each.said}" if each.said else ""
+        click.echo(printable(f"{each.way.name} guessed nothing at temperature {each.temperature:g}{why}"))
     if report.differing:
         click.echo(
             f"{report.differing} replies are not plain decoding's: `edgespec verify` tells whether that is"
             " rounding"
         )
+
+
+def _ms(seconds: float) -> str:
+    return _number(1e3 * seconds)
+
+
+def _number(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0"
 
 
 def _times(ratio: float | None) -> str:

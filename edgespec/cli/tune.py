@@ -79,7 +79,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
         )
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(None):
-        first.setdefault(prompt.name.rpartition("-")[0], prompt)
+        first.setdefault(prompt.category, prompt)
     prompts = [first[skill] for skill in _SKILLS]
     with loaded(stop, **pick(options, MODEL_NAMES), method=method) as runtime:
         stop.then(runtime.cancel)

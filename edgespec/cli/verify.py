@@ -179,7 +179,7 @@ def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first prompts of each skill: all of them would take hours on a large model."""
     by_skill: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        by_skill.setdefault(prompt.name.rpartition("-")[0], []).append(prompt)
+        by_skill.setdefault(prompt.category, []).append(prompt)
     return [prompt for same in by_skill.values() for prompt in same[:_PROMPTS_OF_A_SKILL]]
 
 

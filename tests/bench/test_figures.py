@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edgespec.bench import Row, Way
 from edgespec.bench.figures import Figures, figures, hindsights
+from edgespec.reply import MethodReport
 from tests.bench.making import TOKENS, row
 
 PLAIN, AUTO, MODEL, SUFFIX = Way("none"), Way("auto"), Way("model", 4), Way("suffix")
@@ -116,6 +119,20 @@ def test_counts_bytes_and_energy() -> None:
     assert found[None, PLAIN].joules_per_token is None  # of one reply nobody told
     assert found[None, PLAIN].acceptance is None
     assert found[None, PLAIN].acceptance_by_depth == ()
+
+
+def test_why_a_way_is_silent_is_kept() -> None:
+    measured = [row("a", PLAIN, 1.0), row("a", AUTO, 1.0), row("a", SUFFIX, 1.0), row("a", MODEL, 1.0)]
+    reports = [
+        MethodReport("none", "none", "asked for"),
+        MethodReport("auto", "none", "nothing pays"),
+        MethodReport("suffix", "suffix", "asked for", "it was dear"),
+        MethodReport("model", "model", "asked for"),
+    ]
+    pairs = zip(measured, reports, strict=True)
+    found = told([replace(each, reply=replace(each.reply, method=method)) for each, method in pairs])
+    assert [found[None, way].said for way in WAYS] == ["", "nothing pays", "", "it was dear"]
+    assert found[None, AUTO].effective == ("none",)
 
 
 def test_each_temperature_by_itself() -> None:

@@ -15,6 +15,9 @@ import pytest
 from edgespec import Runtime, bench
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
+from edgespec.cli.bench import _duration, _Progress
+from edgespec.cli.interrupt import Stop
+from edgespec.cli.screen import ProgressLine
 from edgespec.policy.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 
@@ -154,6 +157,39 @@ def test_ctrl_c_before_anything_was_measured(run: Run, prompts: str, monkeypatch
     result = run("bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8")
     assert result.exit_code == 130
     assert (result.stdout, result.stderr) == ("", "interrupted: the benchmark was cancelled\n")
+
+
+def test_who_guessed_nothing_is_named(run: Run, quick: tuple[str, ...]) -> None:
+    one_token = ("-n", "1", "--temperatures", "0", "--repeats", "1")  # leaves nothing to guess
+    result = run(*quick, *one_token, "--methods", "suffix")
+    assert result.exit_code == 0
+    assert [line for line in result.stdout.splitlines() if line.startswith("suffix guessed nothing")] != []
+    assert "none guessed nothing" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.4, "0 s"), (59.6, "1 min 0 s"), (125.0, "2 min 5 s"), (7325.0, "2 h 2 min")]
+)
+def test_durations(seconds: float, says: str) -> None:
+    assert _duration(seconds) == says
+
+
+def test_the_bar_tells_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    moments = iter((0.0, 100.0, 110.0, 120.0))
+    monkeypatch.setattr("edgespec.cli.bench.is_terminal", lambda stream: True)
+    monkeypatch.setattr("edgespec.cli.bench.monotonic", lambda: next(moments))
+    monkeypatch.setattr(ProgressLine, "__call__", lambda self, what, fraction: not said.append(what))  # type: ignore[func-returns-value]
+    progress = _Progress(Stop())
+    for fraction in (0.0, 0.1, 0.3, 0.5):
+        assert progress("x", fraction)
+    # A tenth takes five seconds, what came before the first reply does not count.
+    assert said == [
+        f"[{'-' * 20}] x",
+        f"[##{'-' * 18}] x",
+        f"[{'#' * 6}{'-' * 14}] 35 s left, x",
+        f"[{'#' * 10}{'-' * 10}] 25 s left, x",
+    ]
 
 
 def test_time_that_is_over_is_no_failure(run: Run, quick: tuple[str, ...]) -> None:
