@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.text import GrowingText
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
@@ -64,6 +65,24 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
     drafter.begin(second)
     tree = drafter.propose(Sampler(SamplingParams(), 0, second), Invariant(), 5)
     assert list(tree.tokens[1:]) == guess(second, 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
+def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
+    grown = GrowingText(most)
+    grown.restart(start)
+    everything = list(start)
+    for emitted in rounds:
+        grown.append(emitted)
+        everything += emitted
+    kept = grown.text[: grown.end].tolist()
+    assert kept == everything[len(everything) - len(kept) :]
+    assert len(kept) >= min(most, len(everything))
+    assert grown.text.nbytes <= grown.most_bytes
+    length, after = grown.seen(4)
+    assert kept[after - length : after] == kept[len(kept) - length :]
+    assert (kept[after : after + 1] if length else []) == by_searching(kept, 1, shortest=1)
 
 
 def test_examples() -> None:

@@ -58,7 +58,7 @@ def test_where_there_are_too_many_the_longest_are_still_found() -> None:
 def test_long_phrases_that_occur_everywhere() -> None:
     random = np.random.default_rng(2)
     phrase = [5, 6, 7, 8, 9] * 4
-    text = [token for _ in range(900) for token in (*random.integers(0, 3, 4).tolist(), *phrase)]
+    text = [token for _ in range(250) for token in (*random.integers(0, 3, 4).tolist(), *phrase)]
     recent = [1, 2, 1, *phrase]
     index = index_of(text)
     matches = dict(index.matches(recent))
