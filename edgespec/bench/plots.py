@@ -26,7 +26,7 @@ def check_plots() -> None:
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots need matplotlib, which is not installed",
-            "run `pip install edgespec[plots]`, or leave --plots out: --plot draws in the terminal",
+            'run `pip install "edgespec[plots]"`, or leave --plots out: --plot draws in the terminal',
         )
 
 

@@ -132,7 +132,7 @@ def command(
 ) -> int:
     """Measure every method against plain decoding, on prompts of several kinds.
 
-    Each prompt is answered in every way, one right after another and in changing order, so that what the
+    Each prompt is answered by every method, one right after another, in changing order, so that what the
     machine does meanwhile meets all alike; every reply reads its prompt anew. SPEED-UP is in tokens per
     second, prefill not counted, with its 95 % confidence interval; WORST is that of the worst prompt, WHOLE
     counts all of a reply. The oracle takes the best fixed method for each prompt, in hindsight. Ctrl-C keeps

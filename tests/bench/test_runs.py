@@ -59,8 +59,15 @@ def plan(**changes: Any) -> Plan:
 
 
 def test_everything_is_measured_in_the_order_of_the_plan(pair: Runtime) -> None:
-    wanted = plan()
-    found = run(pair, wanted)
+    wanted, shares = plan(), []
+
+    def progress(what: str, fraction: float) -> bool:
+        shares.append(fraction)
+        return True
+
+    found = run(pair, wanted, progress=progress)
+    assert shares == sorted(shares)
+    assert 0.0 == shares[0] < shares[-1] < 1.0
     assert (found.ending, found.trouble) == ("complete", "")
     assert len(found.rows) == wanted.replies == 3 * 2 * 2 * 4
     in_order = [
