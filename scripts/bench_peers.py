@@ -21,13 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import monotonic
+from typing import TypeAlias
 
 import psutil
 
@@ -44,6 +46,9 @@ from scripts.peers.pool import Peer, Pool
 from scripts.peers.replies import Asked
 from scripts.peers.report import OURS, report
 from scripts.peers.worker import Edgespec, MlxLm, Worker
+
+# A configuration, how it is made, and what it is told.
+Program: TypeAlias = tuple[Configuration, Callable[[], Peer], str]
 
 MLX_GRID = "none,draft:1,draft:2,draft:3,draft:4,draft:6,draft:8"
 
@@ -80,6 +85,8 @@ def main() -> None:
         for configuration, flags in setup.flags.items():
             print(f"  {configuration!s:40} {flags}")
         measured: list[Measured] = []
+        # Ended like this, too, no program is left behind.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             measure(args, setup, texts, _needed_bytes(pair), measured)
         except KeyboardInterrupt:
@@ -109,6 +116,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    parser.add_argument(
+        "--kv-type", help="of the caches in all GGUF programs, such as f16; each its own if not given"
+    )
     parser.add_argument("--prompts", type=Path, help="JSONL; by default those that come with edgespec")
     parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
     parser.add_argument("--repeats", type=int, default=1)
@@ -117,49 +127,62 @@ def _arguments() -> argparse.Namespace:
 
 
 def _setup(args: argparse.Namespace, pair: Pair) -> Setup:
-    target, draft = str(pair.target.path), str(pair.draft.path) if pair.draft else None
-    makers: dict[Configuration, Callable[[], Peer]] = {}
-    flags: dict[Configuration, str] = {}
+    usual = edgespec.SamplingParams()
+    filters = (usual.top_k, usual.top_p, usual.min_p)
     versions = [f"edgespec {edgespec.__version__}"]
+    target, draft = str(pair.target.path), str(pair.draft.path) if pair.draft else None
+    programs: list[Program] = []
     if pair.target.format == "mlx":
         versions += [f"{name} {_version(name)}" for name in ("mlx", "mlx-lm")]
-        for name in (args.grid or MLX_GRID).split(","):
-            length = _mlx_length(name, draft)
-            configuration = Configuration("mlx-lm", name)
-            makers[configuration] = partial(Worker, MlxLm(target, draft or "none", length))
-            flags[configuration] = f"--num-draft-tokens {length}" if length else ""
+        programs += _mlx_programs(args, target, draft)
+        filters = (0, 1.0, 0.0)  # the programs apply them in different orders
+        args.threads = None  # MLX chooses them
     elif args.llama_server:
-        binary = args.llama_server.resolve()
-        common = ["--model", target, "--ctx-size", args.context, "--threads", args.threads]
-        # One reply at a time, and nothing kept of the last: that would only cost it time.
-        common += ["--threads-batch", args.threads, "--parallel", 1, "--cache-ram", 0, "--offline"]
-        always = [*map(str, common)]
-        versions += [
-            f"llama-server {version_of(binary)}",
-            *_kernels(binary),
-            f"llama-server {' '.join(always)}",
-        ]
-        for name in (args.grid or _without_draft(GRID, draft)).split(","):
-            own = server_flags(name, draft)
-            configuration = Configuration("llama-server", name)
-            makers[configuration] = partial(LlamaServer, binary, [*always, *own])
-            flags[configuration] = " ".join(own)
+        versions += [f"llama-server {version_of(args.llama_server)}", *_kernels(args.llama_server)]
+        versions.append(f"llama-server {' '.join(_server_flags(args, target))}")
+        programs += _server_programs(args, target, draft)
     else:
         versions.append("no --llama-server: edgespec alone")
+    programs += _our_programs(args, target, draft)
+    makers = {configuration: maker for configuration, maker, _ in programs}
+    return Setup(makers, {configuration: told for configuration, _, told in programs}, versions, filters)
+
+
+def _mlx_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
+    for name in (args.grid or MLX_GRID).split(","):
+        length = _mlx_length(name, draft)
+        maker = partial(Worker, MlxLm(target, draft or "none", length))
+        yield Configuration("mlx-lm", name), maker, f"--num-draft-tokens {length}" if length else ""
+
+
+def _server_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
+    for name in (args.grid or _without_draft(GRID, draft)).split(","):
+        own = server_flags(name, draft)
+        maker = partial(LlamaServer, args.llama_server, [*_server_flags(args, target), *own])
+        yield Configuration("llama-server", name), maker, " ".join(own)
+
+
+def _server_flags(args: argparse.Namespace, target: str) -> list[str]:
+    """Of all configurations: one reply at a time, and nothing kept of the last: it would only cost time."""
+    flags = ["--model", target, "--ctx-size", args.context, "--threads", args.threads]
+    flags += ["--threads-batch", args.threads, "--parallel", 1, "--cache-ram", 0, "--offline"]
+    if args.kv_type:
+        flags += ["--cache-type-k", args.kv_type, "--cache-type-v", args.kv_type]
+        flags += ["--spec-draft-type-k", args.kv_type, "--spec-draft-type-v", args.kv_type]
+    return [*map(str, flags)]
+
+
+def _our_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
     for name in args.methods.split(","):
         method, length = parse(name)
         # A method that needs no draft model is not to pay for one.
         drafted = draft if method == "auto" or "model" in method.split("+") else None
+        kv_type = args.kv_type or "auto"
         ours = Edgespec(
-            target, drafted or "none", method, length, args.acceptance, args.context, args.threads
+            target, drafted or "none", method, length, args.acceptance, args.context, args.threads, kv_type
         )
-        configuration = Configuration(OURS, name)
-        makers[configuration] = partial(Worker, ours)
-        flags[configuration] = ", ".join(f"{key}={value}" for key, value in vars(ours).items() if value)
-    usual = edgespec.SamplingParams()
-    # None on MLX, where the programs apply them in different orders.
-    filters = (0, 1.0, 0.0) if pair.target.format == "mlx" else (usual.top_k, usual.top_p, usual.min_p)
-    return Setup(makers, flags, versions, filters)
+        told = ", ".join(f"{key}={value}" for key, value in vars(ours).items() if value)
+        yield Configuration(OURS, name), partial(Worker, ours), told
 
 
 def _mlx_length(name: str, draft: str | None) -> int | None:

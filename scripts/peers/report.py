@@ -27,8 +27,8 @@ def report(order: Sequence[Configuration], measured: Sequence[Measured]) -> str:
     for speeds, what in ((decode, "decode"), (whole, "whole")):
         best = fastest(speeds, [each for each in present if each.program != OURS])
         for other in (best, plain):
-            if other in present:
-                lines += [f"{what}, ratios to {other}:", *_ratios(speeds, ours, other)]
+            ratios = list(_ratios(speeds, ours, other)) if other in present else []
+            lines += [f"{what}, ratios to {other}:", *ratios] if ratios else []
     return "\n".join(lines)
 
 

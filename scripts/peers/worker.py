@@ -28,7 +28,10 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Edgespec:
-    """edgespec with one method, and a draft length where one is given."""
+    """edgespec with one method, and a draft length where one is given.
+
+    threads: None where the backend chooses. kv_type: of the cache.
+    """
 
     target: str
     draft: str
@@ -36,7 +39,8 @@ class Edgespec:
     draft_length: int | None
     acceptance: str
     context: int
-    threads: int
+    threads: int | None
+    kv_type: str
 
     @contextmanager
     def opened(self) -> Iterator[Ask]:
@@ -44,10 +48,7 @@ class Edgespec:
         import edgespec
         from scripts.peers.replies import ours
 
-        options: dict[str, Any] = {"context": self.context, "threads": self.threads, "method": self.method}
-        if self.draft_length is not None:
-            options["draft_length"] = self.draft_length
-        with edgespec.load(self.target, self.draft, acceptance=self.acceptance, **options) as runtime:
+        with edgespec.load(**vars(self)) as runtime:
 
             def ask(prompt: Sequence[int], asked: Asked) -> Run:
                 return ours(runtime, prompt, vars(asked))
