@@ -160,6 +160,8 @@ class TestOtherBytes:
                 join([memoryview(parts[0])], [memoryview(parts[1][:cut] + more)], "m")
         with pytest.raises(CapabilityError):
             join([memoryview(parts[0])], [], "m")
+        with pytest.raises(CapabilityError, match="too early"):
+            join(*[[memoryview(parts[0][: min(cut, 50)])]] * 2, "m")
 
     def test_a_model_that_writes_them_otherwise_does_not_lend(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch

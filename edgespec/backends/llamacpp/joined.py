@@ -65,7 +65,7 @@ def join(lower: Sequence[memoryview], upper: Sequence[memoryview], name: str) ->
     """
     try:
         return [_join(*both) for both in zip(lower, upper, strict=True)]
-    except (ValueError, struct.error) as error:
+    except ValueError as error:
         raise CapabilityError(
             f"the halves of {name} cannot lend their memory to one copy: llama.cpp lays it out otherwise"
             f" ({error})",
@@ -79,7 +79,7 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
     pieces: list[bytes | memoryview] = [lower[:_MARK_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # What was put where another turn of a talk was is in another place in each.
+            # Each context fills cells that were freed in an order of its own.
             below, above = below.in_order(), above.in_order()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
             raise ValueError("they hold other cells")
@@ -92,14 +92,14 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
 
 def _memories(data: memoryview) -> list[_Memory]:
     reader = _Reader(data[_MARK_BYTES:])
-    memories = []
+    memories = [reader.memory()]
     while not reader.at_end:
         memories.append(reader.memory())
     return memories
 
 
 class _Reader:
-    """Reads such bytes from the beginning. Raises ValueError or struct.error where they are others."""
+    """Reads such bytes from the beginning. Raises ValueError where they are others."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
