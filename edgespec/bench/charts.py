@@ -36,15 +36,15 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
     room = max(_LEAST_WIDTH, width - labels - says - 2)
     longest = max((sum(length for length, _ in bar.parts) for bar in bars), default=0.0)
     longest = max(longest, full) or 1.0
-    return [title, *(f"{bar.label:{labels}} {_drawn(bar, room / longest)} {bar.says}" for bar in bars)]
+    return [title, *(f"{bar.label:{labels}} {_drawn(bar, longest, room)} {bar.says}" for bar in bars)]
 
 
-def _drawn(bar: Bar, scale: float) -> str:
+def _drawn(bar: Bar, longest: float, room: int) -> str:
     """The parts, each ending where its sum rounds to: what is rounded does not add up."""
     drawn, reached = "", 0.0
     for length, character in bar.parts:
         reached += length
-        drawn += character * (round(reached * scale) - len(drawn))
+        drawn += character * (round(reached / longest * room) - len(drawn))
     return drawn
 
 
