@@ -1,4 +1,4 @@
-"""Texts that guesses are looked up in: earlier replies, and files a person names."""
+"""Texts that guesses are looked up in: earlier chats, and files a person names."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def suffix_drafter(
 ) -> tuple[SuffixDrafter, str]:
     """A suffix drafter for a target's vocabulary, and what there is to say about its corpus.
 
-    corpus: a text file or a folder of them, read at once. remember: read earlier replies when the first reply
-    begins, and keep new ones, in the user's data folder; without it no file of theirs is touched. What is
-    wrong with those files is in the drafter's note. Raises OptionError, CancelledError.
+    corpus: a text file or a folder of them, read at once. remember: read earlier chats when the first reply
+    begins, and keep new replies and what is new of their prompts, in the user's data folder; without it no
+    file of theirs is touched. What is wrong with those files is in the drafter's note. Raises OptionError,
+    CancelledError.
     """
     mark = cache(lambda: fingerprint(vocabulary))
     given = read_corpus(corpus, vocabulary, mark(), progress=progress) if corpus is not None else None
