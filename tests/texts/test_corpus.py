@@ -254,6 +254,17 @@ class TestTheSwitches:
         other.begin([2, 3])
         assert guessed(other) == (3,)
 
+    def test_what_one_process_was_asked_the_next_guesses(self) -> None:
+        first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
+        first.begin([1, 2, 3, 4, 5, 6])
+        first.commit((7,))
+        first.close()
+        second, _ = suffix_drafter(LetterVocabulary(8), remember=True)
+        second.begin([2, 3])
+        assert guessed(second) == (3, 4, 5)
+        second.begin([7, 6])
+        assert guessed(second) == (6, 7)
+
     def test_what_is_remembered_is_read_when_a_reply_begins(self, tmp_path: Path) -> None:
         first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
         first.begin([0])
