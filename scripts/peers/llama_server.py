@@ -21,6 +21,7 @@ __all__ = ["LlamaServer", "body_for", "kernels_of", "kernels_of_binary", "run_of
 
 _START_SECONDS = 300.0
 _REPLY_SECONDS = 1800.0
+_TELLING = re.compile(r"error|fail|invalid|unable|abort", re.IGNORECASE)
 
 
 class LlamaServer:
@@ -28,9 +29,10 @@ class LlamaServer:
 
     def __init__(self, binary: Path, flags: Sequence[str]) -> None:
         self._binary = binary
-        self.flags = tuple(flags)
+        self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = ""
+        self._failed = False
         # No kept connections: the server may be held still for longer than it would keep them.
         self._client = httpx2.Client(
             limits=httpx2.Limits(max_keepalive_connections=0), timeout=_REPLY_SECONDS, trust_env=False
@@ -47,7 +49,7 @@ class LlamaServer:
         """Start it and wait until the model is loaded. Raises EdgespecError with what it said last."""
         port = _free_port()
         self._address = f"http://127.0.0.1:{port}"
-        command = [str(self._binary), *self.flags, "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(self._binary), *self._flags, "--host", "127.0.0.1", "--port", str(port)]
         with tempfile.NamedTemporaryFile("wb", prefix="llama-server-", suffix=".log", delete=False) as log:
             self._log = log.name
             try:
@@ -96,25 +98,20 @@ class LlamaServer:
         return run_of(response.json(), len(prompt), seconds)
 
     def _failure(self, what: str) -> EdgespecError:
-        said = Path(self._log).read_text("utf-8", "replace").splitlines() if self._log else []
-        telling = [
-            line for line in said if re.search(r"error|fail|invalid|unable|abort", line, re.IGNORECASE)
-        ]
+        self._failed = True
+        said = Path(self._log).read_text("utf-8", "replace").splitlines()
+        telling = [line for line in said if _TELLING.search(line)]
         last = (telling or said or [""])[-1]
-        return EdgespecError(
-            f"{what}: {last}" if last else what, f"its log is {self._log}" if self._log else ""
-        )
+        return EdgespecError(f"{what}: {last}" if last else what, f"its log is {self._log}")
 
     def stop(self) -> None:
         """End it, whatever it does. The log stays only where it failed."""
         self._client.close()
         if self._process is None:
             return
-        fine = self._process.poll() is None
-        if fine:
-            self._process.kill()
+        self._process.kill()
         self._process.wait()
-        if fine:
+        if not self._failed:
             Path(self._log).unlink(missing_ok=True)
 
 
@@ -164,19 +161,11 @@ def kernels_of(text: str) -> str:
 
 
 def kernels_of_binary(binary: Path) -> str:
-    """What it tells of itself before it looks for a model, for one that is not there."""
-    told = [
-        str(binary),
-        "--log-verbosity",
-        "4",
-        "--offline",
-        "--model",
-        "none.gguf",
-        "--port",
-        str(_free_port()),
-    ]
+    """What it tells of itself before it finds that the model is not there."""
     with tempfile.TemporaryDirectory() as empty:
-        said = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False, cwd=empty)
+        told = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]
+        told += ["--model", f"{empty}/none.gguf"]
+        said = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False)
     lines = (said.stdout + said.stderr).splitlines()
     return kernels_of(next((line for line in lines if "system_info" in line), ""))
 

@@ -56,7 +56,7 @@ def main() -> None:
     if "--version" in sys.argv:
         print("version: 1 (stand-in)")  # noqa: T201
         return
-    if "none.gguf" in sys.argv or "ngram-cache" in sys.argv:
+    if sys.argv[-1].endswith("none.gguf") or "ngram-cache" in sys.argv:
         print("system_info: n_threads = 2 | CPU : AVX2 = 1 | OPENMP = 1 | \nloading")  # noqa: T201
         print("E error: failed to load the model\nexiting")  # noqa: T201
         sys.exit(1)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +121,12 @@ def test_the_first_token_of_an_answer_was_made_with_the_prompt() -> None:
 def test_an_answer_that_lacks_something_is_refused(answer: dict[str, Any], says: str) -> None:
     with pytest.raises(EdgespecError, match=says):
         run_of(answer, 3, 1.0)
+
+
+@pytest.fixture(autouse=True)
+def logs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of a server that failed stays, and these fail on purpose."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
