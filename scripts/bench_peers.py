@@ -24,9 +24,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from time import monotonic
 from typing import TypeAlias
@@ -85,6 +87,7 @@ def main() -> None:
         for configuration, flags in setup.flags.items():
             print(f"  {configuration!s:40} {flags}")
         measured: list[Measured] = []
+        _save(args, setup, measured)  # a place that cannot be written to is told now
         # Ended like this, too, no program is left behind.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -92,7 +95,7 @@ def main() -> None:
         except KeyboardInterrupt:
             print("interrupted; what was measured until now:", file=sys.stderr)
         _save(args, setup, measured)
-    except EdgespecError as error:
+    except (EdgespecError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
     for temperature in dict.fromkeys(each.temperature for each in measured):
         print(report(list(setup.makers), [each for each in measured if each.temperature == temperature]))
@@ -245,39 +248,32 @@ def measure(
     args: argparse.Namespace, setup: Setup, texts: Texts, needed_bytes: int, measured: list[Measured]
 ) -> None:
     """Every prompt by every configuration, added to `measured`. One that fails is left out from then on."""
-    failed: set[Configuration] = set()
-    temperatures = [float(each) for each in args.temperatures.split(",")]
-    replies = len(temperatures) * args.repeats * len(texts.prompts) * len(setup.makers)
+    working = list(setup.makers)
+    passes = list(product(map(float, args.temperatures.split(",")), range(args.repeats)))
     began, done = monotonic(), 0
-    for temperature in temperatures:
-        for repeat in range(args.repeats):
-            pool = Pool(setup.makers, needed_bytes)
-            try:
-                for number, prompt in enumerate(texts.prompts):
-                    asked = Asked(args.max_tokens, temperature, 1 + number, *setup.filters)
-                    for configuration in in_turn(list(setup.makers), number, repeat):
-                        done += 1
-                        if configuration in failed:
-                            continue
-                        try:
-                            run = pool.ask(configuration, texts.tokens[prompt.name], asked)
-                        except EdgespecError as error:
-                            print(f"{configuration} is left out: {error}", file=sys.stderr)
-                            failed.add(configuration)
-                            continue
-                        ended = run.tokens[-1:] != () and run.tokens[-1] in texts.ends
-                        measured.append(
-                            Measured(
-                                configuration, prompt.name, prompt.category, temperature, repeat, run, ended
-                            )
-                        )
-                    _save(args, setup, measured)
-                    left = (monotonic() - began) / done * (replies - done)
-                    print(f"{done} of {replies} replies, about {left / 60:.0f} min left", file=sys.stderr)
-            finally:
-                pool.close()
-    if len(failed) == len(setup.makers):
-        raise EdgespecError("no configuration could be measured", "see the lines above")
+    for temperature, repeat in passes:
+        with closing(Pool(setup.makers, needed_bytes)) as pool:
+            for number, prompt in enumerate(texts.prompts):
+                asked = Asked(args.max_tokens, temperature, 1 + number, *setup.filters)
+                for configuration in in_turn(working, number, repeat):
+                    try:
+                        run = pool.ask(configuration, texts.tokens[prompt.name], asked)
+                    except EdgespecError as error:
+                        print(f"{configuration} is left out: {error}", file=sys.stderr)
+                        working.remove(configuration)
+                        continue
+                    ended = bool(run.tokens) and run.tokens[-1] in texts.ends
+                    one = Measured(
+                        configuration, prompt.name, prompt.category, temperature, repeat, run, ended
+                    )
+                    measured.append(one)
+                if not working:
+                    raise EdgespecError("no configuration is left to be measured", "see the lines above")
+                _save(args, setup, measured)
+                done += 1
+                prompts = len(passes) * len(texts.prompts)
+                minutes = (monotonic() - began) / done * (prompts - done) / 60
+                print(f"{done} of {prompts} prompts, about {minutes:.0f} min left", file=sys.stderr)
 
 
 def in_turn(configurations: Sequence[Configuration], number: int, repeat: int) -> list[Configuration]:
