@@ -160,8 +160,9 @@ class TestOtherBytes:
                 join([memoryview(parts[0])], [memoryview(parts[1][:cut] + more)], "m")
         with pytest.raises(CapabilityError):
             join([memoryview(parts[0])], [], "m")
+        few = [memoryview(parts[0][: min(cut, 50)])]
         with pytest.raises(CapabilityError, match="too early"):
-            join(*[[memoryview(parts[0][: min(cut, 50)])]] * 2, "m")
+            join(few, few, "m")
 
     def test_a_model_that_writes_them_otherwise_does_not_lend(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
