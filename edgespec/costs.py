@@ -28,6 +28,10 @@ class PassCosts(Protocol):
     """What verify passes of a target cost, for those who decide whether guessing pays."""
 
     @property
+    def bounded(self) -> bool:
+        """Whether replies are to be held to what they may lose by guessing."""
+
+    @property
     def notice(self) -> str:
         """What went wrong with keeping it; empty where nothing did."""
 
@@ -38,6 +42,7 @@ class PassCosts(Protocol):
 class FreeCosts:
     """A pass costs what a plain step does, however wide it is: nothing is measured, and every guess pays."""
 
+    bounded = False
     notice = ""
 
     def curve(self, _progress: Progress | None = None, /) -> CostCurve:
@@ -50,6 +55,8 @@ class TargetCosts:
     It holds for the same file on the same machine, with the same options and backend. notice: what went wrong
     with keeping it. Measuring empties the target's memory.
     """
+
+    bounded = True
 
     def __init__(self, model: LanguageModel, options: LoadOptions) -> None:
         self._model = model

@@ -21,6 +21,7 @@ from edgespec.catalog import Resolved
 from edgespec.costs import PassCosts
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.growth import Growth
+from edgespec.drafters.guarded import Policy
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.paying import PayingGrowth
@@ -31,7 +32,9 @@ from edgespec.methods import Missing
 from edgespec.pairing import Draft
 from edgespec.policy.curve import CostCurve, Curve, gentle
 from edgespec.policy.exits import exit_table
+from edgespec.policy.ledger import Terms
 from edgespec.policy.limits import Limits
+from edgespec.policy.live import LiveCosts
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, read
 from edgespec.texts import suffix_drafter
@@ -46,6 +49,7 @@ class Outfit:
     others: dict[str, Drafter | Missing]
     growth: Callable[[LanguageModel], tuple[int, ...] | Growth]
     curve: Curve
+    policy: Policy | None
     notices: tuple[str, ...]
 
 
@@ -100,13 +104,14 @@ class _Maker:
             progress=self._progress,
         )
         self.made["suffix"] = suffix
+        asked = self._how.asked | self._automatic(draft)
         for name, make in (
             ("lookahead", self._lookahead),
             ("layerskip", self._layerskip),
             ("lowbit", self._lowbit),
             ("swift", self._swift),
         ):
-            self.made[name] = make() if name in self._how.asked else _not_asked(name)
+            self.made[name] = make() if name in asked else _not_asked(name)
         if draft and draft.drafts:
             self.made["model"] = draft.drafts
         elif draft and self._how.learn:
@@ -115,9 +120,29 @@ class _Maker:
             raise OptionError(
                 "there is no draft model that could learn", "give an MLX draft with --draft REF"
             )
-        together = self._how.together or ("auto" in self._how.methods and draft is not None)
-        curve = self._v.v if together else gentle
-        return Outfit(self.made, self._growth, curve, (said, self._costs.notice if self._curve else ""))
+        curve = self._v.v if self._how.together else gentle
+        policy = self._policy()
+        notices = (said, self._costs.notice if self._curve else "")
+        return Outfit(self.made, self._growth, curve, policy, notices)
+
+    def _automatic(self, draft: Draft | None) -> set[str]:
+        """What `auto` takes in the place of a draft model, where that has been prepared."""
+        if "auto" not in self._how.methods or draft is not None:
+            return set()
+        if self._found.format == "layerskip":
+            return {"layerskip"}
+        return {"lowbit"} if self._found.format == "gguf" and self._lowbit_copy() else set()
+
+    def _policy(self) -> Policy | None:
+        """What decides round by round; nobody where all is drafted as it was asked for."""
+        how = self._how
+        if not self._costs.bounded or ("auto" not in how.methods and how.max_loss is None):
+            return None
+        if not self._model.facts.capabilities.rollback:
+            return None
+        terms = Terms() if how.max_loss is None else Terms(how.max_loss)
+        grows = not how.branches and not how.confidence
+        return Policy(terms, LiveCosts(self._v), everywhere=how.max_loss is not None, grows=grows)
 
     @property
     def _v(self) -> CostCurve:

@@ -39,6 +39,8 @@ class Drafting:
     few and the last tokens only; None lets a draft model do so beyond the length it was trained for, 0 is
     never. exit_layer: layers that draft in early exit on MLX; None measures. corpus: texts to look guesses
     up in. remember: keep replies for later guesses. learn: train the draft between replies.
+    max_loss: the most that a reply may lose by guessing, as a share of its time; None is 2 % for `auto` and
+    no bound for drafters that are named.
     Raises OptionError for a wrong value, and for an option that none of these methods reads.
     """
 
@@ -51,12 +53,15 @@ class Drafting:
     corpus: str | None = None
     remember: bool = False
     learn: bool = False
+    max_loss: float | None = None
 
     def __post_init__(self) -> None:
         flag("remember", self.remember)
         flag("learn", self.learn)
         if not 0.0 <= number("draft_confidence", self.confidence, "from 0 to below 1") < 1.0:
             raise OptionError(f"draft_confidence is {self.confidence!r}", "give a number from 0 to below 1")
+        if self.max_loss is not None and not 0.0 <= number("max_loss", self.max_loss, "such as 0.02") <= 1.0:
+            raise OptionError(f"max_loss is {self.max_loss!r}", "give a share from 0 to 1, such as 0.02")
         whole_number("draft_sinks", self.sink_tokens, 0, _NO_LIMIT)
         if self.window_tokens is not None:
             whole_number("draft_window", self.window_tokens, 0, _NO_LIMIT)

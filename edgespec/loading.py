@@ -61,6 +61,7 @@ def load(
     corpus: str | PathLike[str] | None = None,
     remember: bool = False,
     learn: bool = False,
+    max_loss: float | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
@@ -69,7 +70,7 @@ def load(
     if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
     "8GiB"; by default what is available. context: tokens of prompt and reply together. adapter: a folder
     with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them. methods: those that replies may ask
-    for besides `method`; what they need is loaded as well. draft_branches to learn: see `Drafting`.
+    for besides `method`; what they need is loaded as well. draft_branches to max_loss: see `Drafting`.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
@@ -92,6 +93,7 @@ def load(
         corpus=None if corpus is None else path_text("corpus", corpus),
         remember=remember,
         learn=learn,
+        max_loss=max_loss,
     )
     options = LoadOptions(
         context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
@@ -135,6 +137,7 @@ def _loaded(
             why_no_draft=pair.why_no_draft,
             others=made.others,
             curve=made.curve,
+            policy=made.policy,
         )
         undo.callback(drafters.close)
         for method in how.methods:

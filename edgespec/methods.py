@@ -11,10 +11,13 @@ from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.growth import Growth
+from edgespec.drafters.guarded import GuardedDrafter, Policy
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.paying import PayingGrowth
 from edgespec.errors import OptionError
 from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.ledger import Ledger
 from edgespec.policy.limits import Limits
 from edgespec.reply import MethodReport
 
@@ -27,6 +30,8 @@ DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix",
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # What `auto` uses of what is there.
 _AUTOMATIC = ("model", "suffix")
+# Of these the first that is there drafts for `auto`.
+_AUTOMATIC_MODELS = ("model", "layerskip", "lowbit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class Drafters:
 
     branches: of the draft model's tree; a Growth is this drafter's alone. why_no_draft: said when `auto` has
     no draft model to use. others: drafters beside the draft model's and n-gram lookup, or why they are
-    missing, by name; a `model` among them takes the usual one's place. curve: v(m) of the target.
+    missing, by name; a `model` among them takes the usual one's place. curve: v(m) of the target. policy:
+    decides round by round for `auto`; without one that drafts as drafters that are named do.
     """
 
     def __init__(
@@ -55,7 +61,10 @@ class Drafters:
         why_no_draft: str = "",
         others: Mapping[str, Drafter | Missing] = MappingProxyType({}),
         curve: Curve = gentle,
+        policy: Policy | None = None,
     ) -> None:
+        self._policy = policy
+        self._ahead = target.run_ahead
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._curve = curve
@@ -66,6 +75,7 @@ class Drafters:
             )
         }
         self._combined: dict[tuple[str, ...], CombinedDrafter] = {}
+        self._guarded: dict[tuple[str, ...], GuardedDrafter] = {}
         self._chains = draft if not branches and "model" not in others else None
         if draft is not None and "model" not in others:
             self._made["model"] = ModelDrafter(
@@ -93,8 +103,9 @@ class Drafters:
             reason = f"{self._target.name} decodes plainly: {capabilities.reason}"
             return None, MethodReport(method, "none", reason)
         if method == "auto":
-            names = tuple(name for name in names if name in self._made)
-            reason = "all drafters present" if "model" in names else self._why_no_draft
+            names = self._automatic()
+            drafts = any(not self._made[name].lookup for name in names)
+            reason = "guesses while that pays" if drafts else self._why_no_draft
         else:
             reason = "asked for"
         for name in names:
@@ -103,8 +114,37 @@ class Drafters:
                 raise OptionError(f"method {method!r} cannot be used: {missing.why}", missing.hint)
         effective = "+".join(names) or "none"
         names = tuple(sorted(names, key=DRAFTER_NAMES.index))
+        if names and self._policy and (method == "auto" or self._policy.everywhere):
+            return self._under(self._policy, names), MethodReport(method, effective, reason)
         drafter = self._combination(names) if len(names) > 1 else self._made[names[0]] if names else None
         return drafter, MethodReport(method, effective, reason)
+
+    def _automatic(self) -> tuple[str, ...]:
+        """What `auto` takes of what is there."""
+        models = [name for name in _AUTOMATIC_MODELS if name in self._made]
+        return tuple(name for name in (*models[:1], "suffix") if name in self._made)
+
+    def _under(self, policy: Policy, names: tuple[str, ...]) -> GuardedDrafter:
+        """The drafters of these names under the policy; made once, for it goes on learning."""
+        if names not in self._guarded:
+            costs, ledger = policy.costs, Ledger(policy.terms)
+            able = self._target.capabilities
+            combined = CombinedDrafter(
+                [self._growing(self._made[name], policy) for name in names],
+                able.tree,
+                limits=Limits(able.max_width, able.max_branches if able.tree else 1),
+                curve=costs.v,
+                may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
+            )
+            self._guarded[names] = GuardedDrafter(combined, ledger, costs, ahead=self._ahead)
+        return self._guarded[names]
+
+    def _growing(self, drafter: Drafter, policy: Policy) -> Drafter:
+        """A draft model's drafter, so that its drafts are as long as pays; others as they are."""
+        if not policy.grows or not isinstance(drafter, ModelDrafter):
+            return drafter
+        limits = Limits.of(self._target.capabilities, drafter.able)
+        return drafter.growing(PayingGrowth(limits, policy.costs.v, siblings=1))
 
     def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
         """The drafters of these names together; made once, for it learns which of them is worth asking."""

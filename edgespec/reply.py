@@ -23,13 +23,16 @@ class Piece:
 class MethodReport:
     """Which method was asked for, which one runs, and why.
 
-    note: what its drafters say of themselves after a reply: what they cost, why one is silent.
+    note: what its drafters say of themselves after a reply: what they cost, why one is silent. gain: over
+    plain decoding, as a share of its speed, with one standard error; None where nobody keeps account.
     """
 
     requested: str
     effective: str
     reason: str
     note: str = ""
+    gain: float | None = None
+    gain_uncertainty: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

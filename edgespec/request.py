@@ -18,22 +18,32 @@ __all__ = ["ACCEPTANCES", "MAX_DRAFT_LENGTH", "Defaults", "Request", "make_reque
 
 MAX_DRAFT_LENGTH = 64
 ACCEPTANCES = ("invariant", "rejection")
+_DRAFT_LENGTH = 4
+_ADAPTIVE_LENGTH = 16
 _NO_LIMIT = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """How replies are produced when a request does not say. Raises OptionError."""
+    """How replies are produced when a request does not say. Raises OptionError.
+
+    draft_length: None is 4, and up to 16 for drafters that choose themselves.
+    """
 
     method: str = "auto"
-    draft_length: int = 4
+    draft_length: int | None = None
     acceptance: str = "invariant"
 
     def __post_init__(self) -> None:
         parse_method(self.method)
-        whole_number("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, ", or method none")
+        if self.draft_length is not None:
+            whole_number("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, ", or method none")
         if self.acceptance not in ACCEPTANCES:
             raise OptionError(f"acceptance is {self.acceptance!r}", f"choose {' or '.join(ACCEPTANCES)}")
+
+    def levels(self, adapts: bool) -> int:
+        """How many levels a drafter is asked for; adapts: it drafts no more of them than pay."""
+        return self.draft_length or (_ADAPTIVE_LENGTH if adapts else _DRAFT_LENGTH)
 
     def but(self, method: str | None, draft_length: int | None, acceptance: str | None) -> Defaults:
         """These defaults with what is not None put in their place."""

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter as now
 
 import numpy as np
@@ -22,6 +23,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
 from edgespec.methods import Drafters
+from edgespec.reply import MethodReport
 from edgespec.request import Request
 
 __all__ = ["Session"]
@@ -138,13 +140,25 @@ class Session:
             if not self._closed:
                 self._cached = self._cached[: self.target.length] if fine else []
 
-    def note(self, method: str) -> str:
-        """What the drafters of a method have learnt, and which learn no more; empty when there is nothing."""
-        drafter, _ = self.drafters.choose(method)
+    def report(self, method: str) -> MethodReport:
+        """How the running or last reply by this method stands: what guesses, why, and what that gains.
+
+        With it what the drafters have learnt, and which learn no more.
+        """
+        drafter, report = self.drafters.choose(method)
         if drafter is None:
-            return ""
+            return report
         trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
-        return " · ".join(filter(None, (drafter.note(), *trouble)))
+        report = replace(report, note=" · ".join(filter(None, (drafter.note(), *trouble))))
+        if account := drafter.account():
+            return replace(
+                report,
+                effective="+".join(account.drafters) or "none",
+                reason=account.reason,
+                gain=account.speed_up - 1.0,
+                gain_uncertainty=account.uncertainty,
+            )
+        return report
 
     def _steps(
         self,
@@ -185,7 +199,7 @@ class Session:
             vocab_size=self.target.facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.how.draft_length if drafter else 0,
+            draft_length=request.how.levels(drafter.adapts) if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
@@ -198,6 +212,10 @@ class Session:
                 self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
             drafted, seconds = stats.drafted_tokens, stats.decode_seconds
             stats.plain_step_seconds = self.plain_step_seconds
+            if drafter and (account := drafter.account()):
+                stats.plain_step_seconds = account.plain_seconds
+                stats.ledger_credit_seconds = account.credit_seconds
+                stats.worst_case_loss = account.worst_loss
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             yield step

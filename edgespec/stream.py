@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
-
 from edgespec.backends.base import Progress
 from edgespec.chat.text import ReplyText
 from edgespec.engine.loop import FinishReason, Step
@@ -39,7 +37,7 @@ class ReplyStream:
         progress: Progress | None = None,
     ) -> None:
         self.stats = stats
-        self.method = method
+        self._method = method
         self._session = session
         self._request = request
         self._names = (target, draft)
@@ -61,6 +59,13 @@ class ReplyStream:
     def __next__(self) -> Piece:
         self._started = True
         return next(self._pieces)
+
+    @property
+    def method(self) -> MethodReport:
+        """What guesses in this reply, why, and what that gains: as it stands now."""
+        if self._reply or not self.stats.target_passes:
+            return self._method
+        return self._session.report(self._request.how.method)
 
     @property
     def reply(self) -> Reply:
@@ -110,8 +115,7 @@ class ReplyStream:
         self.stats.peak_memory_bytes = peak_bytes()
         target, draft = self._names
         if not failed:
-            note = self._session.note(self._request.how.method)
-            self.method = replace(self.method, note=note)
+            self._method = self.method
             self._reply = Reply(
                 self._text.text,
                 tuple(self._tokens),
@@ -119,7 +123,7 @@ class ReplyStream:
                 self._request.seed,
                 target,
                 draft,
-                self.method,
+                self._method,
                 self.stats,
             )
         if self._on_end:

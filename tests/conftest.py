@@ -20,10 +20,15 @@ def logs_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prepared_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What tests prepare, learn or save does not end up among the user's."""
-    os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+def learnt_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests learn or save does not end up among the user's."""
     os.environ["EDGESPEC_DATA_DIR"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nor what they prepare, which another file's `auto` would use as well."""
+    os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

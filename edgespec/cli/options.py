@@ -36,7 +36,7 @@ Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 MODEL_NAMES = (
     "target", "draft", "memory", "context", "threads", "gpu_layers", "kv_type", "flash_attention", "mmap",
     "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window", "draft_sinks", "exit_layer",
-    "corpus", "remember", "learn",
+    "corpus", "remember", "learn", "max_loss",
 )  # fmt: skip
 METHOD_NAMES = ("method", "draft_length", "acceptance")
 SAMPLING_NAMES = (
@@ -80,6 +80,18 @@ def whole(low: int, high: int | None = None) -> Callable[[Any], int]:
         return number
 
     return read
+
+
+def share(value: Any) -> float:
+    """Reads `2%` or `0.02`."""
+    text = str(value).strip()
+    try:
+        number = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number <= 1.0:
+        raise click.BadParameter(f"{value!r} is not a share such as 2% or 0.02")
+    return number
 
 
 def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ...]]:
@@ -210,10 +222,13 @@ def drafting_options(*, remember: bool = False) -> Decorator:
                   help="A text file, or a folder of them, that method suffix guesses from: the code you edit,"
                        " for instance."),
         _drafting("--remember/--no-remember", default=remember,
-                  help="Keep replies on this machine, readable by you only, so that method suffix guesses"
-                       " from them later."),
+                  help="Keep prompts and replies on this machine, readable by you only, so that method suffix"
+                       " guesses from them later."),
         _drafting("--learn", is_flag=True, show_default=False,
                   help="Train an MLX draft between replies on what it guessed wrong."),
+        _drafting("--max-loss", type=share, metavar="SHARE",
+                  help="The most a reply may lose by guessing, such as 2% of its time (and 2 steps); without"
+                       " it auto keeps to 2%, and drafters that are named draft whatever it costs."),
     ])  # fmt: skip
 
 
@@ -227,7 +242,7 @@ method_options = _apply([
             help="auto, none, or drafters joined by +: model, layerskip, lowbit, swift, lookahead, suffix,"
                  " ngram."),
     _method("--draft-length", type=whole(1, 64), metavar="K",
-            help="Tokens to guess ahead, 1 to 64. [default: 4]"),
+            help="Tokens to guess ahead, 1 to 64. [default: 4; as many as pay with auto]"),
     acceptance_option,
 ])  # fmt: skip
 

@@ -11,6 +11,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.policy.ledger import Account
 
 __all__ = ["Drafter", "check_rollback"]
 
@@ -21,13 +22,16 @@ class Drafter(ABC):
     A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
     without `propose`, and a proposal may be cut or joined with others before it is verified.
     extra_weight_bytes, extra_kv_bytes: what it keeps in memory beside the target.
-    rests: it has something to do in `rest`.
+    rests: it has something to do in `rest`. read_seconds: what reading took in the last proposal.
     lookup: it looks guesses up, which costs nothing; any part of them may be verified without the rest.
+    adapts: it chooses itself how much to draft, by what pays.
     """
 
     name: str
     rests: bool = False
+    read_seconds: float = 0.0
     lookup: bool = False
+    adapts: bool = False
     extra_weight_bytes: int = 0
     extra_kv_bytes: int = 0
 
@@ -56,6 +60,31 @@ class Drafter(ABC):
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters it is put together from. Rests go to these, not to the whole."""
         return (self,)
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the text that it has to run before it can guess; `propose` runs them if need be."""
+        return 0
+
+    @property
+    def unread_whole(self) -> int:
+        """Tokens to run before it guesses from all of the text; more than `unread` where it sees its end."""
+        return self.unread
+
+    def read(self, at_most: int) -> None:  # noqa: B027
+        """Run what is unread; where that is more than `at_most` tokens, see no more than the end."""
+
+    def dare(self) -> None:  # noqa: B027
+        """Make a short guess in the next proposal even if it does not seem to pay."""
+
+    @property
+    def speaking(self) -> tuple[str, ...]:
+        """Names of those whose guesses were in the last proposal that had any."""
+        return (self.name,)
+
+    def account(self) -> Account | None:
+        """How the reply stands, where somebody keeps a ledger of it."""
+        return None
 
     def note(self) -> str:
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""

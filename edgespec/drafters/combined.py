@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, repeat, zip_longest
+from math import inf
 from time import perf_counter
 
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.merging import merged, trimmed
-from edgespec.drafters.record import Mean, Record
+from edgespec.drafters.record import Mean, Probe, Record
+from edgespec.drafters.worth import Said
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -22,6 +23,18 @@ __all__ = ["CombinedDrafter"]
 
 # The first rounds are slow, and say little.
 _MEASURED_ROUNDS = 2
+# So much of what may be lost goes into reading: the rest is for guesses.
+_READING_SHARE = 0.5
+# With fewer tokens of the text a model's guesses are worth nothing.
+_LEAST_READ = 32
+# What reading a token costs until it is known, in plain steps.
+_UNKNOWN_READING = 0.03
+# Lengths that are weighed of a draft that chooses its own.
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# So many tokens of others' guesses are worth more than a try.
+_WORTH_WAITING = 0.5
+# Rounds in which what was read has to pay.
+_HORIZON = 48
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,8 @@ class CombinedDrafter(Drafter):
     of a lookup are verified as far as their chance pays for their rows; what others say stays whole, for it
     may have been drawn by chance, and dropping it by what was drawn would bias rejection mode.
     can_branch: False for a target that verifies chains only; then the most promising chain is taken.
-    limits: what a pass of the target takes. curve: v(m). clock: seconds.
+    limits: what a pass of the target takes. curve: v(m). may_lose: seconds that the next round may lose
+    against a plain one. clock: seconds.
     """
 
     def __init__(
@@ -62,6 +76,7 @@ class CombinedDrafter(Drafter):
         *,
         limits: Limits | None = None,
         curve: Curve = gentle,
+        may_lose: Callable[[], float] = lambda: inf,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
@@ -70,15 +85,24 @@ class CombinedDrafter(Drafter):
         self._limits = limits or Limits()
         self._curve = curve
         self._clock = clock
+        self._may_lose = may_lose
         self._records = tuple(Record(drafter.lookup) for drafter in drafters)
+        self._probes = tuple(Probe() for _ in drafters)
+        # Seconds of reading a token.
+        self._reading = tuple(Mean() for _ in drafters)
         self._plain_seconds = Mean()
         self._proposed_at: float | None = None
         self._asked: dict[int, _Said] = {}
+        self._speaking: tuple[str, ...] = ()
         self._last_token = 0
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
         return self._drafters
+
+    @property
+    def speaking(self) -> tuple[str, ...]:
+        return self._speaking
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._asked = {}
@@ -91,15 +115,54 @@ class CombinedDrafter(Drafter):
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         asked = self._asked = {}
+        self.read_seconds = 0.0
         for i in sorted(range(len(self._drafters)), key=lambda i: not self._drafters[i].lookup):
-            if self._pays(i, draft_length):
+            if self._wanted(i, draft_length) and self._read(i):
                 started = self._clock()
                 said = self._drafters[i].propose(sampler, acceptance, draft_length)
                 self._records[i].asked(said, self._clock() - started)
                 asked[i] = _Said(said, self._records[i].chances(said))
         tree = self._joined() if asked else TokenTree.chain(self._last_token)
+        if tree.drafted:
+            self._speaking = tuple(self._drafters[i].name for i in sorted(asked) if asked[i].tree.drafted)
         self._proposed_at = self._clock()
         return tree
+
+    def _wanted(self, i: int, draft_length: int) -> bool:
+        """Is a drafter to be asked: because it is likely to pay, or to see whether it does by now?"""
+        if self._pays(i, draft_length):
+            self._probes[i].paid()
+            return True
+        # Beside guesses of others a try would cost what those bring.
+        if sum(self._said().reached) > _WORTH_WAITING or not self._probes[i].due():
+            return False
+        self._records[i].doubt()
+        self._drafters[i].dare()
+        return True
+
+    def _read(self, i: int) -> bool:
+        """Let a drafter read what it has to; False while that may not be paid for."""
+        drafter = self._drafters[i]
+        unread, whole = drafter.unread, drafter.unread_whole
+        if not whole:
+            return True
+        most, share = self._may_lose(), _READING_SHARE
+        tokens = whole if most == inf else min(whole, int(share * most / max(self._reading_seconds(i), 1e-9)))
+        if tokens < whole and not unread:
+            return True
+        if tokens < min(unread, _LEAST_READ):
+            return False
+        started = self._clock()
+        drafter.read(tokens)
+        seconds = self._clock() - started
+        self.read_seconds += seconds
+        self._reading[i].add(seconds / max(tokens, 1))
+        return True
+
+    def _reading_seconds(self, i: int) -> float:
+        """What it takes a drafter to read a token."""
+        reading = self._reading[i]
+        return reading.value if reading.count else _UNKNOWN_READING * self._plain_seconds.value
 
     def _joined(self) -> TokenTree:
         """What was said, in one tree, as far as it pays."""
@@ -122,44 +185,50 @@ class CombinedDrafter(Drafter):
             return others[:1]
         return [max(drafted or self._asked, key=lambda i: sum(self._asked[i].chances))]
 
-    def _cost(self, i: int) -> float:
-        """What asking a drafter costs, in plain steps; 0 until it is measured."""
-        seconds, plain = self._records[i].seconds, self._plain_seconds
-        if min(seconds.count, plain.count) < _MEASURED_ROUNDS or plain.value <= 0.0:
+    def _known(self, i: int) -> bool:
+        """Is it known what a drafter costs?"""
+        return min(self._records[i].seconds.count, self._plain_seconds.count) >= _MEASURED_ROUNDS
+
+    def _cost(self, i: int, levels: int | None = None) -> float:
+        """What a draft of so many levels costs, or its usual one, in plain steps; 0 until it is measured."""
+        if not self._known(i) or self._plain_seconds.value <= 0.0:
             return 0.0
-        return seconds.value / plain.value
+        record = self._records[i]
+        drafting = record.seconds.value if levels is None else levels * record.level_seconds
+        reading = self._drafters[i].unread * self._reading_seconds(i) / _HORIZON
+        return (drafting + reading) / self._plain_seconds.value
+
+    def _said(self) -> Said:
+        """What was said in this round so far."""
+        said = Said()
+        for other, its in self._asked.items():
+            said = said.also(*its.levels, self._cost(other))
+        return said
 
     def _pays(self, i: int, draft_length: int) -> bool:
         """Is a drafter likely to add more than it costs to what was said already?"""
-        record, cost = self._records[i], self._cost(i)
-        if self._drafters[i].lookup or not cost:
+        drafter, record = self._drafters[i], self._records[i]
+        if drafter.lookup:
             return True
-        said, said_rows = self._levels()
-        spent = sum(self._cost(other) for other in self._asked)
-        # What was said is verified down to no level at all, to the first, and so on: the best of these.
-        rows_to = list(accumulate(said_rows, initial=1))
-        without = max(
-            tokens / (spent + self._curve(rows))
-            for tokens, rows in zip(accumulate(said, initial=1.0), rows_to, strict=True)
+        if not self._known(i):
+            return not record.silent
+        said = self._said()
+        least = said.worth(self._curve)
+        reached = record.survival(draft_length)
+        usual = max(1, min(draft_length, round(record.levels.value)))
+        return any(
+            said.worth_with(
+                reached[:levels],
+                round(levels * record.level_rows),
+                self._cost(i, levels),
+                self._curve,
+                self._limits.max_width,
+                self._can_branch,
+            )
+            > least
+            for levels in (_LENGTHS if drafter.adapts else (usual,))
+            if levels <= draft_length
         )
-        adds, more_rows = record.survival(draft_length), round(record.rows.value)
-        alone = chain(adds, repeat(0.0))
-        gains = (both - one for both, one in zip(_either(said, adds), alone, strict=False))
-        tokens_to = accumulate(gains, initial=1.0 + sum(adds))
-        together = max(
-            tokens / (spent + cost + self._curve(min(rows + more_rows, self._limits.max_width)))
-            for tokens, rows in zip(tokens_to, rows_to if self._can_branch else rows_to[:1], strict=False)
-        )
-        return together > without
-
-    def _levels(self) -> tuple[list[float], list[int]]:
-        """Of all that was said, as of one draft (`_Said.levels`)."""
-        chances, rows = list[float](), list[int]()
-        for said in self._asked.values():
-            its_chances, its_rows = said.levels
-            chances = _either(chances, its_chances)
-            rows = [sum(pair) for pair in zip_longest(rows, its_rows, fillvalue=0)]
-        return chances, rows
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:
@@ -171,9 +240,10 @@ class CombinedDrafter(Drafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         for i, record in enumerate(self._records):
             if i in self._asked:
-                record.learn(self._asked[i].tree, tokens)
-            else:
-                record.fade()
+                said = self._asked[i].tree
+                record.learn(said, tokens)
+                if said.drafted and len(said.walk(tokens)) > max(said.depths):
+                    self._probes[i].promising()
         self._asked = {}
         if tokens:
             self._last_token = tokens[-1]
@@ -190,15 +260,3 @@ class CombinedDrafter(Drafter):
     def close(self) -> None:
         for drafter in self._drafters:
             drafter.close()
-
-
-def _either(said: Sequence[float], adds: Sequence[float]) -> list[float]:
-    """Level by level the chance that the text is in one of two drafts, from the chances of each.
-
-    Halfway between drafts that know nothing of each other and ones that are right together.
-    """
-    chances = []
-    for one, other in zip_longest(said, adds, fillvalue=0.0):
-        low, high = sorted((one, other))
-        chances.append(high + 0.5 * low * (1.0 - high))
-    return chances

@@ -28,11 +28,13 @@ class Growth(ABC):
     """Decides level by level what a draft model's tree looks like.
 
     A round is `begins`, `level` after each pass of the draft model, `ends`, `verified`, and `learn` for each
-    node whose next token came out; or `begins` that said no, and `idle`.
-    siblings: how many children of a node are looked at; those not drafted are learnt from.
+    node whose next token came out; or `begins` that said no, and `idle`. `dare` may come before it.
+    siblings: how many children of a node are looked at; those not drafted are learnt from. adapts: it goes
+    by what pays.
     """
 
     siblings: int = 1
+    adapts: bool = False
 
     @abstractmethod
     def begins(self, draft_length: int) -> bool:
@@ -45,6 +47,9 @@ class Growth(ABC):
         `probs(i)`: the draft's largest probabilities after node i, largest first: float64 [at least one].
         """
 
+    def dare(self) -> None:  # noqa: B027
+        """The next draft is made whether it pays or not: to see."""
+
     def ends(self) -> None:  # noqa: B027
         """The draft is made."""
 
@@ -55,7 +60,7 @@ class Growth(ABC):
         """Of the children looked at where the draft's law was `probs`, this one came true, or none."""
 
     def idle(self) -> None:  # noqa: B027
-        """A round went by without a draft."""
+        """A draft was not worth it."""
 
 
 class FixedShape(Growth):

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
+from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import Drafter, check_rollback
+from edgespec.drafters.draft_memory import DraftMemory
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.growth import FixedShape, Growth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
@@ -31,7 +31,8 @@ class ModelDrafter(Drafter):
     Growth, of this drafter alone, decides as it goes; it has to know what both models take.
     min_confidence: stop below a drafted token of less probability. The token itself is kept: dropping
     it would bias rejection mode.
-    vocab_size: the target's; ids beyond it are never drafted.
+    vocab_size: the target's; ids beyond it are never drafted. memory: of the same model, where another
+    drafter has it as well.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class ModelDrafter(Drafter):
         branches: tuple[int, ...] | Growth = (),
         min_confidence: float = 0.0,
         name: str = "model",
+        memory: DraftMemory | None = None,
     ) -> None:
         check_rollback(model)
         self.name = name
@@ -55,38 +57,61 @@ class ModelDrafter(Drafter):
         else:
             self._single = branches.siblings == 1
             self._growth = branches
+        self.adapts = self._growth.adapts
         # The best token of each pass is the next one to run, and nothing has to be known in between.
         self._straight = branches == ()
         self._min_confidence = min_confidence
-        self._tokens: list[int] = []
+        self._memory = memory or DraftMemory(model)
         self._grown: DraftTree | None = None
 
+    def growing(self, growth: Growth) -> ModelDrafter:
+        """Another way to draft with the same model and cache; a reply uses one of them."""
+        return ModelDrafter(
+            self._model,
+            self._vocab_size,
+            branches=growth,
+            min_confidence=self._min_confidence,
+            name=self.name,
+            memory=self._memory,
+        )
+
     @property
-    def _behind(self) -> int:
-        """Tokens the draft model has not run, the last one included."""
-        return len(self._tokens) - self._model.length
+    def able(self) -> Capabilities:
+        """What the draft model can do."""
+        return self._model.facts.capabilities
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Keep the cache's common beginning with `tokens`; prefill the rest but the last token."""
+        """Keep the cache's common beginning with `tokens`; the rest is read when a guess is wanted."""
         self._grown = None
-        self._model.truncate(min(common_prefix(self._tokens[: self._model.length], tokens), len(tokens) - 1))
-        self._tokens = list(tokens)
-        self._catch_up()
+        self._memory.begin(tokens)
 
-    def _catch_up(self) -> None:
-        """Run all tokens but the last, if they fit the draft's context."""
-        if 1 < self._behind <= self._model.room:
-            self._model.prefill(known(self._model, self._tokens[self._model.length : -1]))
+    @property
+    def unread(self) -> int:
+        return self._memory.unread
+
+    @property
+    def unread_whole(self) -> int:
+        return self._memory.unread_whole
+
+    def read(self, at_most: int) -> None:
+        self._memory.read(at_most)
+
+    def dare(self) -> None:
+        self._growth.dare()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        if self._behind > 2:
-            self._catch_up()
+        memory = self._memory
+        if memory.unread:
+            memory.read()
         widest = min(self._model.room, self._model.facts.capabilities.max_width)
-        if self._behind > min(2, widest) or not self._growth.begins(draft_length):
-            return TokenTree.chain(self._tokens[-1])
+        if memory.behind > min(2, widest):
+            return TokenTree.chain(memory.shown[-1])
+        if not self._growth.begins(draft_length):
+            self._growth.idle()
+            return TokenTree.chain(memory.shown[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
-        lag = known(self._model, self._tokens[self._model.length :])
-        grown = self._grown = DraftTree(self._tokens[-1], lag)
+        lag = known(self._model, memory.shown[self._model.length :])
+        grown = self._grown = DraftTree(memory.shown[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
@@ -146,10 +171,8 @@ class ModelDrafter(Drafter):
             nodes = self._grown.walk(tokens)
             self._model.commit(self._grown.ran_path(nodes[1 : len(tokens)]))
             self._learn(self._grown, nodes, tokens)
-        else:
-            self._growth.idle()
         self._grown = None
-        self._tokens.extend(tokens)
+        self._memory.extend(tokens)
 
     def _learn(self, grown: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Which of the children looked at came true, down the emitted path: `nodes`, the root first."""

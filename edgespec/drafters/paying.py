@@ -33,6 +33,8 @@ class PayingGrowth(Growth):
     clock: seconds.
     """
 
+    adapts = True
+
     def __init__(
         self,
         limits: Limits | None = None,
@@ -48,6 +50,7 @@ class PayingGrowth(Growth):
         self._chances = _Chances(self.siblings)
         self._clock = clock
         self._pass_seconds, self._plain_seconds = Mean(), Mean()
+        self._dares = False
         self._round = _Round(0, 0.0, np.ones(1), 0.0)
 
     @property
@@ -59,9 +62,14 @@ class PayingGrowth(Growth):
 
     def begins(self, draft_length: int) -> bool:
         costs = np.array([self._curve(rows) for rows in range(1, self._rows + 1)])
-        self._round = _Round(draft_length, self.pass_cost, costs, self._clock())
+        self._round = _Round(draft_length, self.pass_cost, costs, self._clock(), dares=self._dares)
+        self._dares = False
         depth, _, _ = self._best(np.ones(1), rows=0, expected=0.0)
-        return depth > 0
+        return depth > 0 or self._round.dares
+
+    def dare(self) -> None:
+        self._dares = True
+        self._chances.doubt()
 
     def ends(self) -> None:
         now = self._clock()
@@ -76,6 +84,8 @@ class PayingGrowth(Growth):
     def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
         now = self._round
         now.passes += 1
+        if now.dares:
+            return [self._dared(now, value, probs(node)) for node, value in enumerate(values)]
         reals = [
             (value * self._chances.of(rank, prob), node, rank)
             for node, value in enumerate(values)
@@ -103,6 +113,11 @@ class PayingGrowth(Growth):
         now.expected += sum(sum(each.values) for each in children)
         return children
 
+    def _dared(self, now: _Round, value: float, probs: NDArray[np.float64]) -> Children:
+        """One child, and one more after the first."""
+        now.rows += 1
+        return Children((value * self._chances.of(0, probs[0]),), now.passes < _DARED_LEVELS)
+
     def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._chances.learn(probs[: self.siblings], accepted)
 
@@ -118,6 +133,8 @@ class PayingGrowth(Growth):
         level. Its first `size` are worth adding.
         """
         now = self._round
+        if len(reals) == 1:
+            return self._best_chain(float(reals[0]), rows, expected)
         best, found = 0.0, (0, 0, np.zeros(0, np.int64))
         for depth in range(min(now.levels - now.passes, _LOOK_AHEAD) + 1):
             grid = (reals[:, None] * self._chances.typical ** np.arange(depth + 1)).ravel()
@@ -130,10 +147,22 @@ class PayingGrowth(Growth):
                 best, found = float(speeds[size]), (depth, size, order)
         return found
 
+    def _best_chain(self, real: float, rows: int, expected: float) -> tuple[int, int, NDArray[np.int64]]:
+        """The same for one child and what follows it, looked at down to the end of a draft."""
+        now = self._round
+        levels = min(now.levels - now.passes + 1, self._rows - rows)
+        counts = np.arange(levels + 1)
+        tokens = expected + real * np.concatenate([[0.0], np.cumsum(self._chances.typical ** counts[:-1])])
+        passes = now.passes + np.maximum(counts - 1, 0)
+        size = int((tokens / (passes * now.pass_cost + now.costs_from(rows, levels + 1))).argmax())
+        return max(size - 1, 0), size, counts[:size]
+
 
 # Deeper or wider than this, one round's guess of what pays is worth nothing.
 _LOOK_AHEAD = 4
 _MOST_ROWS = 64
+# So deep is a draft that is made to see whether it pays.
+_DARED_LEVELS = 2
 # What a pass of the draft is taken to cost before it was measured.
 _UNMEASURED = 0.2
 
@@ -146,6 +175,7 @@ class _Round:
     pass_cost: float
     costs: NDArray[np.float64]
     moment: float
+    dares: bool = False
     passes: int = 0
     rows: int = 1
     leaves: int = 1
@@ -192,6 +222,11 @@ class _Chances:
             self._any.count((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
             self._seen.count((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
+
+    def doubt(self) -> None:
+        """What was seen may hold no more."""
+        self._seen.doubt(self._PRIOR_TRIES)
+        self._any.doubt(self._PRIOR_TRIES)
 
     def fade(self) -> None:
         """Forget a little of everything."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["MOST_SURE", "Mean", "Record", "Tally"]
+__all__ = ["MOST_SURE", "Mean", "Probe", "Record", "Tally"]
 
 # No sum of chances is believed to be more, so that whoever says something else keeps a little of his own.
 MOST_SURE = 0.98
@@ -42,15 +42,24 @@ class Tally:
 
     # Half of a try's weight is gone after 34 more: enough of them for a rate, and a text may change its ways.
     REMEMBERED = 0.98
+    _LONG_REMEMBERED = 0.998
 
     def __init__(self, hits: NDArray[np.float64], tries: NDArray[np.float64]) -> None:
         self._first = hits, tries
         self.hits, self.tries = hits.copy(), tries.copy()
+        self._long_hits, self._long_tries = hits.copy(), tries.copy()
 
     def count(self, at: tuple[int, ...], hit: bool) -> None:
         """The one `at` was tried, and came true or not."""
         self.tries[at] = self.tries[at] * self.REMEMBERED + 1.0
         self.hits[at] = self.hits[at] * self.REMEMBERED + hit
+        self._long_tries[at] = self._long_tries[at] * self._LONG_REMEMBERED + 1.0
+        self._long_hits[at] = self._long_hits[at] * self._LONG_REMEMBERED + hit
+
+    def doubt(self, most_tries: float) -> None:
+        """What was seen last may hold no more: believe the rates of a longer time, as `most_tries` would."""
+        np.minimum(self.tries, most_tries, out=self.tries)
+        np.divide(self._long_hits * self.tries, self._long_tries, out=self.hits, where=self._long_tries > 0.0)
 
     def fade(self, remembered: float = REMEMBERED) -> None:
         """Nothing was tried: go back to the beginning, by 1 - `remembered` of the way."""
@@ -58,13 +67,38 @@ class Tally:
             counted += (first - counted) * (1.0 - remembered)
 
 
+class Probe:
+    """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not."""
+
+    _FIRST, _MOST = 4, 128
+
+    def __init__(self) -> None:
+        self._interval, self._waited = self._FIRST, self._FIRST
+
+    def due(self) -> bool:
+        """A round more in which it does not pay. True when it is to be tried in this one."""
+        self._waited += 1
+        if self._waited < self._interval:
+            return False
+        self._interval, self._waited = min(2 * self._interval, self._MOST), 0
+        return True
+
+    def promising(self) -> None:
+        """It was tried, and did well: one more try decides."""
+        self._waited = self._interval
+
+    def paid(self) -> None:
+        """It pays in this round: if it ever stops to, it is tried again soon."""
+        self._interval, self._waited = max(self._interval // 2, self._FIRST), 0
+
+
 class Record:
     """Chances of one drafter's nodes, by depth and rank, and a lookup's by how long it has been right.
 
-    A lookup that has found the passage being copied goes on being right: its streak says so. Whoever is
-    not asked all the time begins with good credit, and regains it in time, so that it is tried. Only tokens
-    that were emitted, and shapes, are looked at; what was drawn for a guess is not.
-    seconds: of one proposal. levels, rows: of one that guessed something.
+    A lookup that has found the passage being copied goes on being right: its streak says so. Whoever is not
+    asked all the time begins with good credit, so that it is tried. Only tokens that were emitted, and
+    shapes, are looked at; what was drawn for a guess is not.
+    seconds, levels, rows: of a proposal that guessed something. silent: the last one did not.
     """
 
     # A lookup's streaks, in tokens that were right: none, 1 to 3, 4 to 15, and 16 or more.
@@ -76,8 +110,8 @@ class Record:
     _CREDIT = np.array([[0.85, 0.1, 0.05]])
     # They weigh as much as so many tries, which a few rounds outweigh.
     _PRIOR_TRIES = 4.0
-    # Of a drafter that is not asked, half of what was seen is gone after 138 rounds.
-    _REMEMBERED_UNASKED = 0.995
+    # After a long time without a guess what was seen weighs no more than so many tries.
+    _DOUBTED_TRIES = 4.0
 
     def __init__(self, lookup: bool) -> None:
         prior = (self._PRIOR if lookup else self._CREDIT)[:, None] * self._PRIOR_TRIES
@@ -87,6 +121,7 @@ class Record:
         self._streaks = len(hits)
         self._streak = 0
         self.seconds, self.levels, self.rows = Mean(), Mean(), Mean()
+        self.silent = False
 
     @property
     def _bucket(self) -> int:
@@ -99,8 +134,9 @@ class Record:
 
     def asked(self, tree: TokenTree, seconds: float) -> None:
         """It proposed this."""
-        self.seconds.add(seconds)
+        self.silent = not tree.drafted
         if tree.drafted:
+            self.seconds.add(seconds)
             self.levels.add(max(tree.depths))
             self.rows.add(tree.drafted)
 
@@ -109,15 +145,22 @@ class Record:
         table = self._table()
         return [1.0, *(float(table[at]) for at in _cells(tree)[1:])]
 
-    def survival(self, draft_length: int) -> list[float]:
+    @property
+    def level_seconds(self) -> float:
+        """What a level of a proposal takes."""
+        return self.seconds.value / max(self.levels.value, 1.0)
+
+    @property
+    def level_rows(self) -> float:
+        """The guesses of a level."""
+        return self.rows.value / max(self.levels.value, 1.0)
+
+    def survival(self, levels: int) -> list[float]:
         """For each level of a proposal it has not made yet, the chance that the text is still in it."""
-        if not self.rows.count:
-            return []
         table = self._table()
         # A drafter of chains has one guess a level; others share a level among their ranks.
         is_chain = self.rows.value <= self.levels.value
         any_child = table[:, 0] if is_chain else np.minimum(table.sum(axis=1), MOST_SURE)
-        levels = min(draft_length, round(self.levels.value))
         return list(accumulate((float(any_child[min(level, 1)]) for level in range(levels)), mul))
 
     def learn(self, tree: TokenTree, tokens: Sequence[int]) -> None:
@@ -135,9 +178,9 @@ class Record:
         if not tree.drafted:
             self._streak = 0
 
-    def fade(self) -> None:
-        """A round went by in which it was not asked: one day it is tried again."""
-        self._tally.fade(self._REMEMBERED_UNASKED)
+    def doubt(self) -> None:
+        """It was not asked for long: what was seen may hold no more."""
+        self._tally.doubt(self._DOUBTED_TRIES)
 
 
 def _cells(tree: TokenTree) -> list[tuple[int, int]]:

@@ -19,6 +19,8 @@ class Stats:
     Seconds are wall-clock. `overhead_seconds` is the engine's own time in the rounds: everything but
     draft, verify, sampling and rollback. `ttft_seconds` runs from the request to the first token.
     `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
+    `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
+    that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
     """
 
     prompt_tokens: int = 0
@@ -37,6 +39,8 @@ class Stats:
     prefill_seconds: float = 0.0
     ttft_seconds: float | None = None
     plain_step_seconds: float = 0.0
+    ledger_credit_seconds: float | None = None
+    worst_case_loss: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -92,6 +96,11 @@ class Stats:
             return None
         return self.generated_tokens * self.plain_step_seconds / self.decode_seconds
 
+    @property
+    def plain_seconds_estimate(self) -> float | None:
+        """What plain decoding would have taken for these tokens, by the last known cost of a plain step."""
+        return self.generated_tokens * self.plain_step_seconds or None
+
     def to_json(self) -> dict[str, object]:
         """Every count, time and rate by name."""
         counted = asdict(self)
@@ -102,6 +111,7 @@ class Stats:
             "tpot_seconds": self.tpot_seconds,
             "tokens_per_second": self.tokens_per_second,
             "speedup_estimate": self.speedup_estimate,
+            "plain_seconds_estimate": self.plain_seconds_estimate,
         }
 
 

@@ -42,7 +42,7 @@ def test_what_is_named_goes(run: Run, own_data: Path, what: list[str], left: set
 
 
 def test_what_cannot_be_deleted_is_said(run: Run, own_data: Path) -> None:
-    (file,) = own_data.rglob("*.npz")
+    file = next(own_data.rglob("*.npz"))
     file.unlink()
     file.mkdir()
     assert "delete the folder `learnt`" in one_line_error(run("forget", "learnt"), 1)

@@ -30,7 +30,9 @@ def test_json_holds_the_contract(run: Run) -> None:
     keys = {"text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats"}
     assert keys == reply.keys()
     assert reply["stats"].keys() >= STATS
-    assert reply["method"].keys() == {"requested", "effective", "reason", "note"}
+    assert reply["method"].keys() == {
+        "requested", "effective", "reason", "note", "gain", "gain_uncertainty",
+    }  # fmt: skip
     assert (reply["target"], reply["draft"], reply["seed"]) == ("demo", "demo-draft", 7)
     assert reply["finish_reason"] in ("stop", "length")
     assert 0 < len(reply["tokens"]) <= 24
@@ -122,7 +124,7 @@ def test_no_draft(run: Run) -> None:
 
 def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
-    notes = run("generate", "-n", "8", "--seed", "3", QUESTION).stderr
+    notes = run("generate", "-n", "8", "--seed", "3", "--method", "model+suffix", QUESTION).stderr
     assert "target: demo -> " in notes
     assert "draft: demo-draft -> " in notes
     assert "demo" in notes

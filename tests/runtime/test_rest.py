@@ -131,7 +131,7 @@ class TestWhatGoesWrong:
         drafter.step = fail
         runtime.generate(PROMPT, seed=1, max_tokens=20)
         runtime._session.rest(lambda: True)
-        assert runtime._session.note("saying") == "saying learns no more: the card has left"
+        assert runtime._session.report("saying").note == "saying learns no more: the card has left"
         drafter.step = lambda: None
         again = runtime.generate(PROMPT, seed=1, max_tokens=20)
         assert again.tokens == expected
@@ -145,7 +145,7 @@ class TestWhatGoesWrong:
         drafter.step = fail
         runtime.generate(PROMPT, max_tokens=4)
         runtime._session.rest(lambda: True)
-        assert runtime._session.note("saying") == "saying learns no more: ZeroDivisionError: one two"
+        assert runtime._session.report("saying").note == "saying learns no more: ZeroDivisionError: one two"
 
     def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: Restful) -> None:
         def cancelled() -> None:
@@ -154,7 +154,7 @@ class TestWhatGoesWrong:
         drafter.step = cancelled
         runtime.generate(PROMPT, max_tokens=4)
         runtime._session.rest(lambda: True)
-        assert runtime._session.note("saying") == ""
+        assert runtime._session.report("saying").note == ""
 
     def test_one_of_several_fails_and_the_others_rest(self) -> None:
         one, other = Restful("one"), Restful("other")
@@ -167,7 +167,7 @@ class TestWhatGoesWrong:
         with with_drafter(table(1), both) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
             assert other.resting.wait(SECONDS)
-            assert "one learns no more: no" in runtime._session.note("all")
+            assert "one learns no more: no" in runtime._session.report("all").note
 
     def test_cells_that_a_rest_lost_are_computed_again(self, runtime: Runtime, drafter: Restful) -> None:
         def lose() -> None:

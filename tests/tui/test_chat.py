@@ -17,7 +17,7 @@ from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
 
 ASK = "How do I list files by size?"
-STEADY: dict[str, Setting] = {"seed": 1, "temperature": 0.0}
+STEADY: dict[str, Setting] = {"seed": 1, "temperature": 0.0, "method": "model+suffix"}
 
 
 async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ class TestReplies:
                 runtime._session.rest(lambda: True)
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
                 assert got.stats.drafted_tokens
-            assert "steps on" in runtime._session.note("model")
+            assert "steps on" in runtime._session.report("model").note
 
     def test_it_guesses_better_on_what_comes_again(self, demo: tuple[MlxModel, MlxModel]) -> None:
         accepted: list[tuple[int, int]] = []
@@ -204,7 +204,7 @@ class TestReplies:
             assert tokens >= 16
             assert after < before
             assert not learner.adapted
-            said = runtime._session.note("model")
+            said = runtime._session.report("model").note
             assert "the original guesses better" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
@@ -277,7 +277,7 @@ class TestInTheBackground:
             for i, text in enumerate(ASKED[:2] * 3):
                 assert runtime.generate(text, seed=1, max_tokens=32, draft_length=4).tokens == expected[text]
                 threading.Event().wait(0.1 * i)
-            assert "learns no more" not in runtime._session.note("model")
+            assert "learns no more" not in runtime._session.report("model").note
 
     @pytest.mark.parametrize("delay", [0.0, 0.5])
     def test_a_program_may_end_in_a_rest(self, delay: float) -> None:
@@ -316,7 +316,7 @@ class TestSwift:
                     assert again.tokens == got.tokens
                     assert again.stats.cached_prompt_tokens == got.stats.prompt_tokens - 1
             assert all(drafted.values())
-            assert "learns no more" not in runtime._session.note("swift")
+            assert "learns no more" not in runtime._session.report("swift").note
 
     def test_a_window_and_four_layers(self, folder: Path) -> None:
         target = load(write_checkpoint(folder / "skipping", "gemma3"))

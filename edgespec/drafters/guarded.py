@@ -1,0 +1,260 @@
+"""The policy of `auto`: guess while that pays, never lose more than was agreed, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.record import Mean, Probe
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.logits import Logits
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.policy.ledger import Account, Ledger, Terms
+from edgespec.policy.live import LiveCosts
+
+__all__ = ["GuardedDrafter", "Policy"]
+
+# After so many tokens without a plain step what one takes is measured again.
+_REFRESH_TOKENS = 96
+# Asking that loses more than this share of a plain step, round for round, is given up for a while.
+_WORTH_ASKING = -0.01
+# Asking that finds nothing and takes less than this share of a plain step is as good as free.
+_FREE_ASKING = 0.005
+_JUDGED_ROUNDS = 8
+_AWAKE_ROUNDS = 4
+# What drafting a token takes until it was measured, in plain steps.
+_UNKNOWN_LEVEL = 0.3
+# The worst seen lately fades by this share a round; it is never taken to be less than expected.
+_FADING = 0.97
+_FORGIVING = 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What decides for a target, round by round, whether and how far is drafted.
+
+    terms: what a reply may lose. costs: of this target. everywhere: named drafters are held to it as well as
+    `auto`. grows: draft models choose their lengths by what pays.
+    """
+
+    terms: Terms
+    costs: LiveCosts
+    everywhere: bool = False
+    grows: bool = True
+
+
+class GuardedDrafter(Drafter):
+    """Asks a drafter in those rounds only in which the ledger can bear the worst of it.
+
+    A round in which it is not asked is one of plain decoding: nothing is drafted, computed or read for it.
+    The first round of a reply is plain, and one of every 96 tokens, to measure what a plain step takes.
+    Before any other the ledger must be able to bear the worst that was seen lately: that says how deep the
+    draft may be. Where asking does not pay it is given up for a while, and begun anew when it is tried again.
+
+    ledger, costs: of this drafter alone; a CombinedDrafter inside may ask the ledger too. ahead: tells the
+    target whether the next rounds are plain. clock: seconds.
+    """
+
+    adapts = True
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        ledger: Ledger,
+        costs: LiveCosts,
+        *,
+        ahead: Callable[[bool], None] = lambda _: None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.name = drafter.name
+        self.ledger = ledger
+        self.costs = costs
+        self._drafter = drafter
+        self._ahead = ahead
+        self._clock = clock
+        self._tokens: list[int] = []
+        self._since_plain = 0
+        self._following = self._asked = False
+        self._started = self._proposed = 0.0
+        self._pass_seconds = 0.0
+        self._width = 1
+        # What a plain round takes beside its pass.
+        self._beside = Mean()
+        self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
+        self._worst_pass = 1.0
+        self._gain, self._silence = Mean(), Mean()
+        self._rest = Probe()
+        self._awake_rounds = _JUDGED_ROUNDS
+        self._spoke: dict[str, None] = {}
+        self._asked_rounds = self._short_rounds = 0
+        self._decode_seconds = 0.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """What a plain round takes now."""
+        return self.costs.plain_seconds + self._beside.value
+
+    @property
+    def may_lose_seconds(self) -> float:
+        """What may be lost from here, if the reply went on plainly."""
+        return self.ledger.may_lose_seconds(self.plain_seconds)
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        return self._drafter.parts
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens)
+        self._following = self._asked = False
+        self._since_plain = _REFRESH_TOKENS
+        self.ledger.begin()
+        self._spoke = {}
+        self._asked_rounds = self._short_rounds = 0
+        self._decode_seconds = 0.0
+        self.extra_weight_bytes = self._drafter.extra_weight_bytes
+        self.extra_kv_bytes = self._drafter.extra_kv_bytes
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        self._started = self._clock()
+        tree = TokenTree.chain(self._tokens[-1])
+        levels = 0
+        if self._wants():
+            levels = self._affordable(draft_length)
+            self._short_rounds += levels == 0 < draft_length
+        self._asked = levels > 0
+        if self._asked:
+            if not self._following:
+                self._drafter.begin(self._tokens)
+                self._following = True
+            self._asked_rounds += 1
+            tree = self._cut(self._drafter.propose(sampler, acceptance, levels))
+            if tree.drafted:
+                self._spoke |= dict.fromkeys(self._drafter.speaking)
+        self._proposed = self._clock()
+        return tree
+
+    def _wants(self) -> bool:
+        """May this round be any other than a plain one?"""
+        if self._since_plain >= _REFRESH_TOKENS or self.costs.doubted:
+            return False
+        if self._awake_rounds > 0 or not self._dear:
+            return True
+        if not self._rest.due():
+            return False
+        self._awake_rounds = _AWAKE_ROUNDS
+        return True
+
+    @property
+    def _dear(self) -> bool:
+        """Has asking brought less than it takes, and does it take anything?"""
+        return self._gain.value < _WORTH_ASKING and self._silence.value > _FREE_ASKING
+
+    def _affordable(self, draft_length: int) -> int:
+        """How many levels may be drafted, so that the ledger bears it if all of it is wrong."""
+        most = self.may_lose_seconds
+        for levels in range(draft_length, 0, -1):
+            if levels * self._worst_level_seconds + self._worst_extra(levels + 1) <= most:
+                return levels
+        return 0
+
+    def _worst_extra(self, rows: int) -> float:
+        """What a pass of so many rows may take at worst, beyond a plain one; in seconds."""
+        return (self._worst_pass * self.costs.v(rows) - 1.0) * self.costs.plain_seconds
+
+    def _cut(self, tree: TokenTree) -> TokenTree:
+        """As much of a draft as the ledger can still bear, after what it took to make."""
+        most = self.may_lose_seconds - (self._clock() - self._started)
+        rows = tree.width
+        while rows > 1 and self._worst_extra(rows) > most:
+            rows -= 1
+        return tree.pruned(1 << 62, 1 << 30, rows)
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        self._pass_seconds = self._clock() - self._proposed
+        self._width = tree.width
+        if self._following:
+            self._drafter.observe(tree, logits, sampler)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        self._tokens.extend(tokens)
+        if self._following:
+            self._drafter.commit(tokens)
+        if tokens:
+            self._book(len(tokens), self._clock() - self._started)
+
+    def _book(self, tokens: int, seconds: float) -> None:
+        """The round emitted so many tokens and took so long."""
+        self._decode_seconds += seconds
+        plain, asking = self.plain_seconds, self._proposed - self._started
+        expected = self.costs.seconds(self._width)
+        self.costs.saw(self._width, self._pass_seconds)
+        if not self._asked:
+            self._beside.add(seconds - self._pass_seconds)
+            # What was bad once is not held against it for ever.
+            self._worst_level_seconds *= _FORGIVING
+            self._worst_pass = max(self._worst_pass * _FORGIVING, 1.0)
+            self.ledger.plain(tokens)
+            self._since_plain = 0
+            return
+        if self._width == 1:
+            self.ledger.plain(tokens)
+            self.ledger.charge(asking)
+            self._since_plain = 0
+            self._silence.add(asking / plain)
+            gain = -asking
+        else:
+            self.ledger.drafted(tokens, seconds, plain)
+            self._since_plain += tokens
+            gain = tokens * plain - seconds
+            self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
+        drafting = (asking - self._drafter.read_seconds) / max(1, self._width - 1)
+        self._worst_level_seconds = max(self._worst_level_seconds * _FADING, drafting)
+        self._judge(gain / plain)
+
+    def _judge(self, gain: float) -> None:
+        """A round in which it was asked gained so many plain steps."""
+        self._gain.add(gain)
+        self._awake_rounds -= 1
+        if not self._dear:
+            self._rest.paid()
+        elif self._awake_rounds <= 0:
+            self._following = False
+        self._ahead(not self._following)
+
+    def account(self) -> Account:
+        """How the reply stands."""
+        plain, ledger = self.plain_seconds, self.ledger
+        plainly = max(ledger.tokens, 1) * plain
+        speed_up = plainly / max(plainly - ledger.credit_seconds, 1e-9)
+        return Account(
+            plain,
+            ledger.credit_seconds,
+            ledger.worst_loss,
+            speed_up,
+            speed_up * self.costs.uncertainty,
+            tuple(self._spoke),
+            self._reason(speed_up),
+        )
+
+    def _reason(self, speed_up: float) -> str:
+        if self._following and self._spoke:
+            return f"{' and '.join(self._spoke)} pay{'s' * (len(self._spoke) == 1)} here"
+        if self._short_rounds and not self._asked_rounds:
+            return "a reply must lose no more than agreed, and the first guess might"
+        if self._asked_rounds == 0:
+            return f"guesses have not paid lately: {self.name} is tried again now and then"
+        if not self._spoke:
+            return f"{self.name} has found no guess that would pay"
+        return f"{self.name} did not pay in {self._asked_rounds} rounds: plain decoding is faster here"
+
+    def note(self) -> str:
+        return self._drafter.note()
+
+    def interrupt(self, wanted: bool) -> None:
+        self._drafter.interrupt(wanted)
+
+    def close(self) -> None:
+        self._drafter.close()
