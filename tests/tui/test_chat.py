@@ -112,7 +112,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
             "overhead",
         ):
             assert word in text
-        assert "model+suffix (asked for auto)" in text
+        assert "model+suffix" in text
 
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
