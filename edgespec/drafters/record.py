@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
 
@@ -33,6 +33,18 @@ class Mean:
         self.count += 1
         self.value += (value - self.value) / min(self.count, 10)
 
+    def kept(self) -> NDArray[np.float64]:
+        """All of it, for another run."""
+        return np.array([self.value, self.count])
+
+    def restore(self, kept: NDArray[np.float64]) -> None:
+        """Go on from what was kept. Raises ValueError where that is no mean of times or counts."""
+        value, count = map(float, kept)
+        if not (np.isfinite(value) and value >= 0.0 and count >= 0.0):
+            raise ValueError(f"{value} of {count} is no mean")
+        # What the next values say counts for more than what another run saw.
+        self.value, self.count = value, min(int(count), 5)
+
 
 class Tally:
     """How often each of several things came true lately: counts in which what is older weighs less.
@@ -55,6 +67,18 @@ class Tally:
         self.hits[at] = self.hits[at] * self.REMEMBERED + hit
         self._long_tries[at] = self._long_tries[at] * self._LONG_REMEMBERED + 1.0
         self._long_hits[at] = self._long_hits[at] * self._LONG_REMEMBERED + hit
+
+    def kept(self) -> NDArray[np.float64]:
+        """All of it, for another run: float64 [4, ...]."""
+        return np.stack([self.hits, self.tries, self._long_hits, self._long_tries])
+
+    def restore(self, kept: NDArray[np.float64]) -> None:
+        """Go on from what was kept. Raises ValueError where those are no counts of these things."""
+        if kept.shape != (4, *self.hits.shape) or not np.isfinite(kept).all() or (kept < 0.0).any():
+            raise ValueError(f"{kept.shape} are no counts")
+        if (kept[0] > kept[1] + 1e-6).any() or (kept[2] > kept[3] + 1e-6).any():
+            raise ValueError("more came true than was tried")
+        self.hits, self.tries, self._long_hits, self._long_tries = kept.astype(np.float64)
 
     def doubt(self, most_tries: float) -> None:
         """What was seen last may hold no more: believe the rates of a longer time, as `most_tries` would."""
@@ -177,6 +201,22 @@ class Record:
                 self._streak = 0
         if not tree.drafted:
             self._streak = 0
+
+    def kept(self) -> dict[str, NDArray[np.float64]]:
+        """All of it by name, for another run."""
+        return {
+            "tally": self._tally.kept(),
+            "seconds": self.seconds.kept(),
+            "levels": self.levels.kept(),
+            "rows": self.rows.kept(),
+        }
+
+    def restore(self, kept: Mapping[str, NDArray[np.float64]]) -> None:
+        """Go on from what was kept. Raises KeyError, ValueError."""
+        self._tally.restore(kept["tally"])
+        self.seconds.restore(kept["seconds"])
+        self.levels.restore(kept["levels"])
+        self.rows.restore(kept["rows"])
 
     def doubt(self) -> None:
         """It was not asked for long: what was seen may hold no more."""

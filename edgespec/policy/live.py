@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.policy.curve import CostCurve
 
 __all__ = ["LiveCosts"]
+
+# Longer contexts cost more, and other widths pay: from so many tokens on something is learnt anew.
+_LENGTHS = (2048, 8192, 32768)
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found at one length of context. extra: by rows, and common for others, the logarithm of what a
+    pass costs over what the curve says."""
+
+    plain_seconds: float
+    extra: dict[int, float] = field(default_factory=dict)
+    common: float = 0.0
 
 
 class LiveCosts:
@@ -14,31 +34,46 @@ class LiveCosts:
 
     Plain steps say what a plain step takes; wider passes say what theirs cost beside that, each for its own
     width and, while that is unknown, for others. Where wider passes change together it is the machine that
-    changed, and `doubted` asks for a plain step. plain_seconds: what one takes now.
+    changed, and `doubted` asks for a plain step.
     """
 
     # Of what a pass takes beside what was expected, so much is believed: a few passes settle it.
     _PLAIN_RATE = 0.25
     _WIDE_RATE = 0.15
     # A single pass is believed to be so many times dearer or cheaper, and no more.
-    _MOST = 4.0
+    _MOST = math.log(4.0)
     # Wide passes that are so far from what was expected say that plain steps have changed as well.
     _DOUBT = math.log(1.25)
     _DOUBT_RATE = 0.3
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
-        self.plain_seconds = curve.plain_step_seconds
-        self._extra: dict[int, float] = {}
-        self._common = self._surprise = 0.0
+        self._here = _Found(curve.plain_step_seconds)
+        self._found = {0: self._here}
+        self._surprise = 0.0
         self._seen, self._spread = 0, 0.0
-        self._settled: tuple[dict[int, float], float] = {}, 0.0
+        self._settled = replace(self._here, extra={})
+
+    @property
+    def plain_seconds(self) -> float:
+        """What a plain step takes now."""
+        return self._here.plain_seconds
+
+    def at(self, context_tokens: int) -> None:
+        """The text is so long by now."""
+        length = bisect_right(_LENGTHS, context_tokens)
+        if length not in self._found:
+            nearest = min(self._found, key=lambda known: abs(known - length))
+            self._found[length] = _copied(self._found[nearest])
+        if self._found[length] is not self._here:
+            self._here = self._found[length]
+            self._settled, self._surprise = _copied(self._here), 0.0
 
     def v(self, rows: int) -> float:
         """The cost of a pass of `rows` rows, in plain steps."""
         if rows <= 1:
             return 1.0
-        return self.curve.v(rows) * math.exp(self._extra.get(rows, self._common))
+        return self.curve.v(rows) * math.exp(self._here.extra.get(rows, self._here.common))
 
     def seconds(self, rows: int) -> float:
         """What a pass of `rows` rows takes."""
@@ -56,21 +91,53 @@ class LiveCosts:
 
     def saw(self, rows: int, seconds: float) -> None:
         """A pass of so many rows took so long."""
-        most = math.log(self._MOST)
-        most = math.log(self._MOST)
-        off = max(-most, min(math.log(max(seconds, 1e-9) / self.seconds(rows)), most))
+        here = self._here
+        off = max(-self._MOST, min(math.log(max(seconds, 1e-9) / self.seconds(rows)), self._MOST))
         if rows > 1:
-            self._extra[rows] = self._extra.get(rows, self._common) + self._WIDE_RATE * off
-            self._common += 0.5 * self._WIDE_RATE * off
+            here.extra[rows] = here.extra.get(rows, here.common) + self._WIDE_RATE * off
+            here.common += 0.5 * self._WIDE_RATE * off
             self._surprise += self._DOUBT_RATE * (off - self._surprise)
             return
         self._seen += 1
         self._spread += (abs(off) - self._spread) / min(self._seen, 10)
         if self.doubted:
             # It is the machine that has changed: what widths seemed to cost since the last plain step goes.
-            self.plain_seconds *= math.exp(off)
-            self._extra, self._common = dict(self._settled[0]), self._settled[1]
+            here.plain_seconds *= math.exp(off)
+            here.extra, here.common = dict(self._settled.extra), self._settled.common
         else:
-            self.plain_seconds *= math.exp(self._PLAIN_RATE * off)
+            here.plain_seconds *= math.exp(self._PLAIN_RATE * off)
         self._surprise = 0.0
-        self._settled = dict(self._extra), self._common
+        self._settled = _copied(here)
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """What was found, for another run over the same curve."""
+        plain = self.curve.plain_step_seconds
+        return {
+            "found": np.array([(at, f.plain_seconds / plain, f.common) for at, f in self._found.items()]),
+            "extra": np.array(
+                [(at, rows, extra) for at, f in self._found.items() for rows, extra in f.extra.items()]
+            ).reshape(-1, 3),
+        }
+
+    def restore(self, values: Mapping[str, NDArray[Any]]) -> None:
+        """Take over what was found in another run. Raises KeyError, ValueError for what makes no sense."""
+        found = {}
+        for at, plain, common in values["found"].reshape(-1, 3).tolist():
+            if not (plain > 0.0 and abs(common) < _NONSENSE and 0 <= at <= len(_LENGTHS)):
+                raise ValueError(f"costs of {plain} plain steps and {common} are none")
+            found[int(at)] = _Found(plain * self.curve.plain_step_seconds, common=common)
+        for at, rows, extra in values["extra"].reshape(-1, 3).tolist():
+            if not (abs(extra) < _NONSENSE and rows > 1):
+                raise ValueError(f"a cost of {extra} for {rows} rows is none")
+            found[int(at)].extra[int(rows)] = extra
+        self._found = found | ({} if 0 in found else {0: self._found[0]})
+        self._here = self._found[0]
+        self._settled = _copied(self._here)
+
+
+# Costs so many times what was measured, as a logarithm, are no costs.
+_NONSENSE = math.log(1000.0)
+
+
+def _copied(found: _Found) -> _Found:
+    return replace(found, extra=dict(found.extra))
