@@ -28,6 +28,10 @@ class PassCosts(Protocol):
     """What verify passes of a target cost, for those who decide whether guessing pays."""
 
     @property
+    def how(self) -> str:
+        """All that changes what a pass costs, beside the weights."""
+
+    @property
     def bounded(self) -> bool:
         """Whether replies are to be held to what they may lose by guessing."""
 
@@ -42,6 +46,7 @@ class PassCosts(Protocol):
 class FreeCosts:
     """A pass costs what a plain step does, however wide it is: nothing is measured, and every guess pays."""
 
+    how = "free"
     bounded = False
     notice = ""
 
@@ -60,7 +65,7 @@ class TargetCosts:
 
     def __init__(self, model: LanguageModel, options: LoadOptions) -> None:
         self._model = model
-        self._options = options
+        self.how = _how_run(options)
 
     @property
     def notice(self) -> str:
@@ -68,7 +73,7 @@ class TargetCosts:
 
     @cached_property
     def _notes(self) -> LearntFile:
-        return LearntFile("costs", f"{identity_of(self._model.facts)} {_how_run(self._options)}")
+        return LearntFile("costs", f"{identity_of(self._model.facts)} {self.how}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """The curve that was kept, or one that is measured now where a plain step takes another time.

@@ -121,7 +121,7 @@ class _Maker:
                 "there is no draft model that could learn", "give an MLX draft with --draft REF"
             )
         curve = self._v.v if self._how.together else gentle
-        policy = self._policy()
+        policy = self._policy(draft)
         notices = (said, self._costs.notice if self._curve else "")
         return Outfit(self.made, self._growth, curve, policy, notices)
 
@@ -133,7 +133,7 @@ class _Maker:
             return {"layerskip"}
         return {"lowbit"} if self._found.format == "gguf" and self._lowbit_copy() else set()
 
-    def _policy(self) -> Policy | None:
+    def _policy(self, draft: Draft | None) -> Policy | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""
         how = self._how
         if not self._costs.bounded or ("auto" not in how.methods and how.max_loss is None):
@@ -142,7 +142,12 @@ class _Maker:
             return None
         terms = Terms() if how.max_loss is None else Terms(how.max_loss)
         grows = not how.branches and not how.confidence
-        return Policy(terms, LiveCosts(self._v), everywhere=how.max_loss is not None, grows=grows)
+        models = [self._model.facts, *([draft.model.facts] if draft else [])]
+
+        def notes(names: str) -> LearntFile:
+            return LearntFile("policy", f"{identity_of(*models)} {self._costs.how} {names}")
+
+        return Policy(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
 
     @property
     def _v(self) -> CostCurve:

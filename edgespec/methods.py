@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,6 +17,7 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.paying import PayingGrowth
 from edgespec.errors import OptionError
 from edgespec.policy.curve import Curve, gentle
+from edgespec.policy.kinds import kind_of
 from edgespec.policy.ledger import Ledger
 from edgespec.policy.limits import Limits
 from edgespec.reply import MethodReport
@@ -65,6 +66,7 @@ class Drafters:
     ) -> None:
         self._policy = policy
         self._ahead = target.run_ahead
+        self._piece = lambda token: target.vocabulary.piece(token).decode("utf-8", "replace")
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._curve = curve
@@ -136,8 +138,19 @@ class Drafters:
                 curve=costs.v,
                 may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
             )
-            self._guarded[names] = GuardedDrafter(combined, ledger, costs, ahead=self._ahead)
+            self._guarded[names] = GuardedDrafter(
+                combined,
+                ledger,
+                costs,
+                kind_of=self._kind_of,
+                ahead=self._ahead,
+                notes=policy.notes("+".join(names)) if policy.notes else None,
+            )
         return self._guarded[names]
+
+    def _kind_of(self, tokens: Sequence[int]) -> str:
+        """The kind of text that a prompt's end is."""
+        return kind_of("".join(map(self._piece, tokens[-_LOOKED_AT_TOKENS:])))
 
     def _growing(self, drafter: Drafter, policy: Policy) -> Drafter:
         """A draft model's drafter, so that its drafts are as long as pays; others as they are."""
@@ -169,10 +182,14 @@ class Drafters:
 
     def close(self) -> None:
         """Free every drafter."""
+        for guarded in self._guarded.values():
+            guarded.keep()
         for drafter in self._made.values():
             drafter.close()
 
 
+# The end of a prompt tells what kind of text it is.
+_LOOKED_AT_TOKENS = 512
 _NEVER = Missing("this target has no such drafter", "choose another method")
 
 

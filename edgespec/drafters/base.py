@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.acceptance import Acceptance
@@ -85,6 +88,13 @@ class Drafter(ABC):
     def account(self) -> Account | None:
         """How the reply stands, where somebody keeps a ledger of it."""
         return None
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """What it knows of what its guesses cost and are worth, by name, for another run."""
+        return {}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Go on from what was kept. Raises KeyError, ValueError for what makes no sense."""
 
     def note(self) -> str:
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.merging import merged, trimmed
@@ -86,6 +89,8 @@ class CombinedDrafter(Drafter):
         self._curve = curve
         self._clock = clock
         self._may_lose = may_lose
+        # By kind of text; those of another kind begin with what was learnt last.
+        self._by_kind: dict[str, tuple[Record, ...]] = {}
         self._records = tuple(Record(drafter.lookup) for drafter in drafters)
         self._probes = tuple(Probe() for _ in drafters)
         # Seconds of reading a token.
@@ -103,6 +108,37 @@ class CombinedDrafter(Drafter):
     @property
     def speaking(self) -> tuple[str, ...]:
         return self._speaking
+
+    def turn_to(self, kind: str) -> None:
+        """The next text is of this kind: go by what guesses were worth in such texts."""
+        if kind not in self._by_kind:
+            known, fresh = self._records, tuple(Record(drafter.lookup) for drafter in self._drafters)
+            for record, last in zip(fresh, known, strict=True):
+                record.restore(last.kept())
+                record.doubt()
+            self._by_kind[kind] = fresh
+        self._records = self._by_kind[kind]
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        found: dict[str, NDArray[Any]] = {}
+        for i, drafter in enumerate(self._drafters):
+            parts = {f"record.{kind}": self._by_kind[kind][i].kept() for kind in self._by_kind}
+            parts |= {"own": drafter.kept(), "reading": {"mean": self._reading[i].kept()}}
+            for part, values in parts.items():
+                found |= {f"{drafter.name}.{part}.{name}": value for name, value in values.items()}
+        return found | {"plain": self._plain_seconds.kept()}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+        for i, drafter in enumerate(self._drafters):
+            drafter.restore(_part(kept, f"{drafter.name}.own."))
+            self._reading[i].restore(kept[f"{drafter.name}.reading.mean"])
+        kinds = {name.split(".")[2] for name in kept if ".record." in name}
+        for kind in kinds:
+            records = tuple(Record(drafter.lookup) for drafter in self._drafters)
+            for record, drafter in zip(records, self._drafters, strict=True):
+                record.restore(_part(kept, f"{drafter.name}.record.{kind}."))
+            self._by_kind[kind] = records
+        self._plain_seconds.restore(kept["plain"])
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._asked = {}
@@ -260,3 +296,8 @@ class CombinedDrafter(Drafter):
     def close(self) -> None:
         for drafter in self._drafters:
             drafter.close()
+
+
+def _part(kept: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """What was kept under a prefix, by the names after it."""
+    return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,13 @@ class Growth(ABC):
 
     def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:  # noqa: B027
         """Of the children looked at where the draft's law was `probs`, this one came true, or none."""
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """What it has learnt, by name, for another run."""
+        return {}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
+        """Go on from what was kept. Raises KeyError, ValueError for what makes no sense."""
 
     def idle(self) -> None:  # noqa: B027
         """A draft was not worth it."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.notes import Notes
 from edgespec.drafters.record import Mean, Probe
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -27,6 +29,8 @@ _JUDGED_ROUNDS = 8
 _AWAKE_ROUNDS = 4
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
+# What was found out is saved after so long, when another reply begins, and at the end.
+_SAVED_SECONDS = 60.0
 # The worst seen lately fades by this share a round; it is never taken to be less than expected.
 _FADING = 0.97
 _FORGIVING = 0.995
@@ -36,12 +40,14 @@ _FORGIVING = 0.995
 class Policy:
     """What decides for a target, round by round, whether and how far is drafted.
 
-    terms: what a reply may lose. costs: of this target. everywhere: named drafters are held to it as well as
-    `auto`. grows: draft models choose their lengths by what pays.
+    terms: what a reply may lose. costs: of this target. notes: where it is kept, by the drafters' names, what
+    they were found to be worth. everywhere: named drafters are held to it as well as `auto`. grows: draft
+    models choose their lengths by what pays.
     """
 
     terms: Terms
     costs: LiveCosts
+    notes: Callable[[str], Notes] | None = None
     everywhere: bool = False
     grows: bool = True
 
@@ -62,18 +68,25 @@ class GuardedDrafter(Drafter):
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: CombinedDrafter,
         ledger: Ledger,
         costs: LiveCosts,
         *,
+        kind_of: Callable[[Sequence[int]], str] = lambda _: "",
         ahead: Callable[[bool], None] = lambda _: None,
+        notes: Notes | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = drafter.name
         self.ledger = ledger
         self.costs = costs
         self._drafter = drafter
+        self._kind_of = kind_of
         self._ahead = ahead
+        self._notes = notes
+        self._saved_at = clock()
+        if notes:
+            self._restore(notes)
         self._clock = clock
         self._tokens: list[int] = []
         self._since_plain = 0
@@ -107,10 +120,14 @@ class GuardedDrafter(Drafter):
         return self._drafter.parts
 
     def begin(self, tokens: Sequence[int]) -> None:
+        if self._clock() - self._saved_at > _SAVED_SECONDS:
+            self.keep()
         self._tokens = list(tokens)
         self._following = self._asked = False
         self._since_plain = _REFRESH_TOKENS
         self.ledger.begin()
+        self.costs.at(len(tokens))
+        self._drafter.turn_to(self._kind_of(tokens))
         self._spoke = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
@@ -192,6 +209,7 @@ class GuardedDrafter(Drafter):
         expected = self.costs.seconds(self._width)
         self.costs.saw(self._width, self._pass_seconds)
         if not self._asked:
+            self.costs.at(len(self._tokens))
             self._beside.add(seconds - self._pass_seconds)
             # What was bad once is not held against it for ever.
             self._worst_level_seconds *= _FORGIVING
@@ -258,3 +276,20 @@ class GuardedDrafter(Drafter):
 
     def close(self) -> None:
         self._drafter.close()
+
+    def _restore(self, notes: Notes) -> None:
+        """Go on from what another run found out; with nothing where that makes no sense."""
+        kept = notes.load()
+        if not kept:
+            return
+        try:
+            self.costs.restore(kept)
+            self._drafter.restore(kept)
+        except (KeyError, ValueError, TypeError):
+            notes.notice = "what was found out about this pair is not readable; it is found out again"
+
+    def keep(self) -> None:
+        """Save what was found out, for another run; after a reply, now and then."""
+        if self._notes:
+            self._notes.save({**self.costs.kept(), **self._drafter.kept()})
+            self._saved_at = self._clock()

@@ -5,7 +5,8 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192); trees as in SpecInfer (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,12 @@ class ModelDrafter(Drafter):
 
     def read(self, at_most: int) -> None:
         self._memory.read(at_most)
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        return self._growth.kept()
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+        self._growth.restore(kept)
 
     def dare(self) -> None:
         self._growth.dare()

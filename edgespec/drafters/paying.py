@@ -7,9 +7,10 @@ Sources: EAGLE-2 (arXiv 2406.16858) expands the nodes of largest path value firs
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,6 +125,13 @@ class PayingGrowth(Growth):
     def idle(self) -> None:
         self._chances.fade()
 
+    def kept(self) -> dict[str, NDArray[Any]]:
+        return {**self._chances.kept(), "pass": self._pass_seconds.kept()}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+        self._chances.restore(kept)
+        self._pass_seconds.restore(kept["pass"])
+
     def _best(
         self, reals: NDArray[np.float64], rows: int, expected: float
     ) -> tuple[int, int, NDArray[np.int64]]:
@@ -222,6 +230,15 @@ class _Chances:
             self._any.count((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
             self._seen.count((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """All of it by name."""
+        return {"seen": self._seen.kept(), "any": self._any.kept()}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from what was kept. Raises KeyError, ValueError."""
+        self._seen.restore(kept["seen"])
+        self._any.restore(kept["any"])
 
     def doubt(self) -> None:
         """What was seen may hold no more."""
