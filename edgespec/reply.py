@@ -25,6 +25,7 @@ class MethodReport:
 
     note: what its drafters say of themselves after a reply: what they cost, why one is silent. gain: over
     plain decoding, as a share of its speed, with one standard error; None where nobody keeps account.
+    `line` has all of it but the note.
     """
 
     requested: str
@@ -33,6 +34,37 @@ class MethodReport:
     note: str = ""
     gain: float | None = None
     gain_uncertainty: float | None = None
+
+    @property
+    def line(self) -> str:
+        """What runs, what that gains and why, in one line for a person."""
+        name = "plain decoding" if self.effective == "none" else self.effective
+        if self.requested != self.effective:
+            name += f" (asked for {self.requested})"
+        gain, error = self._percents
+        if self.effective == "none":
+            tried = f"; trying cost {-gain}% ± {error}% of its speed" if gain < 0 else ""
+            return f"{name}: {self.reason}{tried}"
+        if self.gain is None:
+            return f"{name}: {self.reason}"
+        speed = (
+            f"{gain:+d}% ± {error}% against plain decoding"
+            if gain
+            else f"as fast as plain decoding (± {error}%)"
+        )
+        return f"{name}: {speed}; {self.reason}"
+
+    @property
+    def short(self) -> str:
+        """What runs, and what that gains, in two words."""
+        if self.effective == "none":
+            return "plain"
+        return self.effective if self.gain is None else f"{self.effective} {self._percents[0]:+d}%"
+
+    @property
+    def _percents(self) -> tuple[int, int]:
+        """The gain and its uncertainty, in whole percents; nothing is known better than to one."""
+        return round(100 * (self.gain or 0.0)), max(1, round(100 * (self.gain_uncertainty or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)

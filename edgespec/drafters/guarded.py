@@ -16,6 +16,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.policy.ledger import Account, Ledger, Terms
 from edgespec.policy.live import LiveCosts
+from edgespec.policy.why import Standing
 
 __all__ = ["GuardedDrafter", "Policy"]
 
@@ -254,19 +255,24 @@ class GuardedDrafter(Drafter):
             speed_up,
             speed_up * self.costs.uncertainty,
             tuple(self._spoke),
-            self._reason(speed_up),
+            self._reason(),
         )
 
-    def _reason(self, speed_up: float) -> str:
-        if self._following and self._spoke:
-            return f"{' and '.join(self._spoke)} pay{'s' * (len(self._spoke) == 1)} here"
-        if self._short_rounds and not self._asked_rounds:
-            return "a reply must lose no more than agreed, and the first guess might"
-        if self._asked_rounds == 0:
-            return f"guesses have not paid lately: {self.name} is tried again now and then"
-        if not self._spoke:
-            return f"{self.name} has found no guess that would pay"
-        return f"{self.name} did not pay in {self._asked_rounds} rounds: plain decoding is faster here"
+    def _reason(self) -> str:
+        plain = self.plain_seconds
+        return Standing(
+            name=self.name,
+            drafts=self._following,
+            gains=self.ledger.credit_seconds > 0.0,
+            tokens=self.ledger.tokens,
+            guessed=bool(self._spoke),
+            asked=self._asked_rounds,
+            held_back=self._short_rounds,
+            guess_steps=(self._worst_level_seconds + self._worst_extra(2)) / plain,
+            may_lose_steps=self.may_lose_seconds / plain,
+            round_steps=self._gain.value,
+            plain_seconds=plain,
+        ).reason
 
     def note(self) -> str:
         return self._drafter.note()
