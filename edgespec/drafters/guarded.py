@@ -28,6 +28,7 @@ _WORTH_ASKING = -0.01
 _FREE_ASKING = 0.005
 _JUDGED_ROUNDS = 8
 _AWAKE_ROUNDS = 4
+_FIRST_REST, _LONGEST_REST = 32, 512
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
 # What was found out is saved after so long, when another reply begins, and at the end.
@@ -86,12 +87,12 @@ class GuardedDrafter(Drafter):
         self._ahead = ahead
         self._notes = notes
         self._saved_at = clock()
-        if notes:
-            self._restore(notes)
         self._clock = clock
         self._tokens: list[int] = []
         self._since_plain = 0
         self._following = self._asked = False
+        # A round that began without `propose` is not timed.
+        self._timed = False
         self._started = self._proposed = 0.0
         self._pass_seconds = 0.0
         self._width = 1
@@ -100,11 +101,13 @@ class GuardedDrafter(Drafter):
         self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
         self._worst_pass = 1.0
         self._gain, self._silence = Mean(), Mean()
-        self._rest = Probe()
+        self._rest = Probe(_FIRST_REST, _LONGEST_REST)
         self._awake_rounds = _JUDGED_ROUNDS
         self._spoke: dict[str, None] = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
+        if notes:
+            self._restore(notes)
 
     @property
     def plain_seconds(self) -> float:
@@ -136,7 +139,7 @@ class GuardedDrafter(Drafter):
         self.extra_kv_bytes = self._drafter.extra_kv_bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        self._started = self._clock()
+        self._started, self._timed = self._clock(), True
         tree = TokenTree.chain(self._tokens[-1])
         levels = 0
         if self._wants():
@@ -200,8 +203,11 @@ class GuardedDrafter(Drafter):
         self._tokens.extend(tokens)
         if self._following:
             self._drafter.commit(tokens)
-        if tokens:
+        if tokens and self._timed:
             self._book(len(tokens), self._clock() - self._started)
+        else:
+            self.ledger.plain(len(tokens))
+        self._timed = False
 
     def _book(self, tokens: int, seconds: float) -> None:
         """The round emitted so many tokens and took so long."""
@@ -275,7 +281,8 @@ class GuardedDrafter(Drafter):
         ).reason
 
     def note(self) -> str:
-        return self._drafter.note()
+        trouble = self._notes.notice if self._notes else ""
+        return "; ".join(filter(None, (self._drafter.note(), trouble)))
 
     def interrupt(self, wanted: bool) -> None:
         self._drafter.interrupt(wanted)
@@ -291,11 +298,19 @@ class GuardedDrafter(Drafter):
         try:
             self.costs.restore(kept)
             self._drafter.restore(kept)
+            for name, one in self._own.items():
+                one.restore(kept[name])
+            self._awake_rounds = 0
         except (KeyError, ValueError, TypeError):
             notes.notice = "what was found out about this pair is not readable; it is found out again"
+
+    @property
+    def _own(self) -> dict[str, Mean | Probe]:
+        return {"guard.gain": self._gain, "guard.silence": self._silence, "guard.rest": self._rest}
 
     def keep(self) -> None:
         """Save what was found out, for another run; after a reply, now and then."""
         if self._notes:
-            self._notes.save({**self.costs.kept(), **self._drafter.kept()})
+            own = {name: one.kept() for name, one in self._own.items()}
+            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **own})
             self._saved_at = self._clock()

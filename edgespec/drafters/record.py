@@ -92,20 +92,33 @@ class Tally:
 
 
 class Probe:
-    """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not."""
+    """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not.
 
-    _FIRST, _MOST = 4, 128
+    first, most: rounds between two tries.
+    """
 
-    def __init__(self) -> None:
-        self._interval, self._waited = self._FIRST, self._FIRST
+    def __init__(self, first: int = 4, most: int = 128) -> None:
+        self._first, self._most = first, most
+        self._interval = self._waited = first
 
     def due(self) -> bool:
         """A round more in which it does not pay. True when it is to be tried in this one."""
         self._waited += 1
         if self._waited < self._interval:
             return False
-        self._interval, self._waited = min(2 * self._interval, self._MOST), 0
+        self._interval, self._waited = min(2 * self._interval, self._most), 0
         return True
+
+    def kept(self) -> NDArray[np.float64]:
+        """How long it waits by now."""
+        return np.array([self._interval])
+
+    def restore(self, kept: NDArray[np.float64]) -> None:
+        """Wait as long as it did in another run. Raises ValueError."""
+        interval = int(kept[0])
+        if not self._first <= interval <= self._most:
+            raise ValueError(f"{interval} rounds are not between {self._first} and {self._most}")
+        self._interval, self._waited = interval, 0
 
     def promising(self) -> None:
         """It was tried, and did well: one more try decides."""
@@ -113,7 +126,7 @@ class Probe:
 
     def paid(self) -> None:
         """It pays in this round: if it ever stops to, it is tried again soon."""
-        self._interval, self._waited = max(self._interval // 2, self._FIRST), 0
+        self._interval, self._waited = max(self._interval // 2, self._first), 0
 
 
 class Record:

@@ -1,0 +1,101 @@
+"""What guesses were found to be worth goes from one run to the next, and nothing damaged does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.guarded import GuardedDrafter
+from edgespec.drafters.paying import PayingGrowth
+from edgespec.drafters.record import Mean, Probe, Record, Tally
+from edgespec.engine.tree import TokenTree
+from edgespec.policy.curve import CostCurve
+from edgespec.policy.ledger import Ledger
+from edgespec.policy.live import LiveCosts
+from edgespec.simulation import MACHINES, World, stationary
+
+CHAIN = TokenTree.chain(9, [1, 2, 3])
+
+
+class Memory:
+    """Notes in memory."""
+
+    notice = ""
+
+    def __init__(self) -> None:
+        self.values: dict[str, NDArray[Any]] = {}
+
+    def load(self) -> Mapping[str, NDArray[Any]]:
+        return dict(self.values)
+
+    def save(self, values: Mapping[str, NDArray[Any]]) -> None:
+        self.values = {name: np.array(value) for name, value in values.items()}
+
+
+def policy(world: World, notes: Memory) -> GuardedDrafter:
+    """A guarded draft model."""
+    costs, ledger = LiveCosts(world.machine.curve), Ledger()
+    growth = PayingGrowth(curve=costs.v, siblings=1, clock=world.clock)
+    drafter = world.model(growth)
+    combined = CombinedDrafter([drafter], True, curve=costs.v, clock=world.clock)
+    return GuardedDrafter(combined, ledger, costs, notes=notes, clock=world.clock)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.9])
+def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
+    """What pays drafts at once, and what does not is not tried for nothing again."""
+    notes, trace = Memory(), stationary(rate, 120, 0)
+    first, again = World(MACHINES[0]), World(MACHINES[0])
+    one = policy(first, notes)
+    cold = first.reply(one, trace)
+    one.keep()
+    warm = again.reply(policy(again, notes), trace)
+    fresh = World(MACHINES[0])
+    assert cold == fresh.reply(policy(fresh, Memory()), trace)
+    assert warm <= cold
+    if rate < 0.5:
+        assert again.stats.drafted_tokens < first.stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kept", ["record", "reading", "found", "guard.rest", "plain"])
+def test_what_is_damaged_is_found_out_again(kept: str) -> None:
+    notes, trace = Memory(), stationary(0.9, 120, 0)
+    world = World(MACHINES[0])
+    drafter = policy(world, notes)
+    world.reply(drafter, trace)
+    drafter.keep()
+    name = next(name for name in notes.values if kept in name)
+    notes.values[name] = -1.0 - np.abs(notes.values[name])
+    again = World(MACHINES[0])
+    drafter = policy(again, notes)
+    assert "found out again" in drafter.note()
+    again.reply(drafter, trace)
+
+
+def test_records_are_what_they_were() -> None:
+    record, other = Record(lookup=True), Record(lookup=True)
+    for tokens in ([1, 2, 3, 4], [1, 5], [7]):
+        record.asked(CHAIN, 0.25)
+        record.learn(CHAIN, tokens)
+    other.restore(record.kept())
+    assert other.kept().keys() == record.kept().keys()
+    assert all(np.array_equal(other.kept()[name], value) for name, value in record.kept().items())
+
+
+def test_nonsense_is_refused() -> None:
+    tally = Tally(np.ones(2), np.full(2, 2.0))
+    for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
+        with pytest.raises(ValueError, match="counts|tried"):
+            tally.restore(wrong)
+    with pytest.raises(ValueError, match="no mean"):
+        Mean().restore(np.array([-1.0, 2.0]))
+    with pytest.raises(ValueError, match="rounds"):
+        Probe().restore(np.array([1.0]))
+    costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
+    with pytest.raises(ValueError, match="none"):
+        costs.restore({"found": np.array([[0.0, -1.0, 0.0]]), "extra": np.zeros((0, 3))})
