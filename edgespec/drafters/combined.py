@@ -182,8 +182,12 @@ class CombinedDrafter(Drafter):
         unread, whole = drafter.unread, drafter.unread_whole
         if not whole:
             return True
-        most, share = self._may_lose(), _READING_SHARE
-        tokens = whole if most == inf else min(whole, int(share * most / max(self._reading_seconds(i), 1e-9)))
+        most, each = self._may_lose(), self._reading_seconds(i)
+        if most == inf:
+            tokens = whole
+        else:
+            # Where nothing was measured yet, a little is read to see.
+            tokens = min(whole, int(_READING_SHARE * most / each) if each > 0.0 else _LEAST_READ)
         if tokens < whole and not unread:
             return True
         if tokens < min(unread, _LEAST_READ):

@@ -81,6 +81,7 @@ class PayingGrowth(Growth):
     def verified(self, rows: int) -> None:
         if self._round.passes:
             self._plain_seconds.add((self._clock() - self._round.moment) / self._curve(rows))
+            self._round.passes = 0  # this pass was of that draft; the next one may be of none
 
     def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
         now = self._round

@@ -1,37 +1,59 @@
-"""What a draft would say of a text: where it is right, and how sure it is of it."""
+"""What drafters would say of a text: where they are right, how sure they are, and where they say nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Trace", "flips", "stationary", "stretches"]
+__all__ = ["Text", "Trace", "flips", "passages", "stationary", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A text of so many tokens. right: bool [n], the draft's best guess for each is the target's token.
-    sure: float64 [n], in [0, 1], the probability that the draft gives to it."""
+    """What one drafter says of a reply of so many tokens.
 
-    name: str
+    right: bool [n], its best guess for each is the target's token. sure: float64 [n], in [0, 1], the
+    probability that it gives to that guess. speaks: bool [n], it guesses there; None: everywhere.
+    """
+
     right: NDArray[np.bool_]
     sure: NDArray[np.float64]
+    speaks: NDArray[np.bool_] | None = None
 
 
-def stationary(rate: float, length: int, seed: int, *, informed: bool = True) -> Trace:
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A reply to a prompt of so many tokens, and what a draft model and a lookup say of it."""
+
+    name: str
+    model: Trace
+    lookup: Trace | None = None
+    prompt_tokens: int = 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of the reply."""
+        return len(self.model.right)
+
+    def after(self, prompt_tokens: int) -> Text:
+        """The same reply to a longer prompt."""
+        return replace(self, prompt_tokens=prompt_tokens)
+
+
+def stationary(rate: float, length: int, seed: int, *, informed: bool = True) -> Text:
     """A draft that is right at one rate. informed: it is surer where it is right."""
     return stretches([rate], length, seed, informed=informed)
 
 
-def flips(high: float, low: float, every: int, length: int, seed: int) -> Trace:
+def flips(first: float, then: float, every: int, length: int, seed: int) -> Text:
     """Rates that change after every so many tokens."""
-    return stretches([(high, low)[at % 2] for at in range(-(-length // every))], length, seed)
+    return stretches([(first, then)[at % 2] for at in range(-(-length // every))], length, seed)
 
 
-def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool = True) -> Trace:
+def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool = True) -> Text:
     """Stretches of equal length, each with a rate of its own.
 
     How sure it is, is drawn from a Beta law around the rate; where it is informed, right and wrong are then
@@ -42,5 +64,25 @@ def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool 
     weight = 2.0 if informed else 400.0
     sure = random.beta(weight * at + 1e-3, weight * (1.0 - at) + 1e-3)
     chance = sure if informed else at
-    name = "/".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-    return Trace(name, random.random(length) < chance, sure)
+    name = " then ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+    return Text(name, Trace(random.random(length) < chance, sure))
+
+
+def passages(
+    text: Text, share: float, passage_tokens: int, seed: int, *, right: float = 0.97, stray: float = 0.05
+) -> Text:
+    """The same reply, of which a share is copied in passages that a lookup finds.
+
+    There it is right at a rate of `right`; elsewhere it finds something, mostly wrong, at the share `stray`
+    of places.
+    """
+    random = np.random.default_rng(seed)
+    length = text.length
+    copied = np.zeros(length, np.bool_)
+    while copied.mean() < share:
+        start = int(random.integers(0, length))
+        copied[start : start + passage_tokens] = True
+    speaks = copied | (random.random(length) < stray)
+    hits = random.random(length) < np.where(copied, right, 0.2)
+    lookup = Trace(hits, np.where(copied, right, 0.2), speaks)
+    return replace(text, name=f"{text.name}, {share:.0%} copied", lookup=lookup)

@@ -1,4 +1,4 @@
-"""A target and drafters that take simulated time and say what a trace has them say."""
+"""A target and drafters that take simulated time and say what a text has them say."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.simulation.machines import Machine
-from edgespec.simulation.traces import Trace
+from edgespec.simulation.traces import Text, Trace
 
 __all__ = ["World"]
 
 WORDS = 16
+# A draft that saw only the end of a prompt is right at this share of the places where it would have been.
+_RIGHT_FROM_THE_END = 0.8
 
 
 class World:
-    """One machine and its clock. A reply says the text of a trace, after a prompt of any tokens.
+    """One machine, its clock, and the reply that is being made.
 
     slowness: how many times longer everything takes, by the seconds gone by: another program, heat.
+    moments: of the running reply, when each token came out; seconds since it began.
     """
 
     room = 1 << 20
@@ -35,9 +38,12 @@ class World:
     def __init__(self, machine: Machine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
         self.machine = machine
         self.seconds = 0.0
+        self.replies = 0
         self.stats = Stats()
+        self.moments: list[float] = []
+        self.text = Text("", Trace(np.zeros(0, np.bool_), np.zeros(0)))
         self._slowness = slowness
-        self._text: list[int] = []
+        self._tokens: list[int] = []
         self._length = 0
 
     def clock(self) -> float:
@@ -48,37 +54,53 @@ class World:
         """Time goes by."""
         self.seconds += plain_steps * self._slowness(self.seconds)
 
+    def pass_cost(self, rows: int) -> float:
+        """What the target's next pass costs, in plain steps."""
+        return self.machine.curve.v(rows)
+
+    def draft_cost(self) -> float:
+        """What drafting the next token costs, in plain steps."""
+        return self.machine.draft_cost
+
+    def reading_cost(self) -> float:
+        """What a token that a draft model reads costs, in plain steps."""
+        return self.machine.reading_cost
+
     def verify(self, tree: TokenTree) -> Logits:
         """A pass of the target: it says the text."""
-        self.spend(self.machine.curve.v(tree.width))
+        self.spend(self.pass_cost(tree.width))
         rows = np.zeros((tree.width, WORDS), np.float32)
         for node, depth in enumerate(tree.depths):
-            rows[node, self._text[(self._length + depth + 1) % len(self._text)]] = 1.0
+            rows[node, self._tokens[(self._length + depth + 1) % len(self._tokens)]] = 1.0
         return HostLogits(rows)
 
     def commit(self, path: tuple[int, ...]) -> None:
         """So many tokens are kept."""
         self._length += 1 + len(path)
 
-    def model(self, trace: Trace, growth: Growth, prompt_tokens: int = 1) -> Drafter:
-        """A draft model that says what the trace has it say of a reply after such a prompt."""
-        return _Model(self, trace, growth, prompt_tokens)
+    def model(self, growth: Growth) -> Drafter:
+        """A draft model whose drafts grow so."""
+        return _Model(self, growth)
 
-    def reply(
-        self, drafter: Drafter | None, trace: Trace, *, prompt_tokens: int = 1, draft_length: int = 16
-    ) -> float:
-        """Say the whole text of a trace; the seconds that took, what the drafter reads included.
+    def lookup(self) -> Drafter:
+        """A lookup: it takes no time, and is silent at many places."""
+        return _Lookup(self)
+
+    def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
+        """Say a text; the seconds that took, what the drafter read included.
 
         Raises AssertionError where the tokens are not those of the text.
         """
-        random = np.random.default_rng(0)
-        self._text = random.integers(0, WORDS, prompt_tokens + len(trace.right)).tolist()
-        started, self._length = self.seconds, prompt_tokens - 1
-        prompt = self._text[:prompt_tokens]
+        random = np.random.default_rng(self.replies)
+        self.replies += 1
+        self.text, self.stats, self.moments = text, Stats(), []
+        self._tokens = random.integers(0, WORDS, text.prompt_tokens + text.length).tolist()
+        started, self._length = self.seconds, text.prompt_tokens - 1
+        prompt = self._tokens[: text.prompt_tokens]
         if drafter:
             drafter.begin(prompt)
-        self.stats = Stats()
-        steps = decode(
+        emitted: list[int] = []
+        for step in decode(
             self,
             drafter,
             Invariant(),
@@ -86,19 +108,34 @@ class World:
             prompt[-1],
             vocab_size=WORDS,
             draft_length=draft_length if drafter else 0,
-            max_tokens=len(trace.right),
+            max_tokens=text.length,
             is_stop=lambda _: False,
             is_cancelled=lambda: False,
             stats=self.stats,
-        )
-        emitted = [token for step in steps for token in step.tokens]
-        assert emitted == self._text[prompt_tokens:], "the reply is not the text"
+        ):
+            emitted += step.tokens
+            self.moments += [self.seconds - started] * len(step.tokens)
+        assert emitted == self._tokens[text.prompt_tokens :], "the reply is not the text"
         return self.seconds - started
 
-    def says(self, trace: Trace, prompt_tokens: int, at: int) -> int:
-        """What a draft guesses for the token at a place of the text."""
-        token = self._text[at]
-        return token if trace.right[at - prompt_tokens] else (token + 1) % WORDS
+    def last(self, at: int) -> int:
+        """The token before a place of the text."""
+        return self._tokens[at - 1]
+
+    @property
+    def end(self) -> int:
+        """Where the text ends."""
+        return len(self._tokens)
+
+    def guess(self, trace: Trace, at: int, *, wrong: int, whole: bool = True) -> int:
+        """What a drafter guesses for the token at a place; its mistakes are so far from what is right.
+
+        whole: it has seen all of the prompt.
+        """
+        token, place = self._tokens[at], at - self.text.prompt_tokens
+        # Multiples of the golden ratio, modulo 1, are spread evenly, and the same in every run.
+        right = trace.right[place] and (whole or place * 0.618034 % 1.0 < _RIGHT_FROM_THE_END)
+        return token if right else (token + wrong) % WORDS
 
 
 class _Model(Drafter):
@@ -106,17 +143,18 @@ class _Model(Drafter):
 
     name = "model"
 
-    def __init__(self, world: World, trace: Trace, growth: Growth, prompt_tokens: int) -> None:
+    def __init__(self, world: World, growth: Growth) -> None:
         self._world = world
-        self._trace = trace
         self._growth = growth
         self.adapts = growth.adapts
-        self._prompt_tokens = prompt_tokens
-        self._length = self._run = 0
+        self._reply = self._length = self._run = 0
+        # It has seen all of the text, not only its end.
+        self._whole = True
         self._guessed: list[int] = []
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._run = min(self._run, len(tokens) - 1) if len(tokens) >= self._length else 0
+        if self._reply != self._world.replies:
+            self._reply, self._run, self._whole = self._world.replies, 0, True
         self._length = len(tokens)
         self._guessed = []
 
@@ -124,28 +162,36 @@ class _Model(Drafter):
     def unread(self) -> int:
         return max(self._length - self._run - 2, 0)
 
+    @property
+    def unread_whole(self) -> int:
+        return self.unread if self._whole else self._length
+
     def read(self, at_most: int) -> None:
-        self._world.spend(min(self.unread, at_most) * self._world.machine.reading_cost)
+        if not self._whole:
+            self._run, self._whole = 0, True
+        if self.unread > at_most:
+            self._whole = False
+        self._world.spend(min(self.unread, at_most) * self._world.reading_cost())
         self._run = self._length - 1
 
     def dare(self) -> None:
         self._growth.dare()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        self.read(self.unread)
+        if self.unread:
+            self.read(self._length)
         self._guessed = []
-        root = self._world._text[self._length - 1]
+        root = self._world.last(self._length)
         if not self._growth.begins(draft_length):
             self._growth.idle()
             return TokenTree.chain(root)
         value = 1.0
-        last = self._prompt_tokens + len(self._trace.right)
-        for at in range(self._length, min(self._length + draft_length, last)):
-            self._world.spend(self._world.machine.draft_cost)
+        for at in range(self._length, min(self._length + draft_length, self._world.end)):
+            self._world.spend(self._world.draft_cost())
             children = self._growth.level([value], lambda _, at=at: self._sure(at))[0]  # type: ignore[misc]
             if not children.values:
                 break
-            self._guessed.append(self._world.says(self._trace, self._prompt_tokens, at))
+            self._guessed.append(self._world.guess(self._world.text.model, at, wrong=1, whole=self._whole))
             value = children.values[0]
             if not children.run:
                 break
@@ -153,7 +199,7 @@ class _Model(Drafter):
         return TokenTree.chain(root, self._guessed)
 
     def _sure(self, at: int) -> NDArray[np.float64]:
-        return self._trace.sure[at - self._prompt_tokens :][:1]
+        return self._world.text.model.sure[at - self._world.text.prompt_tokens :][:1]
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._growth.verified(tree.width)
@@ -166,4 +212,30 @@ class _Model(Drafter):
         if self._guessed:
             self._run = self._length + min(len(self._guessed), len(tokens)) - 1
         self._guessed = []
+        self._length += len(tokens)
+
+
+class _Lookup(Drafter):
+    """Chains as long as the text speaks."""
+
+    name = "lookup"
+    lookup = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._length = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._length = len(tokens)
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        world, trace, guessed = self._world, self._world.text.lookup, list[int]()
+        if trace is not None and trace.speaks is not None:
+            for at in range(self._length, min(self._length + draft_length, world.end)):
+                if not trace.speaks[at - world.text.prompt_tokens]:
+                    break
+                guessed.append(world.guess(trace, at, wrong=2))
+        return TokenTree.chain(world.last(self._length), guessed)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
         self._length += len(tokens)

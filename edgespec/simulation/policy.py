@@ -1,0 +1,35 @@
+"""The policy of `auto` on a simulated clock, put together as `methods.py` does it for real models."""
+
+from __future__ import annotations
+
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.combined import CombinedDrafter
+from edgespec.drafters.guarded import GuardedDrafter
+from edgespec.drafters.paying import PayingGrowth
+from edgespec.policy.curve import CostCurve
+from edgespec.policy.ledger import Ledger, Terms
+from edgespec.policy.limits import Limits
+from edgespec.policy.live import LiveCosts
+from edgespec.simulation.world import World
+
+__all__ = ["policy"]
+
+
+def policy(
+    world: World, *, told: CostCurve | None = None, terms: Terms | None = None, lookup: bool = False
+) -> GuardedDrafter:
+    """The policy over the world's draft model, and its lookup.
+
+    told: the curve that it believes in at first, the machine's own unless it is lied to.
+    """
+    costs, ledger = LiveCosts(told or world.machine.curve), Ledger(terms)
+    growth = PayingGrowth(Limits(), costs.v, siblings=1, clock=world.clock)
+    drafters: list[Drafter] = [world.model(growth), *([world.lookup()] if lookup else [])]
+    combined = CombinedDrafter(
+        drafters,
+        can_branch=True,
+        curve=costs.v,
+        may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
+        clock=world.clock,
+    )
+    return GuardedDrafter(combined, ledger, costs, clock=world.clock)
