@@ -9,8 +9,8 @@ caches and whatever it looks guesses up in). measured: what the process holds at
 `none`. Weights that llama.cpp maps are pages of a file, counted when they were touched (`mapped`); everything
 else is the process's own (`own`): caches, buffers to compute in, weights arranged anew, MLX's weights. A file
 that is mapped twice (`layerskip`) counts twice, though its pages are in memory once. buffers: what llama.cpp
-says it set aside to compute in, and for weights arranged anew, more than with `none`; it is part of the
-difference, but for what no pass has touched yet. The row of `none` compares the target's weights and cache
+says it set aside to compute in, more than with `none`; it is part of the difference, but for what no pass has
+touched yet. The row of `none` compares the target's weights and cache
 with what its process holds more than before it loaded them. `learn` is `model` with --learn; after each reply
 every process rests for a moment.
 """
@@ -84,7 +84,7 @@ class Measured:
 class Buffers(logging.Handler):
     """Adds up the buffers that llama.cpp logs."""
 
-    _SIZE = re.compile(r"(?:compute buffer size =|REPACK model buffer size =) *([\d.]+) MiB")
+    _SIZE = re.compile(r"compute buffer size = *([\d.]+) MiB")
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,6 +9,9 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.native import overheard
+from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.vocabularies import compare
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -95,6 +98,24 @@ class TestFiles:
         path = write_llama(tmp_path / "tiny.gguf")
         with pytest.raises(CancelledError):
             llamacpp.load(str(path), "tiny", LoadOptions(), lambda what, fraction: False)
+
+
+class TestMapping:
+    def _buffers(self, path: Path, **options: object) -> str:
+        with overheard() as lines:
+            load(path, **options).close()
+        return "\n".join(line for line in lines if "model buffer size" in line)
+
+    def test_weights_are_used_where_the_file_is_mapped(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "m.gguf")
+        assert "_Mapped" in self._buffers(path)
+        assert "_Mapped" not in self._buffers(path, mmap=False)
+
+    def test_what_is_arranged_anew_is_not_mapped_as_well(self, tmp_path: Path) -> None:
+        path = tmp_path / "m.gguf"
+        quantise(models_folder() / "demo-draft-q8_0.gguf", path, "Q4_0")
+        buffers = self._buffers(path, gpu_layers=0)
+        assert ("_REPACK" in buffers) != ("_Mapped" in buffers)
 
 
 class TestAfterClosing:

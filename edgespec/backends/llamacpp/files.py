@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, recent_errors
+from edgespec.backends.llamacpp.native import library, overheard, recent_errors
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
@@ -33,11 +34,15 @@ def check_file(path: str) -> int:
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
     """A llama_model.
 
+    Weights that llama.cpp arranges anew for this processor are not mapped: the file's pages would never be
+    read again, and stay in memory beside them.
     Raises ModelFileError, MemoryBudgetError, and CancelledError when `progress` returns False.
     """
     size = check_file(path)
     check_weights_fit(name, size, options)
     lib = library()
+    if options.mmap and _arranges_anew(path, options):
+        options = replace(options, mmap=False)
     return _loaded(
         lambda params: lib.llama_model_load_from_file(os.fsencode(path), params),
         path,
@@ -46,6 +51,25 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         options,
         progress,
     )
+
+
+def _arranges_anew(path: str, options: LoadOptions) -> bool:
+    """Does llama.cpp give weights of this file another order in memory? Found out without reading them."""
+    lib = library()
+    params = lib.llama_model_default_params()
+    params.no_alloc = True
+    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+    params.n_gpu_layers = _gpu_layers(options)
+    with overheard() as lines:
+        weights = lib.llama_model_load_from_file(os.fsencode(path), params)
+    if weights:
+        lib.llama_model_free(weights)
+    return any("_REPACK model buffer" in line for line in lines)
+
+
+def _gpu_layers(options: LoadOptions) -> int:
+    """llama.cpp reads any negative number as all layers."""
+    return -1 if options.gpu_layers is None else options.gpu_layers
 
 
 def load_vocabulary(path: str, name: str) -> Any:
@@ -84,8 +108,7 @@ def _loaded(
 ) -> Any:
     lib = library()
     params = lib.llama_model_default_params()
-    # llama.cpp reads any negative number as all layers.
-    params.n_gpu_layers = -1 if options.gpu_layers is None else options.gpu_layers
+    params.n_gpu_layers = _gpu_layers(options)
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,
         (True, False): lib.LLAMA_LOAD_MODE_MMAP,

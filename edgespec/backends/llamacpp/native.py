@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from logging.handlers import RotatingFileHandler
 from types import ModuleType
@@ -13,11 +15,12 @@ from typing import Any
 from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 
-__all__ = ["Interrupt", "library", "recent_errors"]
+__all__ = ["Interrupt", "library", "overheard", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
 _errors: deque[str] = deque(maxlen=20)
+_listeners: list[list[str]] = []
 # ctypes keeps no reference to a callback that C holds.
 _callbacks: list[Any] = []
 
@@ -61,6 +64,8 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
         return
     if level == _ERROR:
         _errors.append(line)
+    for lines in _listeners:
+        lines.append(line)
     # A handler that cannot write (full disk, folder gone) must not stop a reply.
     logging.raiseExceptions = False
     _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)
@@ -72,6 +77,18 @@ def recent_errors(clear: bool = False) -> list[str]:
     if clear:
         _errors.clear()
     return lines
+
+
+@contextmanager
+def overheard() -> Iterator[list[str]]:
+    """What the library logs while this is open, whichever thread it works for."""
+    lines: list[str] = []
+    _listeners.append(lines)
+    try:
+        yield lines
+    finally:
+        # By identity: two that heard the same are equal.
+        _listeners[:] = [each for each in _listeners if each is not lines]
 
 
 class Interrupt:
