@@ -59,6 +59,8 @@ class DrafterFound:
 class Tuning:
     """What was found. limit: the most any free guesses can bring here. verdict: in one line.
 
+    auto: what method `auto` brought over plain decoding; None where the load was for another method. It has
+    learnt from these replies, and a later load goes on from there.
     notice: why what passes cost is not kept for later loads; empty where it is.
     """
 
@@ -68,6 +70,7 @@ class Tuning:
     passes: tuple[PassCost, ...]
     drafters: tuple[DrafterFound, ...]
     limit: float
+    auto: float | None
     verdict: str
     notice: str
 
@@ -89,7 +92,8 @@ def tune(
     progress: called with (what, fraction); False cancels. Raises CancelledError, and what generating raises.
     """
     curve = runtime.measure_costs(progress)
-    ways = ["none", *runtime.drafters]
+    tries_auto = runtime.method.requested == "auto" and runtime.target.capabilities.rollback
+    ways = ["none", *runtime.drafters, *(["auto"] if tries_auto else [])]
     replies: dict[str, list[Reply]] = {way: [] for way in ways}
     for i, prompt in enumerate(prompts):
         for j, way in enumerate(ways):
@@ -101,6 +105,7 @@ def tune(
         _pass(width, seconds, curve) for width, seconds in zip(curve.widths, curve.seconds, strict=True)
     )
     limit = max(each.limit for each in passes)
+    auto = _speed_up(replies["auto"], replies["none"]) if tries_auto else None
     able = runtime.target.capabilities
     return Tuning(
         runtime.target.name,
@@ -109,6 +114,7 @@ def tune(
         passes,
         drafters,
         limit,
+        auto,
         _verdict(limit, drafters) if able.rollback else f"speculation cannot be used here: {able.reason}",
         runtime.costs_notice,
     )
@@ -141,7 +147,7 @@ def _pass(width: int, seconds: float, curve: CostCurve) -> PassCost:
 
 
 def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Reply:
-    options: dict[str, Any] = {"method": method, "draft_length": _DRAFT_LENGTH}
+    options: dict[str, Any] = {"method": method, "draft_length": None if method == "auto" else _DRAFT_LENGTH}
     options |= {"max_tokens": max_tokens, "temperature": 0.0, "seed": 1}
     stream = runtime.stream_tokens(prompt_tokens(runtime, prompt), **options)
     for _ in stream:
@@ -179,18 +185,22 @@ def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: C
         return (drafts * _tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
     best = max(range(1, _LONGEST + 1), key=speed_up)
-    ratios = (
-        (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
-        for one, each in zip(plain, replies, strict=True)
-    )
     return DrafterFound(
         name,
-        geometric_mean(ratios),
+        _speed_up(replies, plain),
         acceptance,
         token_seconds / curve.plain_step_seconds,
         best,
         speed_up(best),
         int(drafted),
+    )
+
+
+def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
+    """Over plain decoding of the same prompts."""
+    return geometric_mean(
+        (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
+        for one, each in zip(plain, replies, strict=True)
     )
 
 

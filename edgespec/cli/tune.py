@@ -124,6 +124,8 @@ def _print(tuning: Tuning) -> None:
         ],
     )
     click.echo("")
+    if tuning.auto is not None:
+        click.echo(f"auto, which chooses round by round: {tuning.auto:.2f}x")
     click.echo(tuning.verdict)
 
 

@@ -133,6 +133,7 @@ def test_the_demo_is_measured_and_the_curve_is_kept(tmp_path: Path, monkeypatch:
         tuning = tune(runtime, read_prompts()[:2], max_tokens=16)
     assert list(tmp_path.rglob("costs-*"))
     assert (tuning.target, tuning.draft) == ("demo", "demo-draft")
+    assert tuning.auto is None
     assert [each.width for each in tuning.passes][:5] == [1, 2, 3, 4, 5]
     assert tuning.passes[0].v == tuning.passes[0].limit == 1.0
     assert tuning.limit == max(each.width / each.v for each in tuning.passes)
@@ -161,3 +162,5 @@ def test_on_the_command_line(run: Run) -> None:
     assert told.stdout.splitlines()[-1].split(" ")[0] in ("speculation", "no", "nothing", "suffix", "ngram")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
+    assert report["auto"] > 0.0
+    assert "auto, which chooses round by round: " in told.stdout
