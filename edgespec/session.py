@@ -177,6 +177,7 @@ class Session:
         try:
             if not is_cancelled():
                 stats.cached_prompt_tokens = self._prefill(tokens, progress)
+                self.target.run_ahead(drafter is None)
                 if drafter:
                     drafter.begin(tokens)
                     stats.draft_weight_bytes = drafter.extra_weight_bytes

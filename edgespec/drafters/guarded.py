@@ -9,7 +9,8 @@ from time import perf_counter
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.notes import Notes
-from edgespec.drafters.record import Mean, Probe
+from edgespec.drafters.patience import Patience
+from edgespec.drafters.record import Mean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -22,13 +23,6 @@ __all__ = ["GuardedDrafter", "Policy"]
 
 # After so many tokens without a plain step what one takes is measured again.
 _REFRESH_TOKENS = 96
-# Asking that loses more than this share of a plain step, round for round, is given up for a while.
-_WORTH_ASKING = -0.01
-# Asking that finds nothing and takes less than this share of a plain step is as good as free.
-_FREE_ASKING = 0.005
-_JUDGED_ROUNDS = 8
-_AWAKE_ROUNDS = 4
-_FIRST_REST, _LONGEST_REST = 32, 512
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
 # What was found out is saved after so long, when another reply begins, and at the end.
@@ -100,9 +94,7 @@ class GuardedDrafter(Drafter):
         self._beside = Mean()
         self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
         self._worst_pass = 1.0
-        self._gain, self._silence = Mean(), Mean()
-        self._rest = Probe(_FIRST_REST, _LONGEST_REST)
-        self._awake_rounds = _JUDGED_ROUNDS
+        self._patience = Patience()
         self._spoke: dict[str, None] = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
@@ -127,8 +119,9 @@ class GuardedDrafter(Drafter):
         if self._clock() - self._saved_at > _SAVED_SECONDS:
             self.keep()
         self._tokens = list(tokens)
-        self._following = self._asked = False
+        self._following = self._asked = self._timed = False
         self._since_plain = _REFRESH_TOKENS
+        self._ahead(self._patience.over)
         self.ledger.begin()
         self.costs.at(len(tokens))
         self._drafter.turn_to(self._kind_of(tokens))
@@ -161,17 +154,7 @@ class GuardedDrafter(Drafter):
         """May this round be any other than a plain one?"""
         if self._since_plain >= _REFRESH_TOKENS or self.costs.doubted:
             return False
-        if self._awake_rounds > 0 or not self._dear:
-            return True
-        if not self._rest.due():
-            return False
-        self._awake_rounds = _AWAKE_ROUNDS
-        return True
-
-    @property
-    def _dear(self) -> bool:
-        """Has asking brought less than it takes, and does it take anything?"""
-        return self._gain.value < _WORTH_ASKING and self._silence.value > _FREE_ASKING
+        return self._patience.asks()
 
     def _affordable(self, draft_length: int) -> int:
         """How many levels may be drafted, so that the ledger bears it if all of it is wrong."""
@@ -186,10 +169,14 @@ class GuardedDrafter(Drafter):
         return (self._worst_pass * self.costs.v(rows) - 1.0) * self.costs.plain_seconds
 
     def _cut(self, tree: TokenTree) -> TokenTree:
-        """As much of a draft as the ledger can still bear, after what it took to make."""
+        """As much of a draft as the ledger can still bear, after what it took to make.
+
+        What was drawn by chance stays: how long and how wide a draft became depends on what was drawn, and
+        a cut by that would bias rejection mode.
+        """
         most = self.may_lose_seconds - (self._clock() - self._started)
         rows = tree.width
-        while rows > 1 and self._worst_extra(rows) > most:
+        while rows > 1 and tree.laws[rows - 1] is None and self._worst_extra(rows) > most:
             rows -= 1
         return tree.pruned(1 << 62, 1 << 30, rows)
 
@@ -228,26 +215,16 @@ class GuardedDrafter(Drafter):
             self.ledger.plain(tokens)
             self.ledger.charge(asking)
             self._since_plain = 0
-            self._silence.add(asking / plain)
-            gain = -asking
+            self._patience.silent(asking / plain)
         else:
             self.ledger.drafted(tokens, seconds, plain)
             self._since_plain += tokens
-            gain = tokens * plain - seconds
+            self._patience.guessed(tokens - seconds / plain)
             self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
         drafting = (asking - self._drafter.read_seconds) / max(1, self._width - 1)
         self._worst_level_seconds = max(self._worst_level_seconds * _FADING, drafting)
-        self._judge(gain / plain)
-
-    def _judge(self, gain: float) -> None:
-        """A round in which it was asked gained so many plain steps."""
-        self._gain.add(gain)
-        self._awake_rounds -= 1
-        if not self._dear:
-            self._rest.paid()
-        elif self._awake_rounds <= 0:
-            self._following = False
-        self._ahead(not self._following)
+        self._following = not self._patience.over
+        self._ahead(self._patience.over)
 
     def account(self) -> Account:
         """How the reply stands."""
@@ -276,7 +253,7 @@ class GuardedDrafter(Drafter):
             held_back=self._short_rounds,
             guess_steps=(self._worst_level_seconds + self._worst_extra(2)) / plain,
             may_lose_steps=self.may_lose_seconds / plain,
-            round_steps=self._gain.value,
+            round_steps=self._patience.gain,
             plain_seconds=plain,
         ).reason
 
@@ -298,19 +275,12 @@ class GuardedDrafter(Drafter):
         try:
             self.costs.restore(kept)
             self._drafter.restore(kept)
-            for name, one in self._own.items():
-                one.restore(kept[name])
-            self._awake_rounds = 0
+            self._patience.restore(kept)
         except (KeyError, ValueError, TypeError):
             notes.notice = "what was found out about this pair is not readable; it is found out again"
-
-    @property
-    def _own(self) -> dict[str, Mean | Probe]:
-        return {"guard.gain": self._gain, "guard.silence": self._silence, "guard.rest": self._rest}
 
     def keep(self) -> None:
         """Save what was found out, for another run; after a reply, now and then."""
         if self._notes:
-            own = {name: one.kept() for name, one in self._own.items()}
-            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **own})
+            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **self._patience.kept()})
             self._saved_at = self._clock()

@@ -62,7 +62,7 @@ def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
         assert again.stats.drafted_tokens < first.stats.drafted_tokens
 
 
-@pytest.mark.parametrize("kept", ["record", "reading", "found", "guard.rest", "plain"])
+@pytest.mark.parametrize("kept", ["record", "reading", "found", "patience.rest", "plain"])
 def test_what_is_damaged_is_found_out_again(kept: str) -> None:
     notes, trace = Memory(), stationary(0.9, 120, 0)
     world = World(MACHINES[0])
