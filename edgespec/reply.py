@@ -45,14 +45,14 @@ class MethodReport:
         if self.effective == "none":
             tried = f"; trying cost {-gain}% ± {error}% of its speed" if gain < 0 else ""
             return f"{name}: {self.reason}{tried}"
-        if self.gain is None:
-            return f"{name}: {self.reason}"
-        speed = (
-            f"{gain:+d}% ± {error}% against plain decoding"
-            if gain
-            else f"as fast as plain decoding (± {error}%)"
-        )
-        return f"{name}: {speed}; {self.reason}"
+        speed = f"{self.gain_text} against plain decoding; " if self.gain_text else ""
+        return f"{name}: {speed}{self.reason}"
+
+    @property
+    def gain_text(self) -> str:
+        """The gain with its uncertainty, such as +62% ± 8%; empty where nobody keeps account."""
+        gain, error = self._percents
+        return "" if self.gain is None else f"{gain:+d}% ± {error}%"
 
     @property
     def short(self) -> str:

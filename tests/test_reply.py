@@ -33,7 +33,7 @@ from edgespec import MethodReport
         ),
         (
             MethodReport("auto", "model", "guesses pay here", "", 0.004, 0.03),
-            "model (asked for auto): as fast as plain decoding (± 3%); guesses pay here",
+            "model (asked for auto): +0% ± 3% against plain decoding; guesses pay here",
             "model +0%",
         ),
         (

@@ -105,8 +105,8 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
         stop.then(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
-        note(summary(stream.reply))
-        note(stream.reply.method.note)
+        for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.line):
+            note(line)
         return stream.reply
 
 
@@ -130,9 +130,9 @@ def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
 
 
 def summary(reply: Reply) -> str:
-    """One line about how a reply was made."""
+    """What a reply came to, in one line."""
     stats = reply.stats
-    parts = [reply.method.effective]
+    parts = []
     if stats.tokens_per_second is not None:
         parts.append(f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.1f} a second")
     if stats.acceptance_rate is not None:

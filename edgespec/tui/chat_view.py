@@ -32,7 +32,7 @@ from edgespec.tui.widgets.transcript import Transcript
 from edgespec.tui.worker import Act, Ask, ChatOpened, ModelThread, TurnEnded
 
 if TYPE_CHECKING:
-    from edgespec import Stats
+    from edgespec import MethodReport, Stats
     from edgespec.tui.model import RuntimeLike
 
 __all__ = ["ChatView"]
@@ -272,20 +272,31 @@ class ChatView(Screen[None]):
         self._memory_bytes = self.runtime.memory_bytes()
         self.refresh_facts()
 
+    @property
+    def stats(self) -> Stats | None:
+        """The stats of the running or last reply."""
+        return self.turns.live_stats or self._last_stats
+
+    @property
+    def method(self) -> MethodReport:
+        """How the running or last reply is sped up; before the first, what is planned."""
+        if live := self.turns.live_method:
+            return live
+        line = self.session.last_reply
+        if self.turns.writing or line is None or line.reply is None:
+            return self.runtime.method
+        return line.reply.method
+
     def refresh_facts(self, *, details: bool = True) -> None:
         """Bring header, status, hints and details up to date."""
-        stats = self.turns.live_stats or self._last_stats
+        stats, method = self.stats, self.method
         writing = self.turns.writing
         used = self._context_used_tokens
         if writing and stats is not None and stats is not self._last_stats:
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
-        line = self.session.last_reply
-        method = self.runtime.method
-        if not writing and line is not None and line.reply is not None:
-            method = line.reply.method
         self._status.facts = StatusFacts.of(
             stats,
-            method=method.effective,
+            method=method.short,
             writing=writing,
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
@@ -295,6 +306,7 @@ class ChatView(Screen[None]):
         self._header.chat_title = self.session.shown_title
         self._refresh_hints()
         if details and "details" in self._panels:
+            line = self.session.last_reply
             reply = None if writing or line is None else line.reply
             self._details.show(
                 partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)

@@ -26,6 +26,10 @@ class StreamLike(Protocol):
         """The live counts and times."""
 
     @property
+    def method(self) -> MethodReport:
+        """What guesses in this reply by now, why, and what that gains."""
+
+    @property
     def reply(self) -> Reply:
         """The whole reply, once the iteration has ended."""
 

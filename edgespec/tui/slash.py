@@ -111,7 +111,10 @@ async def _set(screen: ChatScreen, argument: str) -> bool:
 
 async def _show(screen: ChatScreen, _argument: str) -> bool:
     await screen.transcript.add(
-        Panel("In use", Pairs(show_rows(screen.runtime, screen.session), stack_below=24))
+        Panel(
+            "In use",
+            Pairs(show_rows(screen.runtime, screen.session, screen.method, screen.stats), stack_below=24),
+        )
     )
     return True
 

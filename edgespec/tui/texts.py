@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
-from edgespec.tui.numbers import bytes_text, count, parameters_text
+from edgespec.tui.numbers import bytes_text, count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, ModelFacts
+    from edgespec import MethodReport, ModelFacts, Stats
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.session import Session
 
@@ -27,8 +27,7 @@ def welcome_rows(runtime: RuntimeLike) -> list[tuple[str, str]]:
     rows = [("target", facts_line(runtime.target))]
     if runtime.draft is not None:
         rows.append(("draft", facts_line(runtime.draft)))
-    reason = f": {runtime.method.reason}" if runtime.method.reason else ""
-    return [*rows, ("method", _method_name(runtime.method) + reason)]
+    return [*rows, ("method", runtime.method.line)]
 
 
 def notices(runtime: RuntimeLike) -> list[str]:
@@ -37,20 +36,22 @@ def notices(runtime: RuntimeLike) -> list[str]:
     return list(dict.fromkeys(said))
 
 
-def _method_name(method: MethodReport) -> str:
-    return "plain decoding" if method.effective == "none" else method.effective
+def show_rows(
+    runtime: RuntimeLike, session: Session, method: MethodReport, stats: Stats | None
+) -> list[tuple[str, str]]:
+    """The answer to /show: the models, how replies are made, settings not at their default, the others.
 
-
-def show_rows(runtime: RuntimeLike, session: Session) -> list[tuple[str, str]]:
-    """The answer to /show: the models, then every setting that is not at its default, then the others."""
-    method = runtime.method
+    method, stats: of the running or last reply.
+    """
     rows = [("target", facts_line(runtime.target)), ("file", runtime.target.path)]
     if runtime.draft is not None:
         rows.append(("draft", facts_line(runtime.draft)))
-    asked = f" (asked for {method.requested})" if method.requested != method.effective else ""
+    rows.append(("method", method.line))
+    if stats is not None and stats.worst_case_loss is not None:
+        rows.append(
+            ("may lose", f"{percent(stats.worst_case_loss)} of the reply's time at most, by guessing")
+        )
     rows += [
-        ("method", _method_name(method) + asked),
-        ("why", method.reason or "–"),
         ("takes back", runtime.target.rollback or "–"),
         ("context", f"{count(runtime.context_tokens)} tokens"),
         ("memory", bytes_text(runtime.memory_bytes())),

@@ -10,7 +10,7 @@ from edgespec.tui.widgets.messages import ReplyMessage
 from edgespec.tui.worker import Ask, ChatOpened, ModelThread, TurnEnded
 
 if TYPE_CHECKING:
-    from edgespec import Stats
+    from edgespec import MethodReport, Stats
     from edgespec.chat.message import Message
 
 __all__ = ["Turns"]
@@ -47,6 +47,11 @@ class Turns:
     def live_stats(self) -> Stats | None:
         """The stats of the reply being written."""
         return self._thread.live_stats if self.writing else None
+
+    @property
+    def live_method(self) -> MethodReport | None:
+        """How the reply being written is sped up by now."""
+        return self._thread.live_method if self.writing else None
 
     def open_chat(self, system: str | None, messages: tuple[Message, ...]) -> None:
         """Let the model thread open another conversation."""

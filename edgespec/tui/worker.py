@@ -17,7 +17,7 @@ from edgespec.chat.message import Message
 from edgespec.errors import CancelledError
 
 if TYPE_CHECKING:
-    from edgespec import Piece, Reply, Stats
+    from edgespec import MethodReport, Piece, Reply, Stats
     from edgespec.tui.model import ChatLike, Load, RuntimeLike, StreamLike
 
 __all__ = [
@@ -121,6 +121,12 @@ class ModelThread:
         """The stats of the reply being written."""
         stream = self._stream
         return stream.stats if stream is not None else None
+
+    @property
+    def live_method(self) -> MethodReport | None:
+        """How the reply being written is sped up by now."""
+        stream = self._stream
+        return stream.method if stream is not None else None
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> None:
         """Open another conversation; answered by ChatOpened."""

@@ -33,7 +33,7 @@ def details_content(
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("The next reply will be measured here.\n").stylize("$muted"))
     else:
-        parts += [_speed(stats, reply, width), _positions(stats, width), _phases(stats, width)]
+        parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
     parts += [_method(method), _memory(stats, memory_bytes, width)]
     return Content("\n").join([part for part in parts if part])
 
@@ -47,7 +47,7 @@ def _row(label: str, value: str, width: int) -> Content:
     return Content.assemble((label, "$muted"), gap, value, "\n")
 
 
-def _speed(stats: Stats, reply: Reply | None, width: int) -> Content:
+def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) -> Content:
     read = stats.prompt_tokens - stats.cached_prompt_tokens
     rows = [
         _heading("This reply"),
@@ -62,8 +62,12 @@ def _speed(stats: Stats, reply: Reply | None, width: int) -> Content:
         rows.append(_row("Accepted", f"{share} ({percent(stats.acceptance_rate)})", width))
     if stats.tokens_per_target_pass is not None:
         rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}", width))
-    if stats.speedup_estimate is not None:
+    if method.gain_text:
+        rows.append(_row("Against plain", method.gain_text, width))
+    elif stats.speedup_estimate is not None:
         rows.append(_row("Against plain", f"{stats.speedup_estimate:.2f}×", width))
+    if stats.worst_case_loss is not None:
+        rows.append(_row("May lose at most", percent(stats.worst_case_loss), width))
     if reply is not None:
         rows.append(_row("Seed", str(reply.seed), width))
     return Content.assemble(*rows)
@@ -112,10 +116,8 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 
 
 def _method(method: MethodReport) -> Content:
-    name = "plain decoding" if method.effective == "none" else method.effective
-    asked = f" (asked for {method.requested})" if method.requested != method.effective else ""
-    reason = "".join(f"{line}\n" for line in (method.reason, method.note) if line)
-    return Content.assemble(_heading("Method"), f"{name}{asked}\n", (reason, "$muted"))
+    note = f"{method.note}\n" if method.note else ""
+    return Content.assemble(_heading("Method"), f"{method.line}\n", (note, "$muted"))
 
 
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:

@@ -24,7 +24,10 @@ _TIGHT_GAP = " · "
 
 @dataclass(frozen=True, slots=True)
 class StatusFacts:
-    """Everything the status line says. A rate is None before there is anything to divide."""
+    """Everything the status line says. A rate is None before there is anything to divide.
+
+    method: what runs, with what that gains.
+    """
 
     method: str = ""
     writing: bool = False
@@ -50,7 +53,7 @@ class StatusFacts:
     ) -> StatusFacts:
         """The facts with the rates of these stats."""
         return cls(
-            method="plain" if method == "none" else method,
+            method=method,
             writing=writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
             acceptance_rate=stats.acceptance_rate if stats else None,
