@@ -38,9 +38,9 @@ class Mean:
         return np.array([self.value, self.count])
 
     def restore(self, kept: NDArray[np.float64]) -> None:
-        """Go on from what was kept. Raises ValueError where that is no mean of times or counts."""
+        """Go on from what was kept. Raises ValueError where that is no mean."""
         value, count = map(float, kept)
-        if not (np.isfinite(value) and value >= 0.0 and count >= 0.0):
+        if not (np.isfinite(value) and count >= 0.0):
             raise ValueError(f"{value} of {count} is no mean")
         # What the next values say counts for more than what another run saw.
         self.value, self.count = value, min(int(count), 5)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.guarded import GuardedDrafter
+from edgespec.drafters.patience import Patience
 from edgespec.drafters.paying import PayingGrowth
 from edgespec.drafters.record import Mean, Probe, Record, Tally
 from edgespec.engine.tree import TokenTree
@@ -87,13 +88,24 @@ def test_records_are_what_they_were() -> None:
     assert all(np.array_equal(other.kept()[name], value) for name, value in record.kept().items())
 
 
+def test_patience_is_what_it_was() -> None:
+    one, other = Patience(), Patience()
+    for _ in range(20):
+        one.silent(0.3)
+    assert one.over
+    assert not other.over
+    other.restore(one.kept())
+    assert other.over
+    assert other.gain == pytest.approx(-0.3)
+
+
 def test_nonsense_is_refused() -> None:
     tally = Tally(np.ones(2), np.full(2, 2.0))
     for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
         with pytest.raises(ValueError, match="counts|tried"):
             tally.restore(wrong)
     with pytest.raises(ValueError, match="no mean"):
-        Mean().restore(np.array([-1.0, 2.0]))
+        Mean().restore(np.array([1.0, -2.0]))
     with pytest.raises(ValueError, match="rounds"):
         Probe().restore(np.array([1.0]))
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
