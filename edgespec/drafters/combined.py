@@ -124,6 +124,7 @@ class CombinedDrafter(Drafter):
         for i, drafter in enumerate(self._drafters):
             parts = {f"record.{kind}": self._by_kind[kind][i].kept() for kind in self._by_kind}
             parts |= {"own": drafter.kept(), "reading": {"mean": self._reading[i].kept()}}
+            parts["probe"] = {"wait": self._probes[i].kept()}
             for part, values in parts.items():
                 found |= {f"{drafter.name}.{part}.{name}": value for name, value in values.items()}
         return found | {"plain": self._plain_seconds.kept()}
@@ -132,6 +133,7 @@ class CombinedDrafter(Drafter):
         for i, drafter in enumerate(self._drafters):
             drafter.restore(_part(kept, f"{drafter.name}.own."))
             self._reading[i].restore(kept[f"{drafter.name}.reading.mean"])
+            self._probes[i].restore(kept[f"{drafter.name}.probe.wait"])
         kinds = {name.split(".")[2] for name in kept if ".record." in name}
         for kind in kinds:
             records = tuple(Record(drafter.lookup) for drafter in self._drafters)
@@ -179,25 +181,36 @@ class CombinedDrafter(Drafter):
     def _read(self, i: int) -> bool:
         """Let a drafter read what it has to; False while that may not be paid for."""
         drafter = self._drafters[i]
-        unread, whole = drafter.unread, drafter.unread_whole
-        if not whole:
-            return True
-        most, each = self._may_lose(), self._reading_seconds(i)
-        if most == inf:
-            tokens = whole
-        else:
-            # Where nothing was measured yet, a little is read to see.
-            tokens = min(whole, int(_READING_SHARE * most / each) if each > 0.0 else _LEAST_READ)
-        if tokens < whole and not unread:
-            return True
-        if tokens < min(unread, _LEAST_READ):
-            return False
+        tokens = self._to_read(i)
+        if not tokens:
+            return not drafter.unread
         started = self._clock()
         drafter.read(tokens)
         seconds = self._clock() - started
         self.read_seconds += seconds
         self._reading[i].add(seconds / max(tokens, 1))
         return True
+
+    def _to_read(self, i: int) -> int:
+        """So many tokens a drafter would read now: 0 where there is nothing to, or what may be lost forbids it."""
+        unread, whole = self._drafters[i].unread, self._drafters[i].unread_whole
+        most, each = self._may_lose(), self._reading_seconds(i)
+        if most == inf or not whole:
+            return whole
+        # What a token takes is unknown before a pass was seen.
+        affordable = int(_READING_SHARE * most / each) if each > 0.0 else 0
+        if affordable >= whole:
+            return whole
+        return min(unread, affordable) if affordable >= min(unread, _LEAST_READ) else 0
+
+    @property
+    def reading_seconds(self) -> float:
+        """What the next proposal may spend on reading, before it guesses."""
+        return sum(
+            self._to_read(i) * self._reading_seconds(i)
+            for i, drafter in enumerate(self._drafters)
+            if not drafter.lookup
+        )
 
     def _reading_seconds(self, i: int) -> float:
         """What it takes a drafter to read a token."""
