@@ -52,8 +52,11 @@ class DraftMemory:
         self.shown.extend(tokens)
 
     def read(self, at_most: int | None = None) -> None:
-        """Run all tokens but the last, if they fit the model's context; of too many the first and the end."""
-        if len(self.shown) < len(self._text):
+        """Run all tokens but the last, if they fit the model's context; of too many the first and the end.
+
+        Where the model sees the end only, it goes on with that unless all may be read.
+        """
+        if at_most is None or at_most >= self.unread_whole:
             self._show(self._text)
         if at_most is not None and self.unread > at_most:
             last = max(at_most - _SINK_TOKENS, 0) + 1
