@@ -173,7 +173,8 @@ class Drafters:
 
     def chain_model(self, method: str) -> LanguageModel | None:
         """The draft model whose chains this method proposes as they stand, if there is one."""
-        return self._chains if method == "model" else None
+        held = self._policy is not None and self._policy.everywhere  # then they end where it pays
+        return self._chains if method == "model" and not held else None
 
     def interrupt(self, wanted: bool) -> None:
         """Pass an interrupt on to every drafter."""
