@@ -170,7 +170,8 @@ class ModelDrafter(Drafter):
         return is_sure(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        self._growth.verified(tree.width)
+        if self._grown:  # else the pass was of no draft of this one
+            self._growth.verified(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
