@@ -8,7 +8,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progr
 from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
-from edgespec.drafters.windowed import WindowedModel, window_for
+from edgespec.drafters.windowed import Window, WindowedModel, window_for
 from edgespec.drafting_options import Drafting
 from edgespec.errors import OptionError
 from edgespec.prepare.store import check, find
@@ -95,14 +95,17 @@ def load_draft(
     """
     options = _meant_for(found, pair.target, _for_draft(options, target.facts))
     context_tokens = target.facts.context_tokens
-    draft = _load_model(found, options, progress)
+
+    def window_of(trained_tokens: int) -> Window | None:
+        return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
+
+    def context_of(trained_tokens: int) -> int:
+        window = window_of(trained_tokens)
+        return window.context_tokens if window else context_tokens
+
+    draft = _load_model(found, replace(options, context_for=context_of), progress)
     try:
-        trained = draft.facts.trained_context_tokens
-        window = window_for(context_tokens, trained, how.window_tokens, how.sink_tokens)
-        if window:
-            # All of the text was never wanted in its cache: with the window it is a small one.
-            draft.close()
-            draft = _load_model(found, replace(options, context_tokens=window.context_tokens), progress)
+        window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
         said = [compared.explanation]
         if window:

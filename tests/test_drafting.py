@@ -247,3 +247,14 @@ class TestOptions:
         with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
             assert "sees the first 2 and the last 24 tokens" in runtime.target.notice
             same_as_plain(runtime, ["model"], max_tokens=60)
+
+    @pytest.mark.parametrize("window", [24, None])
+    def test_no_more_is_made_than_the_window(self, window: int | None) -> None:
+        """The whole text's cache would not fit, and is never made: not even to ask what the draft is."""
+        options: dict[str, Any] = {"context": 16384, "draft_window": window}
+        with edgespec.load("demo", **options) as runtime:
+            assert runtime.draft is not None
+            needed = sum(each.file_bytes + each.kv_bytes for each in (runtime.target, runtime.draft))
+        with edgespec.load("demo", **options, memory=needed) as runtime:
+            assert "sees the first 4 and the last" in runtime.target.notice
+            same_as_plain(runtime, ["model"])

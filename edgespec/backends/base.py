@@ -72,7 +72,8 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 class LoadOptions:
     """How a model is loaded.
 
-    context_tokens: the size of the KV cache; None takes the model's default.
+    context_tokens: the size of the KV cache; None takes the model's default. context_for: that size, given
+    the tokens that the model was trained for (0: unknown), where it depends on them.
     gpu_layers: layers put on an accelerator; None puts all there that the backend can.
     kv_type: of keys and values, such as `f16` or `q8_0`, or of each: `q8_0/f16`; `auto`: the backend's.
     flash_attention: `auto`, `on` or `off`.
@@ -85,6 +86,7 @@ class LoadOptions:
     """
 
     context_tokens: int | None = None
+    context_for: Callable[[int], int] | None = None
     threads: int | None = None
     gpu_layers: int | None = None
     kv_type: str = "auto"

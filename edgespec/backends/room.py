@@ -36,6 +36,8 @@ def context_wanted(options: LoadOptions, trained_tokens: int) -> int:
 
     trained_tokens: 0 where the model does not say.
     """
+    if options.context_for:
+        return options.context_for(trained_tokens)
     return options.context_tokens or min(trained_tokens or _USUAL_CONTEXT_TOKENS, _USUAL_CONTEXT_TOKENS)
 
 
