@@ -142,16 +142,22 @@ class TestOptions:
     )
     def test_of_llama_cpp_go_with_an_mlx_draft(self, options: dict[str, Any]) -> None:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, **options) as runtime:
-            assert runtime.generate("What does tar do?", max_tokens=8, seed=1).stats.drafted_tokens
+            assert runtime.generate(
+                "What does tar do?", method="model", max_tokens=8, seed=1
+            ).stats.drafted_tokens
 
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
     def test_a_quantised_cache_is_for_both(self, kv_type: str) -> None:
         with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
-            assert runtime.generate("What does tar do?", max_tokens=4, seed=1).stats.drafted_tokens
+            assert runtime.generate(
+                "What does tar do?", method="model", max_tokens=4, seed=1
+            ).stats.drafted_tokens
 
     def test_of_llama_cpp_are_for_the_gguf_half_of_a_pair(self) -> None:
         with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, threads=1) as runtime:
-            assert runtime.generate("What does tar do?", max_tokens=4, seed=1).stats.drafted_tokens
+            assert runtime.generate(
+                "What does tar do?", method="model", max_tokens=4, seed=1
+            ).stats.drafted_tokens
         with pytest.raises(OptionError, match="threads has no meaning"):
             edgespec.load("demo-mlx", "demo-mlx-draft", context=CONTEXT, threads=1)
 
