@@ -17,24 +17,32 @@ __all__ = ["LiveCosts"]
 
 # Longer contexts cost more, and other widths pay: from so many tokens on something is learnt anew.
 _LENGTHS = (2048, 8192, 32768)
+# So many replies at once are as good as more.
+_MOST_REPLIES = 8
+# So many plain steps tell what one takes among other replies: each is disturbed in its own way.
+_ENOUGH = 3
 
 
 @dataclass(slots=True)
 class _Found:
-    """What was found at one length of context. extra: by rows, and common for others, the logarithm of what a
-    pass costs over what the curve says."""
+    """What was found at one length of context, with so many replies at once.
+
+    extra: by rows, and common for others, the logarithm of what a pass costs over what the curve says.
+    seen: plain steps with so many replies.
+    """
 
     plain_seconds: float
     extra: dict[int, float] = field(default_factory=dict)
     common: float = 0.0
+    seen: int = _ENOUGH
 
 
 class LiveCosts:
-    """A cost curve that follows the machine: another load, a hotter chip, a longer context.
+    """A cost curve that follows the machine: another load, a hotter chip, a longer context, more replies.
 
     Plain steps say what a plain step takes; wider passes say what theirs cost beside that, each for its own
     width and, while that is unknown, for others. Where wider passes change together it is the machine that
-    changed, and `doubted` asks for a plain step.
+    changed, and `doubted` asks for a plain step; so it does with more replies at once than there were before.
     """
 
     # Of what a pass takes beside what was expected, so much is believed: a few passes settle it.
@@ -49,7 +57,9 @@ class LiveCosts:
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         self._here = _Found(curve.plain_step_seconds)
-        self._found = {0: self._here}
+        # By length of context, and the number of replies at once.
+        self._place = (0, 1)
+        self._found = {self._place: self._here}
         self._surprise = 0.0
         self._seen, self._spread = 0, 0.0
         self._settled = replace(self._here, extra={})
@@ -61,13 +71,23 @@ class LiveCosts:
 
     def at(self, context_tokens: int) -> None:
         """The text is so long by now."""
-        length = bisect_right(_LENGTHS, context_tokens)
-        if length not in self._found:
-            nearest = min(self._found, key=lambda known: abs(known - length))
-            self._found[length] = _copied(self._found[nearest])
-        if self._found[length] is not self._here:
-            self._here = self._found[length]
-            self._settled, self._surprise = _copied(self._here), 0.0
+        self._go(bisect_right(_LENGTHS, context_tokens), self._place[1])
+
+    def among(self, replies: int) -> None:
+        """So many replies are being made at once."""
+        self._go(self._place[0], max(1, min(replies, _MOST_REPLIES)))
+
+    def _go(self, length: int, replies: int) -> None:
+        place = (length, replies)
+        if place == self._place:
+            return
+        if place not in self._found:
+            nearest = min(self._found, key=lambda known: (abs(known[1] - replies), abs(known[0] - length)))
+            found = _copied(self._found[nearest])
+            found.seen = found.seen if nearest[1] == replies else 0
+            self._found[place] = found
+        self._place, self._here = place, self._found[place]
+        self._settled, self._surprise = _copied(self._here), 0.0
 
     def v(self, rows: int) -> float:
         """The cost of a pass of `rows` rows, in plain steps."""
@@ -81,7 +101,11 @@ class LiveCosts:
 
     @property
     def doubted(self) -> bool:
-        """Whether the last passes say that a plain step may cost something else by now."""
+        """Whether a plain step may cost something else by now: passes say so, or too few were seen."""
+        return self._here.seen < _ENOUGH or self._surprising
+
+    @property
+    def _surprising(self) -> bool:
         return abs(self._surprise) > self._DOUBT
 
     @property
@@ -100,22 +124,26 @@ class LiveCosts:
             return
         self._seen += 1
         self._spread += (abs(off) - self._spread) / min(self._seen, 10)
-        if self.doubted:
+        if self._surprising:
             # It is the machine that has changed: what widths seemed to cost since the last plain step goes.
             here.plain_seconds *= math.exp(off)
             here.extra, here.common = dict(self._settled.extra), self._settled.common
         else:
-            here.plain_seconds *= math.exp(self._PLAIN_RATE * off)
-        self._surprise = 0.0
+            here.plain_seconds *= math.exp(max(self._PLAIN_RATE, 1.0 / (here.seen + 1)) * off)
+        self._surprise, here.seen = 0.0, here.seen + 1
         self._settled = _copied(here)
 
     def kept(self) -> dict[str, NDArray[Any]]:
-        """What was found, for another run over the same curve."""
+        """What was found with one reply at a time, for another run over the same curve.
+
+        What more replies at once cost depends on what the others were.
+        """
         plain = self.curve.plain_step_seconds
+        alone = {length: found for (length, replies), found in self._found.items() if replies == 1}
         return {
-            "found": np.array([(at, f.plain_seconds / plain, f.common) for at, f in self._found.items()]),
+            "found": np.array([(at, f.plain_seconds / plain, f.common) for at, f in alone.items()]),
             "extra": np.array(
-                [(at, rows, extra) for at, f in self._found.items() for rows, extra in f.extra.items()]
+                [(at, rows, extra) for at, f in alone.items() for rows, extra in f.extra.items()]
             ).reshape(-1, 3),
         }
 
@@ -130,8 +158,9 @@ class LiveCosts:
             if not (abs(extra) < _NONSENSE and rows > 1):
                 raise ValueError(f"a cost of {extra} for {rows} rows is none")
             found[int(at)].extra[int(rows)] = extra
-        self._found = found | ({} if 0 in found else {0: self._found[0]})
-        self._here = self._found[0]
+        self._found = {(length, 1): one for length, one in found.items()}
+        self._place = (0, 1)
+        self._here = self._found.setdefault(self._place, _Found(self.curve.plain_step_seconds))
         self._settled = _copied(self._here)
 
 
