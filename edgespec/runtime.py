@@ -186,6 +186,22 @@ class Runtime:
         """
         return self._session.borrowed_target()
 
+    def forget(self) -> None:
+        """Empty the caches: the next reply reads all of its prompt, as a first one does.
+
+        What drafters have learnt and what was measured stays. Raises BusyError, ClosedError.
+        """
+        self._session.forget()
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        """Let drafters that learn between replies use this time, in this thread.
+
+        They do so by themselves where nobody asks for a while; a script whose replies follow one another at
+        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
+        another thread asks for a reply.
+        """
+        self._session.rest(wanted)
+
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""
         self._session.cancel()

@@ -23,6 +23,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
 from edgespec.methods import Drafters
+from edgespec.policy.load import LOAD
 from edgespec.reply import MethodReport
 from edgespec.request import Request
 
@@ -111,6 +112,11 @@ class Session:
                 yield self.target
         finally:
             self._end()
+
+    def forget(self) -> None:
+        """Give up what target and drafters hold of the last text. Raises BusyError, ClosedError."""
+        with self.borrowed_target():
+            self.drafters.forget()
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:

@@ -161,7 +161,8 @@ class _Bench:
     def _row(self, each: Round, position: int, way: Way) -> Row:
         what = f"{each.prompt.name}, {way.name}, temperature {each.temperature:g}"
         self._tell(what)
-        self._forget(way)
+        # Every reply is to read its prompt.
+        self._runtime.forget()
         before = self.meter.read()
         started = perf_counter()
         reply = self._reply(what, each.prompt, each.temperature, way, self._plan.max_tokens)
@@ -178,16 +179,6 @@ class _Bench:
             joules,
             reply,
         )
-
-    def _forget(self, way: Way) -> None:
-        """Empty the caches of the target and of what drafts: every reply is to read its prompt.
-
-        A drafter gives its cache up for a prompt that has nothing in common with the last one.
-        """
-        for _ in self._runtime.stream_tokens([0], max_tokens=1, method=way.method, temperature=0.0, seed=0):
-            pass
-        with self._runtime.borrowed_target():
-            pass
 
     def _reply(self, what: str, prompt: Prompt, temperature: float, way: Way, max_tokens: int) -> Reply:
         stream = self._runtime.stream_tokens(

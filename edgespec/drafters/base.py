@@ -107,6 +107,9 @@ class Drafter(ABC):
         reply that begins waits for it. The target may be used, its memory is left as it is.
         """
 
+    def forget(self) -> None:  # noqa: B027
+        """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
+
     def interrupt(self, wanted: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
 

@@ -190,6 +190,9 @@ class ModelDrafter(Drafter):
             probs, drawn = grown.looked_at[node]
             self._growth.learn(probs, drawn.index(token) if token in drawn else None)
 
+    def forget(self) -> None:
+        self._model.truncate(0)
+
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)
 

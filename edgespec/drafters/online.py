@@ -278,6 +278,9 @@ class OnlineDrafter(Drafter):
             f" {before / tokens:.0%} as it was{used}"
         )
 
+    def forget(self) -> None:
+        self._drafter.forget()
+
     def interrupt(self, wanted: bool) -> None:
         self._drafter.interrupt(wanted)
 

@@ -177,3 +177,14 @@ def test_replies_are_those_of_plain_decoding(
                 assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
                 drafted += got.stats.accepted_tokens
     assert drafted > 50, "nothing was guessed right: this shows little"
+
+
+def test_a_text_that_was_forgotten_is_read_again() -> None:
+    drafter = SuffixDrafter()
+    for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
+        drafter.begin(begins)
+        assert drafter.reading.tokens == read
+    drafter.forget()
+    drafter.begin([0, 1, 2, 0, 1, 2])
+    assert drafter.reading.tokens == 12
+    assert tree(drafter, 2).drafted

@@ -11,7 +11,7 @@ import pytest
 from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.errors import BackendError
+from edgespec.errors import BackendError, BusyError
 from edgespec.methods import Drafters
 from tests.runtime.asking import HOWTO, REPEATS
 from tests.tables import PROMPT, near, runtime, table
@@ -70,6 +70,28 @@ class TestCacheReuse:
         assert reply.stats.cached_prompt_tokens == reply.stats.prompt_tokens - 1
         assert sum(target.prefilled) == 0
         assert sum(draft.prefilled) <= 1
+
+    def test_what_was_forgotten_is_read_again(self, pair: tuple[Runtime, Recording, Recording]) -> None:
+        runtime, target, draft = pair
+        first = runtime.generate(REPEATS, max_tokens=20, method="model+ngram", seed=1)
+        runtime.forget()
+        assert target.length == draft.length == 0
+        target.prefilled.clear()
+        draft.prefilled.clear()
+        reply = runtime.generate(REPEATS, max_tokens=20, method="model+ngram", seed=1)
+        assert reply.tokens == first.tokens
+        assert reply.stats.cached_prompt_tokens == 0
+        assert sum(target.prefilled) == reply.stats.prompt_tokens - 1
+        assert draft.prefilled[0] == reply.stats.prompt_tokens - 1
+
+    def test_a_running_reply_keeps_its_caches(self, pair: tuple[Runtime, Recording, Recording]) -> None:
+        runtime, *_ = pair
+        stream = runtime.stream(REPEATS, max_tokens=8)
+        next(stream)
+        with pytest.raises(BusyError):
+            runtime.forget()
+        stream.close()
+        runtime.forget()
 
 
 class Failing:

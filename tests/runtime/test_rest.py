@@ -81,7 +81,7 @@ class TestWhen:
         runtime.generate(PROMPT, max_tokens=4, method="none")
         assert drafter.over.wait(SECONDS)
         steps = drafter.steps
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert drafter.steps == steps
 
     def test_not_while_the_target_is_lent_or_after_it(self, runtime: Runtime, drafter: Restful) -> None:
@@ -90,7 +90,7 @@ class TestWhen:
         with runtime.borrowed_target():
             assert drafter.over.wait(SECONDS)
             steps = drafter.steps
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert drafter.steps == steps
 
     def test_a_cancel_ends_it(self, runtime: Runtime, drafter: Restful) -> None:
@@ -130,12 +130,12 @@ class TestWhatGoesWrong:
         expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=20).tokens
         drafter.step = fail
         runtime.generate(PROMPT, seed=1, max_tokens=20)
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert runtime._session.report("saying").note == "saying learns no more: the card has left"
         drafter.step = lambda: None
         again = runtime.generate(PROMPT, seed=1, max_tokens=20)
         assert again.tokens == expected
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert drafter.steps == 0
 
     def test_an_error_of_ours_is_told_as_well(self, runtime: Runtime, drafter: Restful) -> None:
@@ -144,7 +144,7 @@ class TestWhatGoesWrong:
 
         drafter.step = fail
         runtime.generate(PROMPT, max_tokens=4)
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert runtime._session.report("saying").note == "saying learns no more: ZeroDivisionError: one two"
 
     def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: Restful) -> None:
@@ -153,7 +153,7 @@ class TestWhatGoesWrong:
 
         drafter.step = cancelled
         runtime.generate(PROMPT, max_tokens=4)
-        runtime._session.rest(lambda: True)
+        runtime.rest(lambda: True)
         assert runtime._session.report("saying").note == ""
 
     def test_one_of_several_fails_and_the_others_rest(self) -> None:

@@ -144,6 +144,9 @@ class SuffixDrafter(Drafter):
             self._said.extend(self._known.replies.add(self._reply, self._prompt))
         self._prompt, self._reply = (), []
 
+    def forget(self) -> None:
+        self._chat.automaton.hold(())
+
     def close(self) -> None:
         self._keep_turn()
         self._known, self._make_known = Known(), None

@@ -141,6 +141,11 @@ class RetokenisedDrafter(Drafter):
             return whole[len(before) :]
         return spell(said)
 
+    def forget(self) -> None:
+        self._model.truncate(0)
+        self._tokens, self._run, self._read = [], [], 0
+        self._reading = Reading(self._vocabulary, self._translation)
+
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)
 

@@ -345,3 +345,16 @@ def test_it_can_stand_where_a_draft_model_stands() -> None:
         assert got.stats.drafted_tokens > 0
     with runtime(speaking(TARGET, 1)) as plain:
         assert plain.generate("abcd", seed=1, max_tokens=20).tokens == got.tokens
+
+
+def test_what_was_forgotten_is_said_again() -> None:
+    says = DRAFT.tokenize("bc d", special=False, start=False)
+    model = Talking(says)
+    drafter = drafter_of(model)
+    prompt = TARGET.tokenize("abc d", special=False, start=False)
+    drafter.begin(prompt)
+    said = propose(drafter, prompt, 3)
+    drafter.forget()
+    assert model.length == 0
+    drafter.begin(prompt)
+    assert propose(drafter, prompt, 3) == said
