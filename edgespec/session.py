@@ -87,8 +87,9 @@ class Session:
             steps = self._steps(
                 request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
             )
-            while (step := self._next(steps)) is not None:
-                yield step
+            with LOAD.one_more():
+                while (step := self._next(steps)) is not None:
+                    yield step
         finally:
             self._end()
 

@@ -17,6 +17,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.policy.ledger import Account, Ledger, Terms
 from edgespec.policy.live import LiveCosts
+from edgespec.policy.load import LOAD
 from edgespec.policy.why import Standing
 
 __all__ = ["GuardedDrafter", "Policy"]
@@ -57,7 +58,8 @@ class GuardedDrafter(Drafter):
     draft may be. Where asking does not pay it is given up for a while, and begun anew when it is tried again.
 
     ledger, costs: of this drafter alone; a CombinedDrafter inside may ask the ledger too. ahead: tells the
-    target whether the next rounds are plain. clock: seconds.
+    target whether the next rounds are plain. clock: seconds. replies: how many are being made at once; what
+    passes cost and whether asking pays are found out for each number of them.
     """
 
     adapts = True
@@ -72,6 +74,7 @@ class GuardedDrafter(Drafter):
         ahead: Callable[[bool], None] = lambda _: None,
         notes: Notes | None = None,
         clock: Callable[[], float] = perf_counter,
+        replies: Callable[[], int] = lambda: LOAD.replies,
     ) -> None:
         self.name = drafter.name
         self.ledger = ledger
@@ -94,7 +97,9 @@ class GuardedDrafter(Drafter):
         self._beside = Mean()
         self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
         self._worst_pass = 1.0
+        self._count_replies, self._replies = replies, 1
         self._patience = Patience()
+        self._patiences = {1: self._patience}
         self._spoke: dict[str, None] = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
@@ -121,9 +126,10 @@ class GuardedDrafter(Drafter):
         self._tokens = list(tokens)
         self._following = self._asked = self._timed = False
         self._since_plain = _REFRESH_TOKENS
-        self._ahead(self._patience.over)
         self.ledger.begin()
         self.costs.at(len(tokens))
+        self._look_around()
+        self._ahead(self._patience.over)
         self._drafter.turn_to(self._kind_of(tokens))
         self._spoke = {}
         self._asked_rounds = self._short_rounds = 0
@@ -133,6 +139,7 @@ class GuardedDrafter(Drafter):
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         self._started, self._timed = self._clock(), True
+        self._look_around()
         tree = TokenTree.chain(self._tokens[-1])
         levels = 0
         if self._wants():
@@ -149,6 +156,18 @@ class GuardedDrafter(Drafter):
                 self._spoke |= dict.fromkeys(self._drafter.speaking)
         self._proposed = self._clock()
         return tree
+
+    def _look_around(self) -> None:
+        """Others share the machine, or no longer do: go by what was found out then."""
+        self._replies = self._count_replies()
+        before = self.costs.plain_seconds
+        self.costs.among(self._replies)
+        patience = self._patiences.setdefault(self.costs.replies, Patience())
+        if patience is not self._patience:
+            self._patience = patience
+            self._worst_level_seconds *= self.costs.plain_seconds / before
+            self._following = self._following and not patience.over
+            self._ahead(patience.over)
 
     def _wants(self) -> bool:
         """May this round be any other than a plain one?"""
@@ -201,7 +220,10 @@ class GuardedDrafter(Drafter):
         self._decode_seconds += seconds
         plain, asking = self.plain_seconds, self._proposed - self._started
         expected = self.costs.seconds(self._width)
-        self.costs.saw(self._width, self._pass_seconds)
+        # A pass during which a reply began or ended says nothing.
+        disturbed = self._count_replies() != self._replies
+        if not disturbed:
+            self.costs.saw(self._width, self._pass_seconds)
         if not self._asked:
             self.costs.at(len(self._tokens))
             self._beside.add(seconds - self._pass_seconds)
@@ -220,7 +242,8 @@ class GuardedDrafter(Drafter):
             self.ledger.drafted(tokens, seconds, plain)
             self._since_plain += tokens
             self._patience.guessed(tokens - seconds / plain)
-            self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
+            if not disturbed:
+                self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
         drafting = (asking - self._drafter.read_seconds) / max(1, self._width - 1)
         self._worst_level_seconds = max(self._worst_level_seconds * _FADING, drafting)
         self._following = not self._patience.over
@@ -275,12 +298,12 @@ class GuardedDrafter(Drafter):
         try:
             self.costs.restore(kept)
             self._drafter.restore(kept)
-            self._patience.restore(kept)
+            self._patiences[1].restore(kept)
         except (KeyError, ValueError, TypeError):
             notes.notice = "what was found out about this pair is not readable; it is found out again"
 
     def keep(self) -> None:
         """Save what was found out, for another run; after a reply, now and then."""
         if self._notes:
-            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **self._patience.kept()})
+            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **self._patiences[1].kept()})
             self._saved_at = self._clock()

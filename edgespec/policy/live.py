@@ -73,6 +73,11 @@ class LiveCosts:
         """The text is so long by now."""
         self._go(bisect_right(_LENGTHS, context_tokens), self._place[1])
 
+    @property
+    def replies(self) -> int:
+        """How many replies at once it goes by."""
+        return self._place[1]
+
     def among(self, replies: int) -> None:
         """So many replies are being made at once."""
         self._go(self._place[0], max(1, min(replies, _MOST_REPLIES)))
