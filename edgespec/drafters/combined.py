@@ -99,6 +99,8 @@ class CombinedDrafter(Drafter):
         self._proposed_at: float | None = None
         self._asked: dict[int, _Said] = {}
         self._speaking: tuple[str, ...] = ()
+        # How deep the last proposal was that cost passes of a model.
+        self.drafted_levels = 0
         self._last_token = 0
 
     @property
@@ -160,6 +162,9 @@ class CombinedDrafter(Drafter):
                 said = self._drafters[i].propose(sampler, acceptance, draft_length)
                 self._records[i].asked(said, self._clock() - started)
                 asked[i] = _Said(said, self._records[i].chances(said))
+        self.drafted_levels = max(
+            (max(said.tree.depths) for i, said in asked.items() if not self._drafters[i].lookup), default=0
+        )
         tree = self._joined() if asked else TokenTree.chain(self._last_token)
         if tree.drafted:
             self._speaking = tuple(self._drafters[i].name for i in sorted(asked) if asked[i].tree.drafted)

@@ -96,6 +96,7 @@ class GuardedDrafter(Drafter):
         # What a plain round takes beside its pass.
         self._beside = Mean()
         self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
+        self._level_seconds = Mean()
         self._worst_pass = 1.0
         self._count_replies, self._replies = replies, 1
         self._patience = Patience()
@@ -143,13 +144,13 @@ class GuardedDrafter(Drafter):
         tree = TokenTree.chain(self._tokens[-1])
         levels = 0
         if self._wants():
+            if not self._following:
+                self._drafter.begin(self._tokens)
+                self._following = True
             levels = self._affordable(draft_length)
             self._short_rounds += levels == 0 < draft_length
         self._asked = levels > 0
         if self._asked:
-            if not self._following:
-                self._drafter.begin(self._tokens)
-                self._following = True
             self._asked_rounds += 1
             tree = self._cut(self._drafter.propose(sampler, acceptance, levels))
             if tree.drafted:
@@ -177,15 +178,15 @@ class GuardedDrafter(Drafter):
 
     def _affordable(self, draft_length: int) -> int:
         """How many levels may be drafted, so that the ledger bears it if all of it is wrong."""
-        most = self.may_lose_seconds
+        most = self.may_lose_seconds - self._drafter.reading_seconds
         for levels in range(draft_length, 0, -1):
             if levels * self._worst_level_seconds + self._worst_extra(levels + 1) <= most:
                 return levels
         return 0
 
     def _worst_extra(self, rows: int) -> float:
-        """What a pass of so many rows may take at worst, beyond a plain one; in seconds."""
-        return (self._worst_pass * self.costs.v(rows) - 1.0) * self.costs.plain_seconds
+        """What a pass of so many rows may take at worst, beyond a plain one; in seconds, 0 or more."""
+        return max(self._worst_pass * self.costs.v(rows) - 1.0, 0.0) * self.costs.plain_seconds
 
     def _cut(self, tree: TokenTree) -> TokenTree:
         """As much of a draft as the ledger can still bear, after what it took to make.
@@ -228,7 +229,7 @@ class GuardedDrafter(Drafter):
             self.costs.at(len(self._tokens))
             self._beside.add(seconds - self._pass_seconds)
             # What was bad once is not held against it for ever.
-            self._worst_level_seconds *= _FORGIVING
+            self._expect_of_a_level(self._worst_level_seconds * _FORGIVING)
             self._worst_pass = max(self._worst_pass * _FORGIVING, 1.0)
             self.ledger.plain(tokens)
             self._since_plain = 0
@@ -244,10 +245,19 @@ class GuardedDrafter(Drafter):
             self._patience.guessed(tokens - seconds / plain)
             if not disturbed:
                 self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
-        drafting = (asking - self._drafter.read_seconds) / max(1, self._width - 1)
-        self._worst_level_seconds = max(self._worst_level_seconds * _FADING, drafting)
+        levels = self._drafter.drafted_levels
+        drafting = (asking - self._drafter.read_seconds) / max(1, levels)
+        if levels:
+            self._level_seconds.add(drafting)
+        self._expect_of_a_level(max(self._worst_level_seconds * _FADING, drafting))
         self._following = not self._patience.over
         self._ahead(self._patience.over)
+
+    def _expect_of_a_level(self, worst_seconds: float) -> None:
+        """Drafting a token may take so long, and no less than it usually does."""
+        known = self._level_seconds
+        usual = known.value if known.count else _UNKNOWN_LEVEL * self.costs.plain_seconds
+        self._worst_level_seconds = max(worst_seconds, usual)
 
     def account(self) -> Account:
         """How the reply stands."""
