@@ -187,8 +187,7 @@ class Session:
                 self.target.run_ahead(drafter is None)
                 if drafter:
                     drafter.begin(tokens)
-                    stats.draft_weight_bytes = drafter.extra_weight_bytes
-                    stats.draft_kv_bytes = drafter.extra_kv_bytes
+                    _count_memory(stats, drafter)
                     self._resting = resting_parts(drafter)
         except CancelledError:
             yield Step((), 0, "cancelled")
@@ -226,6 +225,8 @@ class Session:
                 stats.worst_case_loss = account.worst_loss
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
+            if step.finish_reason and drafter:
+                _count_memory(stats, drafter)
             yield step
 
     def _prefill(self, tokens: list[int], progress: Progress | None) -> int:
@@ -266,6 +267,13 @@ class Session:
                 self.drafters.close()
                 self.target.close()
         self._idle.join()
+
+
+def _count_memory(stats: Stats, drafter: Drafter) -> None:
+    """What looks guesses up has grown by the end of a reply, or began in it."""
+    extra = drafter.extra
+    stats.draft_weight_bytes, stats.draft_kv_bytes = extra.weight_bytes, extra.cache_bytes
+    stats.draft_other_bytes = extra.other_bytes
 
 
 def acceptance_rule(request: Request) -> Acceptance:

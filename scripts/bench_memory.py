@@ -195,7 +195,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
             drafted += stream.reply.stats.drafted_tokens
             time.sleep(args.rest_seconds)
         stats = stream.reply.stats
-        planned = (stats.draft_weight_bytes, stats.draft_kv_bytes)
+        planned = (stats.draft_weight_bytes, stats.draft_kv_bytes + stats.draft_other_bytes)
         if method == "none":
             planned = (runtime.target.weight_bytes, runtime.target.kv_bytes)
     return Measured(

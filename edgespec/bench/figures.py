@@ -57,6 +57,7 @@ class Figures:
     seconds: dict[str, float]
     draft_weight_bytes: int
     draft_kv_bytes: int
+    draft_other_bytes: int
     joules_per_token: float | None
     compared: int
     same: int
@@ -218,6 +219,7 @@ def _figures(
         seconds={phase: _sum(stats, f"{phase}_seconds") for phase in PHASES},
         draft_weight_bytes=max(each.draft_weight_bytes for each in stats),
         draft_kv_bytes=max(each.draft_kv_bytes for each in stats),
+        draft_other_bytes=max(each.draft_other_bytes for each in stats),
         joules_per_token=sum(joules) / generated if len(joules) == len(rows) else None,
         compared=len(pairs),
         same=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),

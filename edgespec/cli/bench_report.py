@@ -71,7 +71,10 @@ def _print_speeds(temperature: float, found: Sequence[Figures]) -> None:
 def _print_details(found: Sequence[Figures]) -> None:
     click.echo("")
     print_table(
-        ("METHOD", "TOKENS/S", "TTFT MS", "TPOT MS", "MORE WEIGHTS", "MORE CACHE", "J/TOKEN", "SAME REPLIES"),
+        (
+            *("METHOD", "TOKENS/S", "TTFT MS", "TPOT MS"),
+            *("MORE WEIGHTS", "MORE CACHE", "MORE ELSE", "J/TOKEN", "SAME REPLIES"),
+        ),
         [
             [
                 each.way.name,
@@ -80,6 +83,7 @@ def _print_details(found: Sequence[Figures]) -> None:
                 _ms(each.tpot_seconds),
                 size_text(each.draft_weight_bytes) if each.draft_weight_bytes else "-",
                 size_text(each.draft_kv_bytes) if each.draft_kv_bytes else "-",
+                size_text(each.draft_other_bytes) if each.draft_other_bytes else "-",
                 "-" if each.joules_per_token is None else _number(each.joules_per_token),
                 f"{each.same} of {each.compared}" if each.compared else "-",
             ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel
+from edgespec.backends.base import LanguageModel, ModelFacts
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -16,7 +17,32 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from edgespec.policy.ledger import Account
 
-__all__ = ["Drafter", "check_rollback"]
+__all__ = ["Drafter", "Extra", "check_rollback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What a drafter keeps in memory beside the target, in bytes.
+
+    weight_bytes: of a model. cache_bytes: its keys and values. other_bytes: texts and indexes that guesses
+    are looked up in, and what learning takes.
+    """
+
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    other_bytes: int = 0
+
+    @classmethod
+    def of(cls, model: ModelFacts) -> Extra:
+        """What a model takes."""
+        return cls(model.weight_bytes, model.kv_bytes)
+
+    def __add__(self, other: Extra) -> Extra:
+        return Extra(
+            self.weight_bytes + other.weight_bytes,
+            self.cache_bytes + other.cache_bytes,
+            self.other_bytes + other.other_bytes,
+        )
 
 
 class Drafter(ABC):
@@ -24,7 +50,6 @@ class Drafter(ABC):
 
     A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
     without `propose`, and a proposal may be cut or joined with others before it is verified.
-    extra_weight_bytes, extra_kv_bytes: what it keeps in memory beside the target.
     rests: it has something to do in `rest`. read_seconds: what reading took in the last proposal.
     lookup: it looks guesses up, which costs nothing; any part of them may be verified without the rest.
     adapts: it chooses itself how much to draft, by what pays.
@@ -35,8 +60,6 @@ class Drafter(ABC):
     read_seconds: float = 0.0
     lookup: bool = False
     adapts: bool = False
-    extra_weight_bytes: int = 0
-    extra_kv_bytes: int = 0
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
@@ -58,6 +81,11 @@ class Drafter(ABC):
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
+
+    @property
+    def extra(self) -> Extra:
+        """What it keeps in memory now, beside the target."""
+        return Extra()
 
     @property
     def parts(self) -> tuple[Drafter, ...]:

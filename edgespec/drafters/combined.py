@@ -11,7 +11,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.merging import merged, trimmed
 from edgespec.drafters.record import Mean, Probe, Record
 from edgespec.drafters.worth import Said
@@ -104,6 +104,10 @@ class CombinedDrafter(Drafter):
         self._last_token = 0
 
     @property
+    def extra(self) -> Extra:
+        return sum((drafter.extra for drafter in self._drafters), Extra())
+
+    @property
     def parts(self) -> tuple[Drafter, ...]:
         return self._drafters
 
@@ -149,9 +153,6 @@ class CombinedDrafter(Drafter):
         self._last_token = tokens[-1]
         for drafter in self._drafters:
             drafter.begin(tokens)
-        # Some of what lookups keep is there from the first reply on.
-        self.extra_weight_bytes = sum(drafter.extra_weight_bytes for drafter in self._drafters)
-        self.extra_kv_bytes = sum(drafter.extra_kv_bytes for drafter in self._drafters)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         asked = self._asked = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.notes import Notes
 from edgespec.drafters.patience import Patience
@@ -118,6 +118,10 @@ class GuardedDrafter(Drafter):
         return self.ledger.may_lose_seconds(self.plain_seconds)
 
     @property
+    def extra(self) -> Extra:
+        return self._drafter.extra
+
+    @property
     def parts(self) -> tuple[Drafter, ...]:
         return self._drafter.parts
 
@@ -135,8 +139,6 @@ class GuardedDrafter(Drafter):
         self._spoke = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
-        self.extra_weight_bytes = self._drafter.extra_weight_bytes
-        self.extra_kv_bytes = self._drafter.extra_kv_bytes
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         self._started, self._timed = self._clock(), True

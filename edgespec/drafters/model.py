@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
-from edgespec.drafters.base import Drafter, check_rollback
+from edgespec.drafters.base import Drafter, Extra, check_rollback
 from edgespec.drafters.draft_memory import DraftMemory
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
@@ -48,7 +48,6 @@ class ModelDrafter(Drafter):
     ) -> None:
         check_rollback(model)
         self.name = name
-        self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         if isinstance(branches, tuple):
@@ -75,6 +74,10 @@ class ModelDrafter(Drafter):
             name=self.name,
             memory=self._memory,
         )
+
+    @property
+    def extra(self) -> Extra:
+        return Extra.of(self._model.facts)
 
     @property
     def able(self) -> Capabilities:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.cost import Cost
 from edgespec.drafters.text import GrowingText
 from edgespec.engine.acceptance import Acceptance
@@ -31,7 +31,10 @@ class NgramDrafter(Drafter):
         self.cost = Cost()
         self._longest, self._shortest = longest, shortest
         self._text = GrowingText()
-        self.extra_kv_bytes = self._text.most_bytes
+
+    @property
+    def extra(self) -> Extra:
+        return Extra(other_bytes=self._text.most_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         with self.cost:

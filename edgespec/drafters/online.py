@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, Learner, Lesson
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.draft_model import known
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.notes import Notes
@@ -77,7 +77,6 @@ class OnlineDrafter(Drafter):
         self._drafter = drafter
         self._draft = draft
         self._learner = learner
-        self._count_bytes()
         self._notes = notes
         self._tokens: list[int] = []
         self._prompt_tokens = 0
@@ -102,15 +101,14 @@ class OnlineDrafter(Drafter):
             self._draft.truncate(0)
             self._stale = False
         self._collect()
-        self._count_bytes()
         self._proposed = self._seen = None
         self._tokens, self._prompt_tokens = list(tokens), len(tokens)
         self._drafter.begin(tokens)
 
-    def _count_bytes(self) -> None:
+    @property
+    def extra(self) -> Extra:
         """A step's own memory is known once there was one."""
-        self.extra_weight_bytes = self._drafter.extra_weight_bytes + self._learner.kept_bytes
-        self.extra_kv_bytes = self._drafter.extra_kv_bytes + self._learner.step_bytes
+        return self._drafter.extra + Extra(other_bytes=self._learner.kept_bytes + self._learner.step_bytes)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         self._proposed = self._drafter.propose(sampler, acceptance, draft_length)

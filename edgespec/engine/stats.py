@@ -21,6 +21,8 @@ class Stats:
     `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
     `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
     that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
+    `draft_weight_bytes`, `draft_kv_bytes` and `draft_other_bytes` are what drafting keeps in memory beside
+    the target: a model, its keys and values, and what guesses are looked up in or learnt with.
     """
 
     prompt_tokens: int = 0
@@ -43,6 +45,7 @@ class Stats:
     worst_case_loss: float | None = None
     draft_weight_bytes: int = 0
     draft_kv_bytes: int = 0
+    draft_other_bytes: int = 0
     peak_memory_bytes: int = 0
 
     def count_round(self, drafted_at_depth: list[int], accepted: int, emitted: int) -> None:

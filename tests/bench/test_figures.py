@@ -103,7 +103,7 @@ def test_counts_bytes_and_energy() -> None:
     drafted = [
         row("a", MODEL, 1.0, joules=5.0, drafted_tokens=6, accepted_tokens=3,
             drafted_per_position=[4, 2], accepted_per_position=[2, 1], draft_seconds=2.0,
-            draft_weight_bytes=70, draft_kv_bytes=7, prefill_seconds=4.0),
+            draft_weight_bytes=70, draft_kv_bytes=7, draft_other_bytes=5, prefill_seconds=4.0),
         row("b", MODEL, 1.0, joules=15.0, drafted_tokens=4, accepted_tokens=1,
             drafted_per_position=[4], accepted_per_position=[1], draft_seconds=1.0),
     ]  # fmt: skip
@@ -114,7 +114,7 @@ def test_counts_bytes_and_energy() -> None:
     assert model.acceptance == pytest.approx(0.4)
     assert model.acceptance_by_depth == pytest.approx((3 / 8, 1 / 2))
     assert model.joules_per_token == pytest.approx(1.0)
-    assert (model.draft_weight_bytes, model.draft_kv_bytes) == (70, 7)
+    assert (model.draft_weight_bytes, model.draft_kv_bytes, model.draft_other_bytes) == (70, 7, 5)
     assert (model.seconds["draft"], model.seconds["prefill"]) == (3.0, 4.0)
     assert found[None, PLAIN].joules_per_token is None  # of one reply nobody told
     assert found[None, PLAIN].acceptance is None

@@ -142,7 +142,7 @@ def test_what_it_costs_and_holds_is_told() -> None:
         "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
     )
     assert index.size_bytes < 9_000
-    assert 100 < drafter.extra_kv_bytes - index.size_bytes < 2_000
+    assert 100 < drafter.extra.other_bytes - index.size_bytes < 2_000
 
 
 def half_known(seed: int) -> TextIndex:

@@ -142,6 +142,7 @@ class TestReports:
             "tokens_per_target_pass", "draft_seconds", "verify_seconds", "rollback_seconds",
             "sampling_seconds", "overhead_seconds", "prefill_seconds", "ttft_seconds", "tpot_seconds",
             "tokens_per_second", "speedup_estimate", "draft_weight_bytes", "draft_kv_bytes",
+            "draft_other_bytes",
             "peak_memory_bytes", "plain_seconds_estimate", "ledger_credit_seconds", "worst_case_loss",
         }  # fmt: skip
 

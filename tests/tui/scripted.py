@@ -83,6 +83,7 @@ def made_up_stats(pieces: int) -> Stats:
         worst_case_loss=0.087,
         draft_weight_bytes=2_801_952,
         draft_kv_bytes=589_824,
+        draft_other_bytes=52_000,
         peak_memory_bytes=141_000_000,
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.cost import Cost
 from edgespec.drafters.suffix.guess import Guess, Rule, combined
 from edgespec.drafters.suffix.index import TextIndex
@@ -94,7 +94,10 @@ class SuffixDrafter(Drafter):
                     self._said = []
                 self._others.begin(self._chat.recent())
         self.reading.tokens += read
-        self.extra_kv_bytes = sum(source.size_bytes for source in self._sources)
+
+    @property
+    def extra(self) -> Extra:
+        return Extra(other_bytes=sum(source.size_bytes for source in self._sources))
 
     def _take(self, known: Known) -> None:
         self._known = known

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import Drafter, check_rollback
+from edgespec.drafters.base import Drafter, Extra, check_rollback
 from edgespec.drafters.draft_model import is_sure
 from edgespec.drafters.vocabularies.reading import Reading
 from edgespec.drafters.vocabularies.translation import Translation
@@ -45,7 +45,6 @@ class RetokenisedDrafter(Drafter):
         min_confidence: float = 0.0,
     ) -> None:
         check_rollback(model)
-        self.extra_weight_bytes, self.extra_kv_bytes = model.facts.weight_bytes, model.facts.kv_bytes
         self._model = model
         self._vocabulary = vocabulary
         self._translation = translation
@@ -54,6 +53,10 @@ class RetokenisedDrafter(Drafter):
         self._reading = Reading(vocabulary, translation)
         self._run: list[int] = []
         self._read = 0
+
+    @property
+    def extra(self) -> Extra:
+        return Extra.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)

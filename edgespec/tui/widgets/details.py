@@ -127,6 +127,7 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
             ("Peak", stats.peak_memory_bytes),
             ("Draft weights", stats.draft_weight_bytes),
             ("Draft cache", stats.draft_kv_bytes),
+            ("Lookups, learning", stats.draft_other_bytes),
         )
         rows += [_row(label, bytes_text(size), width) for label, size in named if size]
     return Content.assemble(*rows)
