@@ -31,6 +31,8 @@ _SAVED_SECONDS = 60.0
 # The worst seen lately fades by this share a round; it is never taken to be less than expected.
 _FADING = 0.97
 _FORGIVING = 0.995
+# Where guesses lose, and are rarer than one for so many tokens, a reply is called plain.
+_TOKENS_OF_A_TRY = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,13 +268,15 @@ class GuardedDrafter(Drafter):
         plain, ledger = self.plain_seconds, self.ledger
         plainly = max(ledger.tokens, 1) * plain
         speed_up = plainly / max(plainly - ledger.credit_seconds, 1e-9)
+        # A try that failed leaves a reply plain.
+        guesses = ledger.credit_seconds > 0.0 or ledger.rounds * _TOKENS_OF_A_TRY >= ledger.tokens
         return Account(
             plain,
             ledger.credit_seconds,
             ledger.worst_loss,
             speed_up,
             speed_up * self.costs.uncertainty,
-            tuple(self._spoke),
+            tuple(self._spoke) if guesses else (),
             self._reason(),
         )
 

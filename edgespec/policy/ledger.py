@@ -33,18 +33,18 @@ class Ledger:
     may cost at worst.
 
     credit_seconds: gained so far, below zero when speculation has cost more than it brought.
-    tokens: emitted in this reply.
+    tokens: emitted in this reply. rounds: those of it that drafted.
     """
 
     def __init__(self, terms: Terms | None = None) -> None:
         self.terms = terms or Terms()
         self.credit_seconds = 0.0
-        self.tokens = 0
+        self.tokens = self.rounds = 0
 
     def begin(self) -> None:
         """A reply begins; what the last one gained is not this one's to lose."""
         self.credit_seconds = 0.0
-        self.tokens = 0
+        self.tokens = self.rounds = 0
 
     def charge(self, seconds: float) -> None:
         """Time that plain decoding would not have spent."""
@@ -57,6 +57,7 @@ class Ledger:
     def drafted(self, tokens: int, seconds: float, plain_seconds: float) -> None:
         """A round that drafted emitted `tokens` in `seconds`, where a plain step takes `plain_seconds`."""
         self.tokens += tokens
+        self.rounds += 1
         self.credit_seconds += tokens * plain_seconds - seconds
 
     def may_lose_seconds(self, plain_seconds: float) -> float:
@@ -74,7 +75,8 @@ class Account:
     """How a reply stands. plain_seconds: of a plain round now. credit_seconds: gained, less what was spent.
 
     worst_loss: the agreed bound, as a share of the plain time. speed_up: over plain decoding, by what plain
-    rounds took; uncertainty: of that, one standard error. drafters: those that guessed. reason: in one line.
+    rounds took; uncertainty: of that, one standard error. drafters: those that guess, beyond a try now and
+    then. reason: in one line.
     """
 
     plain_seconds: float

@@ -98,3 +98,12 @@ def test_tokens_earn_what_may_be_lost() -> None:
 def test_terms_make_sense(terms: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="cannot lose"):
         Terms(*terms)
+
+
+def test_rounds_that_drafted_are_counted_for_each_reply() -> None:
+    ledger = Ledger()
+    ledger.plain(1)
+    ledger.drafted(3, 1.5, 1.0)
+    assert (ledger.rounds, ledger.tokens) == (1, 4)
+    ledger.begin()
+    assert (ledger.rounds, ledger.tokens) == (0, 0)

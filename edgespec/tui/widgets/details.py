@@ -1,4 +1,4 @@
-"""The details panel: what the last reply cost, and where the drafter was right."""
+"""The details panel: how replies are made and why so, what the last one cost, where the drafter was right."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def details_content(
     memory_bytes: int,
 ) -> Content:
     """Everything the panel says, laid out for `width` cells."""
-    parts: list[Content] = []
+    parts = [_method(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("The next reply will be measured here.\n").stylize("$muted"))
     else:
         parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
-    parts += [_method(method), _memory(stats, memory_bytes, width)]
+    parts.append(_memory(stats, memory_bytes, width))
     return Content("\n").join([part for part in parts if part])
 
 
