@@ -31,6 +31,8 @@ _SAVED_SECONDS = 60.0
 # The worst seen lately fades by this share a round; it is never taken to be less than expected.
 _FADING = 0.97
 _FORGIVING = 0.995
+# What a pass may cost, of what is expected, among more replies at once than were seen before.
+_UNKNOWN_WORST = 2.0
 # Where guesses lose, and are rarer than one for so many tokens, a reply is called plain.
 _TOKENS_OF_A_TRY = 16
 
@@ -103,6 +105,7 @@ class GuardedDrafter(Drafter):
         self._count_replies, self._replies = replies, 1
         self._patience = Patience()
         self._patiences = {1: self._patience}
+        self._worst_passes: dict[int, float] = {}
         self._spoke: dict[str, None] = {}
         self._asked_rounds = self._short_rounds = 0
         self._decode_seconds = 0.0
@@ -165,14 +168,17 @@ class GuardedDrafter(Drafter):
     def _look_around(self) -> None:
         """Others share the machine, or no longer do: go by what was found out then."""
         self._replies = self._count_replies()
-        before = self.costs.plain_seconds
+        before, plain = self.costs.replies, self.costs.plain_seconds
         self.costs.among(self._replies)
-        patience = self._patiences.setdefault(self.costs.replies, Patience())
-        if patience is not self._patience:
-            self._patience = patience
-            self._worst_level_seconds *= self.costs.plain_seconds / before
-            self._following = self._following and not patience.over
-            self._ahead(patience.over)
+        now = self.costs.replies
+        if now == before:
+            return
+        self._worst_passes[before] = self._worst_pass
+        self._worst_pass = self._worst_passes.get(now, _UNKNOWN_WORST)
+        self._worst_level_seconds *= self.costs.plain_seconds / plain
+        self._patience = self._patiences.setdefault(now, Patience())
+        self._following = self._following and not self._patience.over
+        self._ahead(self._patience.over)
 
     def _wants(self) -> bool:
         """May this round be any other than a plain one?"""

@@ -129,7 +129,7 @@ class LiveCosts:
             return
         self._seen += 1
         self._spread += (abs(off) - self._spread) / min(self._seen, 10)
-        if self._surprising:
+        if self._surprising and off / self._surprise > 0.5:
             # It is the machine that has changed: what widths seemed to cost since the last plain step goes.
             here.plain_seconds *= math.exp(off)
             here.extra, here.common = dict(self._settled.extra), self._settled.common

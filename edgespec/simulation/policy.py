@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.guarded import GuardedDrafter
@@ -16,11 +18,17 @@ __all__ = ["policy"]
 
 
 def policy(
-    world: World, *, told: CostCurve | None = None, terms: Terms | None = None, lookup: bool = False
+    world: World,
+    *,
+    told: CostCurve | None = None,
+    terms: Terms | None = None,
+    lookup: bool = False,
+    replies: Callable[[], int] = lambda: 1,
 ) -> GuardedDrafter:
     """The policy over the world's draft model, and its lookup.
 
-    told: the curve that it believes in at first, the machine's own unless it is lied to.
+    told: the curve that it believes in at first, the machine's own unless it is lied to. replies: how many
+    are being made at once.
     """
     costs, ledger = LiveCosts(told or world.machine.curve), Ledger(terms)
     growth = PayingGrowth(Limits(), costs.v, siblings=1, clock=world.clock)
@@ -32,4 +40,4 @@ def policy(
         may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
         clock=world.clock,
     )
-    return GuardedDrafter(combined, ledger, costs, clock=world.clock)
+    return GuardedDrafter(combined, ledger, costs, clock=world.clock, replies=replies)
