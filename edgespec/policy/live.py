@@ -19,8 +19,9 @@ __all__ = ["LiveCosts"]
 _LENGTHS = (2048, 8192, 32768)
 # So many replies at once are as good as more.
 _MOST_REPLIES = 8
-# So many plain steps tell what one takes among other replies: each is disturbed in its own way.
+# So many passes tell what they take among other replies: each is disturbed in its own way.
 _ENOUGH = 3
+_MANY = 20
 
 
 @dataclass(slots=True)
@@ -28,13 +29,14 @@ class _Found:
     """What was found at one length of context, with so many replies at once.
 
     extra: by rows, and common for others, the logarithm of what a pass costs over what the curve says.
-    seen: plain steps with so many replies.
+    seen, wide: plain steps and other passes with so many replies.
     """
 
     plain_seconds: float
     extra: dict[int, float] = field(default_factory=dict)
     common: float = 0.0
     seen: int = _ENOUGH
+    wide: int = _MANY
 
 
 class LiveCosts:
@@ -89,7 +91,8 @@ class LiveCosts:
         if place not in self._found:
             nearest = min(self._found, key=lambda known: (abs(known[1] - replies), abs(known[0] - length)))
             found = _copied(self._found[nearest])
-            found.seen = found.seen if nearest[1] == replies else 0
+            if nearest[1] != replies:
+                found.seen = found.wide = 0
             self._found[place] = found
         self._place, self._here = place, self._found[place]
         self._settled, self._surprise = _copied(self._here), 0.0
@@ -123,8 +126,11 @@ class LiveCosts:
         here = self._here
         off = max(-self._MOST, min(math.log(max(seconds, 1e-9) / self.seconds(rows)), self._MOST))
         if rows > 1:
-            here.extra[rows] = here.extra.get(rows, here.common) + self._WIDE_RATE * off
-            here.common += 0.5 * self._WIDE_RATE * off
+            rate = max(self._WIDE_RATE, _ENOUGH / (here.wide + _ENOUGH))
+            believed = here.extra.get(rows, here.common)
+            here.extra[rows] = believed + rate * off
+            here.common += 0.5 * rate * (believed + off - here.common)
+            here.wide += 1
             self._surprise += self._DOUBT_RATE * (off - self._surprise)
             return
         self._seen += 1
