@@ -43,7 +43,7 @@ class MethodReport:
             name += f" (asked for {self.requested})"
         gain, error = self._percents
         if self.effective == "none":
-            tried = f"; trying cost {-gain}% ± {error}% of its speed" if gain < 0 else ""
+            tried = f"; trying cost {-gain}% ± {error}% of its speed" if -gain > error else ""
             return f"{name}: {self.reason}{tried}"
         speed = f"{self.gain_text} against plain decoding; " if self.gain_text else ""
         return f"{name}: {speed}{self.reason}"

@@ -42,7 +42,7 @@ from edgespec import MethodReport
             "plain",
         ),
         (
-            MethodReport("auto", "none", "the first token is plain", "", 0.0, 1.3),
+            MethodReport("auto", "none", "the first token is plain", "", -0.9, 1.3),
             "plain decoding (asked for auto): the first token is plain",
             "plain",
         ),

@@ -227,22 +227,25 @@ def drafting_options(*, remember: bool = False) -> Decorator:
         _drafting("--learn", is_flag=True, show_default=False,
                   help="Train an MLX draft between replies on what it guessed wrong."),
         _drafting("--max-loss", type=share, metavar="SHARE",
-                  help="The most a reply may lose by guessing, such as 2% of its time (and 2 steps); without"
-                       " it auto keeps to 2%, and drafters that are named draft whatever it costs."),
+                  help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given, it"
+                       " holds for named drafters too. [default: 2% for auto; named drafters guess whatever it"
+                       " costs]"),
     ])  # fmt: skip
 
 
 acceptance_option = _method(
     "--acceptance", type=click.Choice(ACCEPTANCES), default="invariant",
-    help="invariant: a seed gives the same reply whatever the method. rejection: the same distribution only.",
+    help="invariant: a seed gives the same reply whatever the method. rejection: the same distribution only;"
+         " with auto a seed does not repeat then, for how much is guessed depends on the clock.",
 )  # fmt: skip
 
 method_options = _apply([
     _method("--method", metavar="METHOD", default="auto", shell_complete=_complete_method,
-            help="auto, none, or drafters joined by +: model, layerskip, lowbit, swift, lookahead, suffix,"
-                 " ngram."),
+            help="auto (a model and suffix, while that is faster), none, or drafters joined by +, which guess"
+                 " whatever it costs: model, layerskip, lowbit, swift, lookahead, suffix, ngram."),
     _method("--draft-length", type=whole(1, 64), metavar="K",
-            help="Tokens to guess ahead, 1 to 64. [default: 4; as many as pay with auto]"),
+            help="Tokens to guess ahead, 1 to 64; with auto at most so many. [default: 4; with auto what"
+                 " pays, up to 16]"),
     acceptance_option,
 ])  # fmt: skip
 
@@ -280,7 +283,8 @@ reply_options = _apply([
     click.option("-n", "--max-tokens", type=whole(1), metavar="N",
                  help="The longest reply, in tokens. [default: to the end of the context]"),
     click.option("--seed", type=whole(0, MAX_SEED), metavar="N",
-                 help="The same seed gives the same reply. [default: another each time]"),
+                 help="The same seed gives the same reply, whatever the method (but see --acceptance)."
+                      " [default: another each time]"),
     click.option("--stop", metavar="TEXT", multiple=True,
                  help="End the reply before this text. May be repeated."),
 ])  # fmt: skip
