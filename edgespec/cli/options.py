@@ -227,9 +227,9 @@ def drafting_options(*, remember: bool = False) -> Decorator:
         _drafting("--learn", is_flag=True, show_default=False,
                   help="Train an MLX draft between replies on what it guessed wrong."),
         _drafting("--max-loss", type=share, metavar="SHARE",
-                  help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given, it"
-                       " holds for named drafters too. [default: 2% for auto; named drafters guess whatever it"
-                       " costs]"),
+                  help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given,"
+                       " it holds for named drafters too. [default: 2% for auto; named drafters guess whatever"
+                       " it costs]"),
     ])  # fmt: skip
 
 

@@ -171,7 +171,7 @@ FIELDS = (
     Field("seed", "Seed", "same seed, same reply", _whole(0, (1 << 63) - 1)),
     Field("stop", "Stop texts", "between commas; \\n is a new line", _stops),
     Field("method", "Method", "auto, none, or names joined by +", _method),
-    Field("draft_length", "Draft length", "most tokens guessed ahead, 1 to 64", _whole(1, 64)),
+    Field("draft_length", "Draft length", "most tokens to guess, 1 to 64", _whole(1, 64)),
     Field("acceptance", "Acceptance", "invariant or rejection", _one_of("invariant", "rejection")),
 )
 _BY_NAME = {field.name: field for field in FIELDS}
