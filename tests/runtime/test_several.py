@@ -1,0 +1,103 @@
+"""Several runtimes in one program, each in a thread of its own: every reply is as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.errors import ClosedError
+from edgespec.policy.load import LOAD
+from tests.runtime.asking import HOWTO, REPEATS, equal
+
+LONG = "What does `ls` do? " * 20
+OPTIONS: dict[str, Any] = {"seed": 3, "temperature": 0.8}
+
+
+@pytest.fixture(scope="module", params=["demo", "demo-mlx"])
+def several(request: pytest.FixtureRequest) -> Iterator[list[Runtime]]:
+    """Two runtimes of one pair."""
+    made = [edgespec.load(request.param) for _ in range(2)]
+    yield made
+    for runtime in made:
+        runtime.close()
+
+
+@pytest.mark.parametrize("method", ["none", "auto", "model"])
+def test_replies_at_once_are_what_they_are_alone(several: list[Runtime], method: str) -> None:
+    prompts, options = (HOWTO, REPEATS), {**OPTIONS, "max_tokens": 12}
+    alone = [several[0].generate(prompt, method="none", **options) for prompt in prompts]
+    begun = threading.Barrier(len(several))
+
+    def ask(runtime: Runtime, prompt: str) -> list[Reply]:
+        begun.wait()
+        return [runtime.generate(prompt, method=method, **options) for _ in range(2)]
+
+    with ThreadPoolExecutor(len(several)) as pool:
+        for got, expected in zip(pool.map(ask, several, prompts), alone, strict=True):
+            for reply in got:
+                equal(reply, expected)
+    assert LOAD.replies == 0
+
+
+def test_a_cancel_of_one_does_not_touch_another(several: list[Runtime]) -> None:
+    expected = several[1].generate(HOWTO, max_tokens=24, method="none", **OPTIONS)
+    stream = several[0].stream(LONG, max_tokens=300, **OPTIONS)
+    next(stream)
+    assert LOAD.replies == 1
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(several[1].generate, HOWTO, max_tokens=24, **OPTIONS)
+        stream.cancel()
+        for _ in stream:
+            pass
+        equal(other.result(), expected)
+    assert stream.reply.finish_reason == "cancelled"
+    assert LOAD.replies == 0
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-mlx"])
+def test_loading_and_closing_one_while_others_decode(name: str) -> None:
+    with edgespec.load(name, method="model") as runtime:
+        options: dict[str, Any] = {**OPTIONS, "max_tokens": 8}
+        expected = runtime.generate(HOWTO, method="none", **options)
+        over = threading.Event()
+
+        def go_on() -> list[Reply]:
+            replies = [runtime.generate(HOWTO, **options)]
+            while not over.is_set():
+                replies.append(runtime.generate(HOWTO, **options))
+            return replies
+
+        with ThreadPoolExecutor(1) as pool:
+            replies = pool.submit(go_on)
+            other = edgespec.load(name, method="model")
+            stream = other.stream(LONG, max_tokens=300, **OPTIONS)
+            next(stream)
+            other.close()
+            with pytest.raises(ClosedError):
+                list(stream)
+            over.set()
+            for reply in replies.result():
+                equal(reply, expected)
+    assert LOAD.replies == 0
+
+
+def test_a_reply_that_is_given_up_is_counted_no_more() -> None:
+    with edgespec.load("demo", "none") as runtime:
+        ends: list[Callable[[edgespec.ReplyStream], None]] = [edgespec.ReplyStream.close, _cancel]
+        for give_up in ends:
+            stream = runtime.stream(HOWTO, max_tokens=40)
+            next(stream)
+            assert LOAD.replies == 1
+            give_up(stream)
+            assert LOAD.replies == 0
+
+
+def _cancel(stream: edgespec.ReplyStream) -> None:
+    stream.cancel()
+    list(stream)
