@@ -228,15 +228,15 @@ def drafting_options(*, remember: bool = False) -> Decorator:
                   help="Train an MLX draft between replies on what it guessed wrong."),
         _drafting("--max-loss", type=share, metavar="SHARE",
                   help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given,"
-                       " it holds for named drafters too. [default: 2% for auto; named drafters guess whatever"
-                       " it costs]"),
+                       " it holds for named drafters too. [default: 2% for auto; named drafters guess"
+                       " whatever it costs]"),
     ])  # fmt: skip
 
 
 acceptance_option = _method(
     "--acceptance", type=click.Choice(ACCEPTANCES), default="invariant",
     help="invariant: a seed gives the same reply whatever the method. rejection: the same distribution only;"
-         " with auto a seed does not repeat then, for how much is guessed depends on the clock.",
+         " a seed then repeats with one named drafter, not with auto, which goes by the clock.",
 )  # fmt: skip
 
 method_options = _apply([
