@@ -277,6 +277,7 @@ class _Maker:
         )
 
     def _learning(self, draft: LanguageModel) -> Drafter:
+        from edgespec.drafters.learning import Pupil
         from edgespec.drafters.online import OnlineDrafter
 
         if not draft.facts.capabilities.learns:
@@ -286,7 +287,8 @@ class _Maker:
             )
         learner = cast(Teachable, draft).learner()
         notes = LearntFile("online", identity_of(self._model.facts, draft.facts))
-        return OnlineDrafter(self._drafter(draft, "model"), draft, learner, notes=notes)
+        drafter = self._drafter(draft, "model")
+        return OnlineDrafter(drafter, Pupil(drafter.memory, learner, notes=notes))
 
 
 def _not_asked(name: str) -> Missing:

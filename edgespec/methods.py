@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from edgespec.backends.base import LanguageModel
+from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.growth import Growth
@@ -154,10 +154,12 @@ class Drafters:
 
     def _growing(self, drafter: Drafter, policy: Policy) -> Drafter:
         """A draft model's drafter, so that its drafts are as long as pays; others as they are."""
-        if not policy.grows or not isinstance(drafter, ModelDrafter):
-            return drafter
-        limits = Limits.of(self._target.capabilities, drafter.able)
-        return drafter.growing(PayingGrowth(limits, policy.costs.v, siblings=1))
+
+        def growth(able: Capabilities) -> Growth:
+            limits = Limits.of(self._target.capabilities, able)
+            return PayingGrowth(limits, policy.costs.v, siblings=1)
+
+        return drafter.growing(growth) if policy.grows else drafter
 
     def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
         """The drafters of these names together; made once, for it learns which of them is worth asking."""

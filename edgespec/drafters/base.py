@@ -9,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts
+from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
+from edgespec.drafters.growth import Growth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -81,6 +82,14 @@ class Drafter(ABC):
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
+
+    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> Drafter:
+        """Another way to draft with the same model and cache, of which a reply uses one: as far as pays.
+
+        growth_for: what decides that for a draft model able to do so much. Itself where no model drafts, or
+        where it decides itself.
+        """
+        return self
 
     @property
     def extra(self) -> Extra:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.backends.base import LanguageModel
+from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.draft_model import known
 from edgespec.engine.prefix import common_prefix
 
@@ -51,7 +51,7 @@ class DraftMemory:
         self._text.extend(tokens)
         self.shown.extend(tokens)
 
-    def read(self, at_most: int | None = None) -> None:
+    def read(self, at_most: int | None = None, progress: Progress | None = None) -> None:
         """Run all tokens but the last, if they fit the model's context; of too many the first and the end.
 
         Where the model sees the end only, it goes on with that unless all may be read.
@@ -62,7 +62,7 @@ class DraftMemory:
             last = max(at_most - _SINK_TOKENS, 0) + 1
             self._show([*self._text[:_SINK_TOKENS], *self._text[-last:]])
         if 1 < self.behind <= self.model.room:
-            self.model.prefill(known(self.model, self.shown[self.model.length : -1]))
+            self.model.prefill(known(self.model, self.shown[self.model.length : -1]), progress)
 
     def _show(self, tokens: Sequence[int]) -> None:
         held = common_prefix(self.shown[: self.model.length], tokens)

@@ -5,7 +5,7 @@ Source: Leviathan et al. 2023 (arXiv 2211.17192); trees as in SpecInfer (arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,44 +61,38 @@ class ModelDrafter(Drafter):
         # The best token of each pass is the next one to run, and nothing has to be known in between.
         self._straight = branches == ()
         self._min_confidence = min_confidence
-        self._memory = memory or DraftMemory(model)
+        self.memory = memory or DraftMemory(model)
         self._grown: DraftTree | None = None
 
-    def growing(self, growth: Growth) -> ModelDrafter:
-        """Another way to draft with the same model and cache; a reply uses one of them."""
+    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> ModelDrafter:
         return ModelDrafter(
             self._model,
             self._vocab_size,
-            branches=growth,
+            branches=growth_for(self._model.facts.capabilities),
             min_confidence=self._min_confidence,
             name=self.name,
-            memory=self._memory,
+            memory=self.memory,
         )
 
     @property
     def extra(self) -> Extra:
         return Extra.of(self._model.facts)
 
-    @property
-    def able(self) -> Capabilities:
-        """What the draft model can do."""
-        return self._model.facts.capabilities
-
     def begin(self, tokens: Sequence[int]) -> None:
         """Keep the cache's common beginning with `tokens`; the rest is read when a guess is wanted."""
         self._grown = None
-        self._memory.begin(tokens)
+        self.memory.begin(tokens)
 
     @property
     def unread(self) -> int:
-        return self._memory.unread
+        return self.memory.unread
 
     @property
     def unread_whole(self) -> int:
-        return self._memory.unread_whole
+        return self.memory.unread_whole
 
     def read(self, at_most: int) -> None:
-        self._memory.read(at_most)
+        self.memory.read(at_most)
 
     def kept(self) -> dict[str, NDArray[Any]]:
         return self._growth.kept()
@@ -110,7 +104,7 @@ class ModelDrafter(Drafter):
         self._growth.dare()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        memory = self._memory
+        memory = self.memory
         if memory.unread:
             memory.read()
         widest = min(self._model.room, self._model.facts.capabilities.max_width)
@@ -183,7 +177,7 @@ class ModelDrafter(Drafter):
             self._model.commit(self._grown.ran_path(nodes[1 : len(tokens)]))
             self._learn(self._grown, nodes, tokens)
         self._grown = None
-        self._memory.extend(tokens)
+        self.memory.extend(tokens)
 
     def _learn(self, grown: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Which of the children looked at came true, down the emitted path: `nodes`, the root first."""

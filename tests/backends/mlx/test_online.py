@@ -19,14 +19,17 @@ from edgespec.backends import mlx
 from edgespec.backends.base import Lesson, LoadOptions, Skippable
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters import online as drafters_online
-from edgespec.drafters import swift
+from edgespec.drafters import learning, swift
+from edgespec.drafters.learning import Pupil
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.online import OnlineDrafter
+from edgespec.drafters.paying import PayingGrowth
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
 from edgespec.learnt import LearntFile, forget_learnt
+from edgespec.policy.curve import gentle
+from edgespec.policy.limits import Limits
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -42,7 +45,8 @@ def load(path: Path) -> MlxModel:
 
 
 def online(target: MlxModel, draft: MlxModel, notes: LearntFile | None = None) -> OnlineDrafter:
-    return OnlineDrafter(ModelDrafter(draft, target.facts.vocab_size), draft, draft.learner(), notes=notes)
+    drafter = ModelDrafter(draft, target.facts.vocab_size)
+    return OnlineDrafter(drafter, Pupil(drafter.memory, draft.learner(), notes=notes))
 
 
 def paired(target: MlxModel, draft: MlxModel, notes: LearntFile | None = None) -> Runtime:
@@ -185,22 +189,22 @@ class TestReplies:
     def test_the_original_is_used_where_it_guesses_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(drafters_online, "_FEWEST_JUDGED", 16)
-        monkeypatch.setattr(drafters_online, "_MOST_STEPS", 1)
+        monkeypatch.setattr(learning, "_FEWEST_JUDGED", 16)
+        monkeypatch.setattr(learning, "_MOST_STEPS", 1)
         target, draft = demo
         notes = LearntFile("online", "pair", tmp_path)
         with paired(target, draft, notes) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
-            learner = drafter._learner
+            learner = drafter.pupil._learner
             ruined = {name: array + 0.3 for name, array in learner.weights().items()}
             assert learner.take_over(ruined)
-            drafter._steps = 1
+            drafter.pupil._steps = 1
             learner.adapt(True)
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
                 runtime._session.rest(lambda: True)
-            before, after, tokens = drafter.judged
+            before, after, tokens = drafter.pupil.judged
             assert tokens >= 16
             assert after < before
             assert not learner.adapted
@@ -208,7 +212,7 @@ class TestReplies:
             assert "the original guesses better" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
-            assert not later._learner.adapted, "another run knows that it was worse"
+            assert not later.pupil._learner.adapted, "another run knows that it was worse"
             assert later.note() == said
             later.close()
 
@@ -217,11 +221,11 @@ class TestReplies:
         with paired(target, draft) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
-            drafter._steps = 1
+            drafter.pupil._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
             runtime._session.rest(lambda: True)
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
-            assert drafter.judged == (stats.generated_tokens,) * 3
+            assert drafter.pupil.judged == (stats.generated_tokens,) * 3
 
     def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
@@ -235,9 +239,33 @@ class TestReplies:
                 runtime._session.rest(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
-        logits_bytes = 4 * facts.vocab_size * drafters_online.LESSON_TOKENS
+        logits_bytes = 4 * facts.vocab_size * learning.LESSON_TOKENS
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
+
+    def test_drafts_as_long_as_pays_teach_the_same_pupil(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        target, draft = demo
+        usual = online(target, draft)
+        limits = Limits.of(target.facts.capabilities, draft.facts.capabilities)
+        grown = usual.growing(lambda able: PayingGrowth(limits, gentle, siblings=1))
+        assert (usual.adapts, grown.adapts) == (False, True)
+        assert grown.pupil is usual.pupil
+        text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
+        grown.begin(text)
+        assert grown.unread == grown.unread_whole == len(text) - 2
+        grown.read(40)
+        assert (grown.unread, grown.unread_whole) == (0, len(text))
+        assert 30 < draft.length <= 40
+        grown.read(len(text))
+        assert (grown.unread, grown.unread_whole, draft.length) == (0, 0, len(text) - 1)
+        with Runtime(target, None, Chosen(target, grown)) as runtime:
+            for text_asked in ASKED:
+                runtime.generate(text_asked, temperature=0.0, max_tokens=32)
+            runtime._session.rest(lambda: True)
+            assert usual.note().startswith("the draft took")
+            kept = grown.kept()
+            assert kept
+            usual.growing(lambda able: PayingGrowth(limits, gentle, siblings=1)).restore(kept)
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = LearntFile("online", "pair", tmp_path)
@@ -247,18 +275,18 @@ class TestReplies:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
                 runtime._session.rest(lambda: True)
-            weights = drafter._learner.weights()
+            weights = drafter.pupil._learner.weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
-        later = OnlineDrafter(ModelDrafter(again, 8192), again, again.learner(), notes=notes)
-        weights_of = later._learner.weights
-        adapted = [later._learner.adapted]
+        later = online(target, again, notes)
+        weights_of = later.pupil._learner.weights
+        adapted = [later.pupil._learner.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
         forget_learnt(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
-        anew = OnlineDrafter(ModelDrafter(loaded, 8192), loaded, loaded.learner(), notes=notes)
-        adapted.append(anew._learner.adapted)
+        anew = online(target, loaded, notes)
+        adapted.append(anew.pupil._learner.adapted)
         assert adapted == [True, False]
         anew.close()
 
