@@ -3,22 +3,28 @@
 from edgespec.simulation.machines import MACHINES, Machine
 from edgespec.simulation.oracle import PLAIN, Fixed, best_fixed, fixed_seconds
 from edgespec.simulation.policy import policy
-from edgespec.simulation.traces import Text, Trace, flips, passages, stationary, stretches
+from edgespec.simulation.report import Case, Outcome, judged, recovery_tokens
+from edgespec.simulation.traces import Text, Trace, flips, passages, recorded, stationary, stretches
 from edgespec.simulation.world import World
 
 __all__ = [
     "MACHINES",
     "PLAIN",
+    "Case",
     "Fixed",
     "Machine",
+    "Outcome",
     "Text",
     "Trace",
     "World",
     "best_fixed",
     "fixed_seconds",
     "flips",
+    "judged",
     "passages",
     "policy",
+    "recorded",
+    "recovery_tokens",
     "stationary",
     "stretches",
 ]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Text", "Trace", "flips", "passages", "stationary", "stretches"]
+__all__ = ["Text", "Trace", "flips", "passages", "recorded", "stationary", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +89,24 @@ def passages(
     hits = random.random(length) < np.where(copied, right, 0.2)
     lookup = Trace(hits, np.where(copied, right, 0.2), speaks)
     return replace(text, name=f"{text.name}, {share:.0%} copied", lookup=lookup)
+
+
+@cache
+def recorded(temperature: float) -> tuple[Text, ...]:
+    """What the demo draft said of the demo target's replies to held-out prompts, at temperature 0 or 0.8.
+
+    Its replies are short: those of one skill, such as code, are said as one. `scripts/record_traces.py` made
+    the file.
+    """
+    skills: dict[str, list[Trace]] = {}
+    for one in json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8")):
+        if one["temperature"] == temperature:
+            right = np.array([each == "1" for each in one["right"]])
+            skills.setdefault(one["name"], []).append(Trace(right, np.array(one["sure_percent"]) / 100.0))
+    return tuple(
+        Text(
+            f"{name}, T {temperature:g}",
+            Trace(np.concatenate([one.right for one in said]), np.concatenate([one.sure for one in said])),
+        )
+        for name, said in skills.items()
+    )

@@ -167,7 +167,7 @@ class _Model(Drafter):
         return self.unread if self._whole else self._length
 
     def read(self, at_most: int) -> None:
-        if not self._whole:
+        if at_most >= self.unread_whole and not self._whole:
             self._run, self._whole = 0, True
         if self.unread > at_most:
             self._whole = False

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Records where a draft model's best guess was the target's next token, and how sure it was of it.
+
+    scripts/record_traces.py --output edgespec/simulation/recorded.json
+
+The target replies plainly to each prompt; before each token the draft guesses it, having seen all tokens of
+the reply so far. Nothing is timed: what guesses cost is the simulated machine's to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import edgespec
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.catalog.catalogue import models_folder
+from edgespec.drafters.growth import Children, FixedShape
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.tree import TokenTree
+from edgespec.methods import Drafters
+from edgespec.runtime import Runtime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, default=models_folder() / "demo-target-q8_0.gguf")
+    parser.add_argument("--draft", type=Path, default=models_folder() / "demo-draft-q8_0.gguf")
+    parser.add_argument("--temperatures", default="0,0.8")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+
+    options = LoadOptions(context_tokens=1024)
+    target, draft = (llamacpp.load(str(path), path.stem, options) for path in (args.target, args.draft))
+    watched = Watched()
+    drafter = Silent(draft, target.facts.vocab_size, branches=watched)
+    lines = args.prompts.read_text(encoding="utf-8").splitlines()
+    recorded: list[dict[str, Any]] = []
+    with Runtime(target, None, Drafters(target, None, others={"model": drafter})) as runtime:
+        for temperature in map(float, args.temperatures.split(",")):
+            for prompt in map(json.loads, lines):
+                watched.seen.clear()
+                *before, last = [edgespec.Message(**message) for message in prompt["messages"]]
+                reply = runtime.chat(messages=before).ask(
+                    last.content, method="model", temperature=temperature, max_tokens=args.max_tokens, seed=1
+                )
+                recorded.append(
+                    {
+                        "name": prompt["skill"],
+                        "temperature": temperature,
+                        "prompt_tokens": reply.stats.prompt_tokens,
+                        "right": "".join("01"[right] for _, right in watched.seen),
+                        "sure_percent": [round(100.0 * sure) for sure, _ in watched.seen],
+                    }
+                )
+    rows = ",\n".join(json.dumps(one, separators=(",", ":")) for one in recorded)
+    args.output.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+    print(f"{len(recorded)} replies, {args.output.stat().st_size:,} bytes")
+
+
+class Watched(FixedShape):
+    """One guess at a time. seen: how sure the draft was of each, and whether it came true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, bool]] = []
+
+    def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
+        probs(0)  # what is not looked at is not learnt from
+        return super().level(values, probs)
+
+    def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
+        self.seen.append((float(probs[0]), accepted == 0))
+
+
+class Silent(ModelDrafter):
+    """Guesses one token a round, and keeps it to itself: the target decodes plainly."""
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        guess = super().propose(sampler, acceptance, min(draft_length, 1))
+        return TokenTree.chain(guess.tokens[0])
+
+
+if __name__ == "__main__":
+    main()
