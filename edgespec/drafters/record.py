@@ -39,9 +39,9 @@ class Mean:
 
     def restore(self, kept: NDArray[np.float64]) -> None:
         """Go on from what was kept. Raises ValueError where that is no mean."""
+        if kept.shape != (2,) or not np.isfinite(kept).all() or kept[1] < 0.0:
+            raise ValueError(f"{kept} is no mean")
         value, count = map(float, kept)
-        if not (np.isfinite(value) and count >= 0.0):
-            raise ValueError(f"{value} of {count} is no mean")
         # What the next values say counts for more than what another run saw.
         self.value, self.count = value, min(int(count), 5)
 
@@ -115,10 +115,9 @@ class Probe:
 
     def restore(self, kept: NDArray[np.float64]) -> None:
         """Wait as long as it did in another run. Raises ValueError."""
-        interval = int(kept[0])
-        if not self._first <= interval <= self._most:
-            raise ValueError(f"{interval} rounds are not between {self._first} and {self._most}")
-        self._interval, self._waited = interval, 0
+        if kept.shape != (1,) or not self._first <= kept[0] <= self._most:
+            raise ValueError(f"{kept} rounds are not between {self._first} and {self._most}")
+        self._interval, self._waited = int(kept[0]), 0
 
     def promising(self) -> None:
         """It was tried, and did well: one more try decides."""

@@ -162,11 +162,12 @@ class LiveCosts:
         """Take over what was found in another run. Raises KeyError, ValueError for what makes no sense."""
         found = {}
         for at, plain, common in values["found"].reshape(-1, 3).tolist():
-            if not (plain > 0.0 and abs(common) < _NONSENSE and 0 <= at <= len(_LENGTHS)):
+            known = 0 <= at <= len(_LENGTHS)
+            if not (known and plain > 0.0 and max(abs(math.log(plain)), abs(common)) < _NONSENSE):
                 raise ValueError(f"costs of {plain} plain steps and {common} are none")
             found[int(at)] = _Found(plain * self.curve.plain_step_seconds, common=common)
         for at, rows, extra in values["extra"].reshape(-1, 3).tolist():
-            if not (abs(extra) < _NONSENSE and rows > 1):
+            if not (abs(extra) < _NONSENSE and 1 < rows < math.inf):
                 raise ValueError(f"a cost of {extra} for {rows} rows is none")
             found[int(at)].extra[int(rows)] = extra
         self._found = {(length, 1): one for length, one in found.items()}

@@ -104,10 +104,13 @@ def test_nonsense_is_refused() -> None:
     for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
         with pytest.raises(ValueError, match="counts|tried"):
             tally.restore(wrong)
-    with pytest.raises(ValueError, match="no mean"):
-        Mean().restore(np.array([1.0, -2.0]))
-    with pytest.raises(ValueError, match="rounds"):
-        Probe().restore(np.array([1.0]))
+    for wrong in (np.array([1.0, -2.0]), np.array([1.0, np.inf]), np.zeros(3), np.array(1.0)):
+        with pytest.raises(ValueError, match="no mean"):
+            Mean().restore(wrong)
+    for wrong in (np.array([1.0]), np.array([np.inf]), np.zeros(0), np.array(8)):
+        with pytest.raises(ValueError, match="rounds"):
+            Probe().restore(wrong)
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
-    with pytest.raises(ValueError, match="none"):
-        costs.restore({"found": np.array([[0.0, -1.0, 0.0]]), "extra": np.zeros((0, 3))})
+    for plain in (-1.0, 1e-9, np.inf):
+        with pytest.raises(ValueError, match="none"):
+            costs.restore({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
