@@ -280,11 +280,6 @@ class _Maker:
         from edgespec.drafters.learning import Pupil
         from edgespec.drafters.online import OnlineDrafter
 
-        if not draft.facts.capabilities.learns:
-            raise OptionError(
-                f"the draft {draft.facts.name} cannot learn: that takes an MLX draft of its own",
-                "leave --learn out, or give an MLX draft",
-            )
         learner = cast(Teachable, draft).learner()
         notes = LearntFile("online", identity_of(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")

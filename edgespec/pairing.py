@@ -107,6 +107,8 @@ def load_draft(
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        if how.learn:
+            _check_learns(found, draft.facts, pair.target, compared.translation is None, window)
         said = [compared.explanation]
         if window:
             # The text may be longer in other tokens.
@@ -119,15 +121,11 @@ def load_draft(
             return Draft(draft, notice)
         if compared.way == "translated":
             return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
-        for option, wanted, only in (
-            ("draft-branches", bool(how.branches), "drafts chains"),
-            ("learn", how.learn, "cannot learn"),
-        ):
-            if wanted:
-                raise OptionError(
-                    f"{found.name} has other tokens than {pair.target.name} and {only}",
-                    f"leave --{option} out",
-                )
+        if how.branches:
+            raise OptionError(
+                f"{found.name} has other tokens than {pair.target.name} and drafts chains",
+                "leave --draft-branches out",
+            )
         drafter = RetokenisedDrafter(
             draft, target.vocabulary, compared.translation, min_confidence=how.confidence
         )
@@ -135,6 +133,23 @@ def load_draft(
     except BaseException:
         draft.close()
         raise
+
+
+def _check_learns(
+    found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: Window | None
+) -> None:
+    """Raises OptionError for a draft that cannot be trained between replies."""
+    if found.format != "mlx":
+        why, hint = "that takes an MLX draft", "give an MLX draft"
+    elif not draft.capabilities.learns:
+        why, hint = "it remembers by a recurrent state", "give a draft without one"
+    elif not same_tokens:
+        why, hint = f"it has other tokens than {target.name}", "give a draft with the same tokens"
+    elif window:
+        why, hint = "it sees a window of the text only", "use --draft-window 0"
+    else:
+        return
+    raise OptionError(f"the draft {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:

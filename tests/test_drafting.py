@@ -179,7 +179,7 @@ class TestMlx:
             edgespec.load(model, "none", context=256, method=name)
 
     def test_learning_takes_an_mlx_draft(self) -> None:
-        with pytest.raises(OptionError, match="cannot learn"):
+        with pytest.raises(OptionError, match="demo-draft cannot learn: that takes an MLX draft"):
             edgespec.load("demo", "demo-draft", context=256, learn=True)
         with pytest.raises(OptionError, match="no draft model that could learn"):
             edgespec.load("demo", "none", context=256, learn=True)
@@ -196,11 +196,22 @@ class TestMlx:
     ) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
-        with pytest.raises(OptionError, match="cannot learn"):
+        with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
         monkeypatch.setattr(comparison, "_TRANSLATED_FROM", 0.0)
-        with pytest.raises(OptionError, match="cannot learn"):
+        with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
+
+    def test_a_draft_with_a_window_does_not_learn(self) -> None:
+        pytest.importorskip("mlx.core")
+        with pytest.raises(OptionError, match="cannot learn: it sees a window.*--draft-window 0"):
+            edgespec.load("demo-mlx", "demo-mlx-draft", context=512, learn=True, draft_window=24)
+
+    def test_a_recurrent_draft_does_not_learn(self, tmp_path: Path) -> None:
+        checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
+        model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
+        with pytest.raises(OptionError, match="cannot learn: it remembers by a recurrent state"):
+            edgespec.load(model, model, context=128, learn=True)
 
     def test_a_draft_that_learns(self) -> None:
         pytest.importorskip("mlx.core")
