@@ -38,9 +38,9 @@ class Drafting:
     confidence: stop drafting below this probability. window_tokens, sink_tokens: let a draft see the first
     few and the last tokens only; None lets a draft model do so beyond the length it was trained for, 0 is
     never. exit_layer: layers that draft in early exit on MLX; None measures. corpus: texts to look guesses
-    up in. remember: keep replies for later guesses. learn: train the draft between replies.
-    max_loss: the most that a reply may lose by guessing, as a share of its time; None is 2 % for `auto` and
-    no bound for drafters that are named.
+    up in. remember: keep replies, and what is new of their prompts, for later guesses. learn: train the
+    draft between replies. max_loss: the most that a reply may lose by guessing, as a share of its time; None
+    is 2 % for `auto` and no bound for drafters that are named.
     Raises OptionError for a wrong value, and for an option that none of these methods reads.
     """
 

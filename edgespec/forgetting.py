@@ -1,4 +1,4 @@
-"""What drafters keep from one run to the next, given up: earlier replies, and what was learnt."""
+"""What drafters keep from one run to the next, given up: of earlier chats, and what was learnt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FORGET: dict[str, Callable[[], int]] = {"replies": forget_replies, "learnt": fo
 def forget(what: Literal["all", "replies", "learnt"] = "all") -> int:
     """Delete what drafters keep on disk. Gives the bytes that were freed.
 
-    replies: those that guesses are looked up in. learnt: drafts that were trained, layers that were
-    found and what passes cost, of every model; the next load drafts with what was downloaded. A runtime
-    that is open keeps what it learnt, and may save it again. Raises EdgespecError where a file cannot be
-    deleted.
+    replies: of earlier chats, and what was new of their prompts, that guesses are looked up in. learnt:
+    drafts that were trained, layers that were found and what passes cost, of every model; the next load
+    drafts with what was downloaded. A runtime that is open keeps what it learnt, and may save it again.
+    Raises EdgespecError where a file cannot be deleted.
     """
     freed_bytes = 0
     for kind in KINDS if what == "all" else (what,):

@@ -38,9 +38,9 @@ class Archive:
             return await asyncio.to_thread(self._store.load, chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Remove one chat, and with it the replies that later chats would have guessed from.
+        """Remove one chat, and with it the replies and prompts that later chats would have guessed from.
 
-        Nobody knows any more which of those were said in it: all go.
+        Nobody knows any more which of those are of it: all go.
         """
         async with self._lock:
             await asyncio.to_thread(self._store.delete, chat_id)
@@ -54,6 +54,6 @@ def _forget_replies() -> None:
         forget_replies()
     except OSError as error:
         raise ChatFileError(
-            f"the chat is deleted, but replies kept for guessing are not: {error.strerror or error}",
+            f"the chat is deleted, but what was kept for guessing is not: {error.strerror or error}",
             "delete the folder `replies` in edgespec's data folder",
         ) from error
