@@ -8,6 +8,7 @@ __all__ = ["Standing"]
 
 # A target whose plain step takes less is done before a guess is made.
 _FAST_SECONDS = 0.003
+_MEASURES = "what a plain step takes is measured first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Standing:
         if self.drafts and self.guessed and self.gains:
             return "guesses pay here"
         if not self.tokens:
-            return "the first token is plain, to see what one takes"
+            return _MEASURES
         if self.plain_seconds < _FAST_SECONDS and not self.gains:
             each = f"{1000 * self.plain_seconds:.2g} ms a token"
             return f"this target is so small ({each}) that guessing costs more than it brings"
@@ -51,6 +52,8 @@ class Standing:
             return f"guesses {no} pay: a round with one lost {_steps(-self.round_steps)}"
         if self.asked:
             return f"{self.name} had no guess that was likely to pay, {_times(self.asked)} it was asked"
+        if self.round_steps >= 0.0:
+            return _MEASURES
         return f"guesses have not paid lately; {self.name} is tried again now and then"
 
     def _held_back(self) -> str:

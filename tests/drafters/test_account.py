@@ -49,7 +49,7 @@ class Reply:
 def test_a_reply_begins_plainly() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(0)
     assert account.drafters == ()
-    assert account.reason == "the first token is plain, to see what one takes"
+    assert account.reason == "what a plain step takes is measured first"
 
 
 def test_guesses_that_pay_are_named() -> None:

@@ -37,8 +37,12 @@ GUESSED = replace(START, drafts=True, guessed=True, asked=6, round_steps=-0.2)
             replace(GUESSED, drafts=False, gains=True, round_steps=-1.3),
             "guesses no longer pay: a round with one lost 1.3 plain steps",
         ),
-        (replace(START, tokens=0), "the first token is plain, to see what one takes"),
-        (START, "guesses have not paid lately; model+suffix is tried again now and then"),
+        (replace(START, tokens=0), "what a plain step takes is measured first"),
+        (replace(START, tokens=1), "what a plain step takes is measured first"),
+        (
+            replace(START, round_steps=-0.2),
+            "guesses have not paid lately; model+suffix is tried again now and then",
+        ),
         (
             replace(START, asked=4),
             "model+suffix had no guess that was likely to pay, the 4 times it was asked",
