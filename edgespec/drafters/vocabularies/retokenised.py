@@ -23,6 +23,8 @@ __all__ = ["RetokenisedDrafter"]
 _GREEDY = SamplingParams(temperature=0.0)
 # So many of the last tokens are tokenized again together with what follows them.
 _CONTEXT_TOKENS = 8
+# So few of the draft's tokens are run as a part of the next guess.
+_WITH_A_GUESS = 16
 
 
 class RetokenisedDrafter(Drafter):
@@ -30,7 +32,7 @@ class RetokenisedDrafter(Drafter):
 
     Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
     model holds the beginning of `_run`, its tokens of an earlier moment, of which the first `_read` were the
-    reading's.
+    reading's. The reading begins with the text, or with its end where that is all there is time to read.
     min_confidence: stop after a token of the draft of less probability.
     """
 
@@ -50,9 +52,11 @@ class RetokenisedDrafter(Drafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        self._reading = Reading(vocabulary, translation)
+        self._begin_reading()
         self._run: list[int] = []
         self._read = 0
+        # Of the reading's tokens so many are not run, the last one not counted.
+        self._behind = 0
 
     @property
     def extra(self) -> Extra:
@@ -60,21 +64,45 @@ class RetokenisedDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
-        if self._tokens != list(tokens[:known]):
-            self._reading, known = Reading(self._vocabulary, self._translation), 0
+        if not self._whole or self._tokens != list(tokens[:known]):
+            self._begin_reading()
+            known = 0
         self._reading.add(tokens[known:])
         self._tokens = list(tokens)
+        self._behind = len(self._lag())
+
+    def _begin_reading(self) -> None:
+        self._reading, self._whole = Reading(self._vocabulary, self._translation), True
+
+    @property
+    def unread(self) -> int:
+        return self._behind if self._behind > _WITH_A_GUESS else 0
+
+    @property
+    def unread_whole(self) -> int:
+        return self.unread if self._whole else len(self._tokens)
+
+    def read(self, at_most: int) -> None:
+        if not self._whole and at_most >= self.unread_whole:
+            self._begin_reading()
+            self._reading.add(self._tokens)
+        elif self.unread > at_most:
+            share = at_most / len(self._reading.tokens)
+            self._begin_reading()
+            self._reading.add(self._tokens[-max(1, int(share * len(self._tokens))) :])
+            self._whole = False
         self._catch_up()
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         self._reading.add(tokens)
         self._tokens += tokens
+        self._behind = len(self._lag())
 
-    def _catch_up(self) -> bool:
-        """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
+    def _lag(self) -> list[int]:
+        """What the draft has to run of its reading but the last token; what it holds of that is kept."""
         wanted = self._reading.tokens
         if not wanted:
-            return False
+            return []
         # Only what was said or read since is compared: a text may be long.
         self._read = min(self._read, self._reading.take_unchanged())
         same = min(self._read, self._model.length)
@@ -82,13 +110,18 @@ class RetokenisedDrafter(Drafter):
         self._model.truncate(min(same, len(wanted) - 1))
         self._read = held = self._model.length
         del self._run[held:]
-        lag = wanted[held:-1]
-        if len(lag) >= self._model.room:
+        return wanted[held:-1]
+
+    def _catch_up(self) -> bool:
+        """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
+        lag = self._lag()
+        if not self._reading.tokens or len(lag) >= self._model.room:
             return False
         if lag:
             self._model.prefill(lag)
             self._run += lag
             self._read = len(self._run)
+        self._behind = 0
         return True
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
@@ -147,7 +180,7 @@ class RetokenisedDrafter(Drafter):
     def forget(self) -> None:
         self._model.truncate(0)
         self._tokens, self._run, self._read = [], [], 0
-        self._reading = Reading(self._vocabulary, self._translation)
+        self._begin_reading()
 
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)

@@ -223,8 +223,32 @@ def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytes
         propose(drafter, tokens, 4)
         drafter.commit((token,))
         tokens.append(token)
-    assert len(compared) == 8
+    assert len(compared) == 16
     assert max(compared) < 64
+
+
+def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
+    model = speaking(DRAFT, 3, context_tokens=1 << 12)
+    drafter = drafter_of(model)
+    tokens = [0, 1, 2, 3, 4] * 60
+    drafter.begin(tokens)
+    assert model.length == 0
+    assert drafter.unread == drafter.unread_whole > 100
+    drafter.read(40)
+    assert 20 < model.length <= 40
+    assert (drafter.unread, drafter.unread_whole) == (0, len(tokens))
+    said = propose(drafter, tokens, 3)
+    drafter.commit((5, 6))
+    tokens += [5, 6]
+    assert drafter.unread == 0
+    assert propose(drafter, tokens, 3)
+    drafter.read(len(tokens))
+    whole = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 12))
+    whole.begin(tokens)
+    assert propose(drafter, tokens, 3) == propose(whole, tokens, 3)
+    assert drafter.unread_whole == whole.unread_whole == 0
+    whole.begin(tokens[:-2])
+    assert propose(whole, tokens[:-2], 3) == said
 
 
 def test_after_a_prefill_that_failed_nothing_is_taken_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
