@@ -300,6 +300,7 @@ class GuardedDrafter(Drafter):
             may_lose_steps=self.may_lose_seconds / plain,
             round_steps=self._patience.gain,
             plain_seconds=plain,
+            replies=self._replies,
         ).reason
 
     def note(self) -> str:

@@ -18,7 +18,8 @@ class Standing:
     name: of the drafters. drafts: they go on guessing. gains: the reply is faster by them so far. tokens:
     emitted. guessed: rounds that verified a guess were among those `asked`; held_back: rounds that did not
     ask, because a guess may cost `guess_steps` and the reply lose no more than `may_lose_steps`.
-    round_steps: what a round that asks has gained lately. plain_seconds: of a plain step.
+    round_steps: what a round that asks has gained lately. plain_seconds: of a plain step. replies: that are
+    made at once.
     """
 
     name: str
@@ -32,10 +33,16 @@ class Standing:
     may_lose_steps: float
     round_steps: float
     plain_seconds: float
+    replies: int = 1
 
     @property
     def reason(self) -> str:
         """One clause."""
+        among = f", among {self.replies} replies at once" if self.replies > 1 else ""
+        return self._alone + among
+
+    @property
+    def _alone(self) -> str:
         if self.drafts and self.guessed and self.gains:
             return "guesses pay here"
         if not self.tokens:

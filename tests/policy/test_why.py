@@ -31,6 +31,7 @@ GUESSED = replace(START, drafts=True, guessed=True, asked=6, round_steps=-0.2)
     ("standing", "reason"),
     [
         (replace(GUESSED, gains=True), "guesses pay here"),
+        (replace(GUESSED, gains=True, replies=3), "guesses pay here, among 3 replies at once"),
         (GUESSED, "guesses are being tried, and have not paid so far"),
         (replace(GUESSED, drafts=False), "guesses do not pay: a round with one lost 20% of a plain step"),
         (

@@ -60,6 +60,15 @@ def test_a_cancel_of_one_does_not_touch_another(several: list[Runtime]) -> None:
     assert LOAD.replies == 0
 
 
+def test_auto_knows_of_the_others_and_says_so(several: list[Runtime]) -> None:
+    with_others = several[0].stream(HOWTO, max_tokens=4, **OPTIONS)
+    next(with_others)
+    said = several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
+    assert said.endswith(", among 2 replies at once")
+    with_others.close()
+    assert "at once" not in several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
+
+
 @pytest.mark.parametrize("name", ["demo", "demo-mlx"])
 def test_loading_and_closing_one_while_others_decode(name: str) -> None:
     with edgespec.load(name, method="model") as runtime:
