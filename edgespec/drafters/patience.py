@@ -53,7 +53,8 @@ class Patience:
             return True
         if not self._rest.due():
             return False
-        self._awake_rounds = _AWAKE_ROUNDS
+        # Judged by what it brings now, not by what it once did not.
+        self._awake_rounds, self._gain = _AWAKE_ROUNDS, Mean()
         return True
 
     def silent(self, cost: float) -> None:
