@@ -230,6 +230,8 @@ class GuardedDrafter(Drafter):
         """The round emitted so many tokens and took so long."""
         self._decode_seconds += seconds
         plain, asking = self.plain_seconds, self._proposed - self._started
+        # What was read serves rounds to come, and says nothing of this one.
+        reading = self._drafter.read_seconds if self._asked else 0.0
         expected = self.costs.seconds(self._width)
         # A pass during which a reply began or ended says nothing.
         disturbed = self._count_replies() != self._replies
@@ -248,15 +250,15 @@ class GuardedDrafter(Drafter):
             self.ledger.plain(tokens)
             self.ledger.charge(asking)
             self._since_plain = 0
-            self._patience.silent(asking / plain)
+            self._patience.silent((asking - reading) / plain)
         else:
             self.ledger.drafted(tokens, seconds, plain)
             self._since_plain += tokens
-            self._patience.guessed(tokens - seconds / plain)
+            self._patience.guessed(tokens - (seconds - reading) / plain)
             if not disturbed:
                 self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
         levels = self._drafter.drafted_levels
-        drafting = (asking - self._drafter.read_seconds) / max(1, levels)
+        drafting = (asking - reading) / max(1, levels)
         if levels:
             self._level_seconds.add(drafting)
         self._expect_of_a_level(max(self._worst_level_seconds * _FADING, drafting))
