@@ -58,7 +58,7 @@ class DraftMemory:
         """
         if at_most is None or at_most >= self.unread_whole:
             self._show(self._text)
-        if at_most is not None and self.unread > at_most:
+        if at_most is not None and self.unread > max(at_most, _SINK_TOKENS):
             last = max(at_most - _SINK_TOKENS, 0) + 1
             self._show([*self._text[:_SINK_TOKENS], *self._text[-last:]])
         if 1 < self.behind <= self.model.room:

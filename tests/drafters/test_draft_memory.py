@@ -141,7 +141,8 @@ def test_what_is_shown_is_the_text_or_its_first_tokens_and_its_end(
             assert memory.shown == whole
             assert memory.unread == 0
         else:
-            assert model.length <= max(held, act, SINKS) + 1 + (unread if unread <= act else 0)
+            most = max(act, SINKS)
+            assert model.length <= max(held, most) + 1 + (unread if unread <= most else 0)
         end = len(memory.shown) - SINKS
         assert memory.shown == whole or memory.shown == whole[:SINKS] + whole[len(whole) - end :]
         assert memory.shown[-1] == whole[-1]

@@ -22,15 +22,16 @@ CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
 @st.composite
 def texts(draw: st.DrawFn) -> Text:
     """Stretches in which a draft is right or wrong, as sure of itself as an adversary has it be."""
-    right, sure, speaks, hits = [np.zeros(0)], [np.zeros(0)], [np.zeros(0)], [np.zeros(0)]
+    columns: list[list[float]] = [[], [], [], []]
     for _ in range(draw(st.integers(1, 6))):
         length = draw(st.integers(1, 60))
         random = np.random.default_rng(draw(st.integers(0, 1 << 16)))
-        for rows in (right, speaks, hits):
-            rows.append(random.random(length) < draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])))
-        sure.append(np.full(length, draw(st.sampled_from([0.01, 0.3, 0.6, 0.99]))))
-    model = Trace(np.concatenate(right)[:LENGTH] > 0, np.concatenate(sure)[:LENGTH])
-    lookup = Trace(np.concatenate(hits)[:LENGTH] > 0, model.sure, np.concatenate(speaks)[:LENGTH] > 0)
+        for column in columns[:3]:
+            column += (random.random(length) < draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))).tolist()
+        columns[3] += [draw(st.sampled_from([0.01, 0.3, 0.6, 0.99]))] * length
+    right, speaks, hits, sure = (np.array(column[:LENGTH]) for column in columns)
+    model = Trace(right > 0.5, sure)
+    lookup = Trace(hits > 0.5, sure, speaks > 0.5)
     return Text("adversary's", model, lookup, draw(st.sampled_from([1, 3, 40, 400])))
 
 
