@@ -184,7 +184,7 @@ def test_it_is_better_to_know_how_many_there_are(rate: float) -> None:
 )
 @example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
 def test_no_reply_loses_more_than_was_agreed(replies: list[tuple[float, int]], rate: float) -> None:
-    """At the dearest plain step there was. A guess that others begin beside takes longer than was foreseen."""
+    """At the dearest plain step there was. A guess that others begin beside takes longer than foreseen."""
     lost, tokens, dearest = 0.0, 0, 1.0
     for each in rounds(replies, rate, 200):
         dearest = max(dearest, each.plain)
