@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import edgespec
+from edgespec import Runtime
+from edgespec.costs import TargetCosts
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.drafters.model import ModelDrafter
@@ -15,7 +20,8 @@ from edgespec.engine.stats import Stats
 from edgespec.policy.curve import CostCurve
 from edgespec.policy.ledger import Ledger, Terms
 from edgespec.policy.live import LiveCosts
-from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, assert_law, random_table
+from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
+from tests.runtime.asking import HOWTO, REPEATS
 
 ROOT = (0,)
 
@@ -23,8 +29,8 @@ ROOT = (0,)
 class SlowDraft(ExactModel):
     """A draft each of whose passes takes so many seconds of a clock of its own; its last letter is an end."""
 
-    def __init__(self, *table: Any, pass_seconds: float) -> None:
-        super().__init__(*table, ends=True)
+    def __init__(self, table: Table, vocab_size: int, pass_seconds: float) -> None:
+        super().__init__(table, vocab_size, ends=True)
         self.now = 0.0
         self._pass_seconds = pass_seconds
 
@@ -61,7 +67,7 @@ class TestTheLaw:
         drafted = set()
 
         def experiment() -> Path:
-            model: Any = SlowDraft(draft, 2, pass_seconds=pass_seconds)
+            model: Any = SlowDraft(draft, 2, pass_seconds)
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
             both = CombinedDrafter([own], True, curve=costs.v, clock=model.clock)
@@ -87,3 +93,64 @@ class TestTheLaw:
 
         assert_law(chance.outcomes(experiment), target, ROOT, 2)
         assert max(drafted) > 0, "nothing was drafted: this shows nothing"
+
+
+class Ticks:
+    """A clock by which passes of the target take time, of any width alike, and drafting next to none; now and
+    then it jumps."""
+
+    def __init__(self, jumps: float) -> None:
+        self._random = random.Random(0)
+        self._jumps = jumps
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += 0.003 if self._random.random() < self._jumps else 1e-6
+        return self._now
+
+    def slowly(self, run: Any) -> Any:
+        """`run`, which takes its time."""
+
+        def passes(*args: Any) -> Any:
+            self._now += self._random.uniform(0.0008, 0.0012)
+            return run(*args)
+
+        return passes
+
+
+class TestSameness:
+    """The policy on a clock by which guessing pays, and fails to: asleep, awake, cut short, read in parts."""
+
+    @pytest.fixture(params=[0.0, 0.003], ids=["steady", "jumps"])
+    def hurried(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+        curve = CostCurve((1, 16), (0.001, 0.0011))
+        monkeypatch.setattr(TargetCosts, "curve", lambda *_: curve)
+        with edgespec.load("demo", context=256, methods=("model", "suffix")) as runtime:
+            auto: Any = runtime._session.drafters.choose("auto")[0]
+            ticks = Ticks(request.param)
+            auto._clock = auto._drafter._clock = auto.parts[0]._growth._clock = ticks
+            target = runtime._session.target
+            monkeypatch.setattr(target, "verify", ticks.slowly(target.verify))
+            yield runtime
+
+    def test_methods_in_turn_and_replies_given_up(self, hurried: Runtime) -> None:
+        """Drafters of one draft model take turns on its memory, and find it as they left it or not at all."""
+        dice, drafted = random.Random(1), 0
+        for turn in range(40):
+            method = dice.choice(["auto", "auto", "model", "suffix"])
+            prompt = dice.choice([HOWTO, REPEATS, "Tell me about `tar`. " * 12])
+            options: dict[str, Any] = {
+                "seed": turn,
+                "temperature": dice.choice([0.0, 0.8, 2.0]),
+                "max_tokens": dice.choice([1, 40, None]),
+            }
+            stream = hurried.stream(prompt, method=method, draft_length=dice.choice([1, 4, 9]), **options)
+            given_up = dice.choice([None, None, 3])
+            for i, _ in enumerate(stream):
+                if i == given_up:
+                    stream.cancel()
+            got, plain = stream.reply, hurried.generate(prompt, method="none", **options)
+            whole = len(plain.tokens) if got.finish_reason != "cancelled" else len(got.tokens)
+            assert got.tokens == plain.tokens[:whole]
+            drafted += got.stats.drafted_tokens if method == "auto" else 0
+        assert drafted > 20
