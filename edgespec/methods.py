@@ -129,6 +129,8 @@ class Drafters:
     def _under(self, policy: Policy, names: tuple[str, ...]) -> GuardedDrafter:
         """The drafters of these names under the policy; made once, for it goes on learning."""
         if names not in self._guarded:
+            for name in names:
+                self._made[name].warm()
             costs, ledger = policy.costs, Ledger(policy.terms)
             able = self._target.capabilities
             combined = CombinedDrafter(

@@ -114,6 +114,9 @@ class Drafter(ABC):
     def read(self, at_most: int) -> None:  # noqa: B027
         """Run what is unread; where that is more than `at_most` tokens, see no more than the end."""
 
+    def warm(self) -> None:  # noqa: B027
+        """Before the first text: what is slow only once is done now, and not in a reply."""
+
     def dare(self) -> None:  # noqa: B027
         """Make a short guess in the next proposal even if it does not seem to pay."""
 

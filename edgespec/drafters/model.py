@@ -100,6 +100,11 @@ class ModelDrafter(Drafter):
     def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
         self._growth.restore(kept)
 
+    def warm(self) -> None:
+        if self._model.length == 0:
+            self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
+            self._model.truncate(0)
+
     def dare(self) -> None:
         self._growth.dare()
 

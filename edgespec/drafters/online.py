@@ -54,6 +54,9 @@ class OnlineDrafter(Drafter):
     def read(self, at_most: int) -> None:
         self._drafter.read(at_most)
 
+    def warm(self) -> None:
+        self._drafter.warm()
+
     def dare(self) -> None:
         self._drafter.dare()
 
