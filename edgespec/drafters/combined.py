@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.merging import merged, trimmed
-from edgespec.drafters.record import Mean, Probe, Record
+from edgespec.drafters.probe import Probe
+from edgespec.drafters.record import Mean, Record
 from edgespec.drafters.worth import Said
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -178,11 +179,15 @@ class CombinedDrafter(Drafter):
             self._probes[i].paid()
             return True
         # Beside guesses of others a try would cost what those bring.
-        if sum(self._said().reached) > _WORTH_WAITING or not self._probes[i].due():
+        if sum(self._said().reached) > _WORTH_WAITING or not self._probes[i].due(self._try_cost(i)):
             return False
         self._records[i].doubt()
         self._drafters[i].dare()
         return True
+
+    def _try_cost(self, i: int) -> float:
+        """What one guess of a drafter costs if it is wrong, in plain steps."""
+        return self._cost(i, 1) + self._curve(2) - 1.0
 
     def _read(self, i: int) -> bool:
         """Let a drafter read what it has to; False while that may not be paid for."""

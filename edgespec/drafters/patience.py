@@ -7,7 +7,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.drafters.record import Mean, Probe
+from edgespec.drafters.probe import Probe
+from edgespec.drafters.record import Mean
 
 __all__ = ["Patience"]
 
@@ -51,7 +52,7 @@ class Patience:
         """Is this one of the rounds to ask in?"""
         if not self.over:
             return True
-        if not self._rest.due():
+        if not self._rest.due(_AWAKE_ROUNDS * self._silence.value):
             return False
         # Judged by what it brings now, not by what it once did not.
         self._awake_rounds, self._gain = _AWAKE_ROUNDS, Mean()

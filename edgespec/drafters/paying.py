@@ -118,7 +118,12 @@ class PayingGrowth(Growth):
     def _dared(self, now: _Round, value: float, probs: NDArray[np.float64]) -> Children:
         """One child, and one more after the first."""
         now.rows += 1
-        return Children((value * self._chances.of(0, probs[0]),), now.passes < _DARED_LEVELS)
+        return Children((value * self._chances.of(0, probs[0]),), now.passes < self._dared_levels)
+
+    @property
+    def _dared_levels(self) -> int:
+        """So deep is a draft that is made to see whether it pays."""
+        return 2 if self._curve(2) >= _STEEP else 1
 
     def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._chances.learn(probs[: self.siblings], accepted)
@@ -170,8 +175,8 @@ class PayingGrowth(Growth):
 # Deeper or wider than this, one round's guess of what pays is worth nothing.
 _LOOK_AHEAD = 4
 _MOST_ROWS = 64
-# So deep is a draft that is made to see whether it pays.
-_DARED_LEVELS = 2
+# Where two rows cost about as much as two passes, a try is of two levels: one would be no cheaper.
+_STEEP = 1.9
 # What a pass of the draft is taken to cost before it was measured.
 _UNMEASURED = 0.2
 

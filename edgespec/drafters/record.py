@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["MOST_SURE", "Mean", "Probe", "Record", "Tally"]
+__all__ = ["MOST_SURE", "Mean", "Record", "Tally"]
 
 # No sum of chances is believed to be more, so that whoever says something else keeps a little of his own.
 MOST_SURE = 0.98
@@ -89,43 +89,6 @@ class Tally:
         """Nothing was tried: go back to the beginning, by 1 - `remembered` of the way."""
         for counted, first in zip((self.hits, self.tries), self._first, strict=True):
             counted += (first - counted) * (1.0 - remembered)
-
-
-class Probe:
-    """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not.
-
-    first, most: rounds between two tries.
-    """
-
-    def __init__(self, first: int = 4, most: int = 128) -> None:
-        self._first, self._most = first, most
-        self._interval = self._waited = first
-
-    def due(self) -> bool:
-        """A round more in which it does not pay. True when it is to be tried in this one."""
-        self._waited += 1
-        if self._waited < self._interval:
-            return False
-        self._interval, self._waited = min(2 * self._interval, self._most), 0
-        return True
-
-    def kept(self) -> NDArray[np.float64]:
-        """How long it waits by now."""
-        return np.array([self._interval])
-
-    def restore(self, kept: NDArray[np.float64]) -> None:
-        """Wait as long as it did in another run. Raises ValueError."""
-        if kept.shape != (1,) or not self._first <= kept[0] <= self._most:
-            raise ValueError(f"{kept} rounds are not between {self._first} and {self._most}")
-        self._interval, self._waited = int(kept[0]), 0
-
-    def promising(self) -> None:
-        """It was tried, and did well: one more try decides."""
-        self._waited = self._interval
-
-    def paid(self) -> None:
-        """It pays in this round: if it ever stops to, it is tried again soon."""
-        self._interval, self._waited = max(self._interval // 2, self._first), 0
 
 
 class Record:

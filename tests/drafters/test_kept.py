@@ -13,7 +13,8 @@ from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.drafters.patience import Patience
 from edgespec.drafters.paying import PayingGrowth
-from edgespec.drafters.record import Mean, Probe, Record, Tally
+from edgespec.drafters.probe import Probe
+from edgespec.drafters.record import Mean, Record, Tally
 from edgespec.engine.tree import TokenTree
 from edgespec.policy.curve import CostCurve
 from edgespec.policy.ledger import Ledger
