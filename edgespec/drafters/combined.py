@@ -175,19 +175,24 @@ class CombinedDrafter(Drafter):
 
     def _wanted(self, i: int, draft_length: int) -> bool:
         """Is a drafter to be asked: because it is likely to pay, or to see whether it does by now?"""
-        if self._pays(i, draft_length):
+        gain = self._gain(i, draft_length)
+        if gain > 1.0:
             self._probes[i].paid()
             return True
         # Beside guesses of others a try would cost what those bring.
-        if sum(self._said().reached) > _WORTH_WAITING or not self._probes[i].due(self._try_cost(i)):
+        if sum(self._said().reached) > _WORTH_WAITING:
+            return False
+        # What seems to be nearly worth it loses next to nothing when it is tried.
+        rounds = self._cost(i, 1) + self._curve(2) if self._drafters[i].adapts else self._usual(i)
+        if not self._probes[i].due((1.0 - gain) * rounds):
             return False
         self._records[i].doubt()
         self._drafters[i].dare()
         return True
 
-    def _try_cost(self, i: int) -> float:
-        """What one guess of a drafter costs if it is wrong, in plain steps."""
-        return self._cost(i, 1) + self._curve(2) - 1.0
+    def _usual(self, i: int) -> float:
+        """What a round with a usual draft costs, in plain steps."""
+        return self._cost(i) + self._curve(1 + round(self._records[i].rows.value))
 
     def _read(self, i: int) -> bool:
         """Let a drafter read what it has to; False while that may not be paid for."""
@@ -269,18 +274,17 @@ class CombinedDrafter(Drafter):
             said = said.also(*its.levels, self._cost(other))
         return said
 
-    def _pays(self, i: int, draft_length: int) -> bool:
-        """Is a drafter likely to add more than it costs to what was said already?"""
+    def _gain(self, i: int, draft_length: int) -> float:
+        """What asking a drafter is likely to make of the round's worth: more than 1 pays."""
         drafter, record = self._drafters[i], self._records[i]
-        if drafter.lookup:
-            return True
+        if drafter.lookup or (not self._known(i) and not record.silent):
+            return inf
         if not self._known(i):
-            return not record.silent
+            return 0.0
         said = self._said()
-        least = said.worth(self._curve)
         reached = record.survival(draft_length)
         usual = max(1, min(draft_length, round(record.levels.value)))
-        return any(
+        best = max(
             said.worth_with(
                 reached[:levels],
                 round(levels * record.level_rows),
@@ -289,10 +293,10 @@ class CombinedDrafter(Drafter):
                 self._limits.max_width,
                 self._can_branch,
             )
-            > least
             for levels in (_LENGTHS if drafter.adapts else (usual,))
             if levels <= draft_length
         )
+        return best / said.worth(self._curve)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:

@@ -90,7 +90,8 @@ class GuardedDrafter(Drafter):
         self._saved_at = clock()
         self._clock = clock
         self._tokens: list[int] = []
-        self._since_plain = 0
+        # Not measured yet in this run.
+        self._since_plain = _REFRESH_TOKENS
         self._following = self._asked = False
         # A round that began without `propose` is not timed.
         self._timed = False
@@ -135,7 +136,6 @@ class GuardedDrafter(Drafter):
             self.keep()
         self._tokens = list(tokens)
         self._following = self._asked = self._timed = False
-        self._since_plain = _REFRESH_TOKENS
         self.ledger.begin()
         self.costs.at(len(tokens))
         self._look_around()

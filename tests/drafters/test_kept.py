@@ -60,8 +60,6 @@ def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
     fresh = World(MACHINES[0])
     assert cold == fresh.reply(policy(fresh, Memory()), trace)
     assert warm <= cold + 1.0
-    if rate < 0.5:
-        assert again.stats.drafted_tokens < first.stats.drafted_tokens
 
 
 @pytest.mark.parametrize("kept", ["record", "reading", "found", "patience.rest", "plain"])
