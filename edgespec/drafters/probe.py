@@ -12,10 +12,10 @@ class Probe:
     """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not.
 
     first, most: rounds between two tries. Never more rarely than its price asks for: in the long run tries
-    may cost half a hundredth of the time, by which a text that changes its ways is noticed.
+    may cost less than a hundredth of the time, by which a text that changes its ways is noticed.
     """
 
-    _SHARE = 0.005
+    _SHARE = 0.0075
 
     def __init__(self, first: int = 4, most: int = 128) -> None:
         self._first, self._most = first, most

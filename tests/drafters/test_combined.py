@@ -220,7 +220,7 @@ class TestExactLaws:
             drafters = [ModelDrafter(model, 3, branches=(2,)), Lookup((1, 2))]
             combined = CombinedDrafter(drafters, True, curve=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
             for _ in range(30):
-                combined._records[1].learn(TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,))
+                combined._members[1].record.learn(TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,))
             return combined
 
         shapes = set()

@@ -1,0 +1,96 @@
+"""One of several drafters, and what is known of asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from edgespec.drafters.base import Drafter
+from edgespec.drafters.probe import Probe
+from edgespec.drafters.record import Mean, Record
+
+__all__ = ["MEASURED_ROUNDS", "Member"]
+
+# The first rounds are slow, and say little.
+MEASURED_ROUNDS = 2
+# What reading a token costs until it is known, in plain steps.
+_UNKNOWN_READING = 0.03
+# Rounds in which what was read has to pay.
+_HORIZON = 48
+
+
+class Member:
+    """A drafter among others: how often its guesses come true, what they cost, when to try it again.
+
+    record: of texts of the present kind.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.record = Record(drafter.lookup)
+        self.probe = Probe()
+        # Those of another kind begin with what was learnt last.
+        self._by_kind: dict[str, Record] = {}
+        # Seconds of reading a token.
+        self._reading = Mean()
+
+    @property
+    def lookup(self) -> bool:
+        """Whether its guesses cost no passes of a model."""
+        return self.drafter.lookup
+
+    @property
+    def measured(self) -> bool:
+        """Is it known what its guesses cost?"""
+        return self.record.seconds.count >= MEASURED_ROUNDS
+
+    def turn_to(self, kind: str) -> None:
+        """The next text is of this kind: go by what guesses were worth in such texts."""
+        if kind not in self._by_kind:
+            fresh = Record(self.lookup)
+            fresh.restore(self.record.kept())
+            fresh.doubt()
+            self._by_kind[kind] = fresh
+        self.record = self._by_kind[kind]
+
+    def cost(self, plain_seconds: float, levels: int | None = None) -> float:
+        """What a draft of so many levels costs, or its usual one, in plain steps."""
+        drafting = self.record.seconds.value if levels is None else levels * self.record.level_seconds
+        reading = self.drafter.unread * self.reading_seconds(plain_seconds) / _HORIZON
+        return (drafting + reading) / plain_seconds
+
+    def reading_seconds(self, plain_seconds: float) -> float:
+        """What it takes to read a token."""
+        return self._reading.value if self._reading.count else _UNKNOWN_READING * plain_seconds
+
+    def has_read(self, tokens: int, seconds: float) -> None:
+        """It has read so many tokens in so long."""
+        self._reading.add(seconds / max(tokens, 1))
+
+    def kept(self) -> dict[str, NDArray[Any]]:
+        """All of it by name, for another run."""
+        parts: dict[str, Mapping[str, NDArray[Any]]] = {
+            f"record.{kind}": record.kept() for kind, record in self._by_kind.items()
+        }
+        parts["own"] = self.drafter.kept()
+        parts["asking"] = {"reading": self._reading.kept(), "wait": self.probe.kept()}
+        name = self.drafter.name
+        return {f"{name}.{part}.{each}": v for part, values in parts.items() for each, v in values.items()}
+
+    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from what was kept. Raises KeyError, ValueError."""
+        mine = _part(kept, f"{self.drafter.name}.")
+        self.drafter.restore(_part(mine, "own."))
+        self._reading.restore(mine["asking.reading"])
+        self.probe.restore(mine["asking.wait"])
+        for kind in {name.split(".")[1] for name in mine if name.startswith("record.")}:
+            record = Record(self.lookup)
+            record.restore(_part(mine, f"record.{kind}."))
+            self._by_kind[kind] = record
+
+
+def _part(kept: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """What was kept under a prefix, by the names after it."""
+    return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
