@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+
 from edgespec.backends.base import Progress
 from edgespec.chat.text import ReplyText
 from edgespec.engine.loop import FinishReason, Step
