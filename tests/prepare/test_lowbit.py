@@ -171,7 +171,7 @@ def test_cancelled_and_gone_on_with(source: Path) -> None:
 
 
 _PREPARES = """
-import sys
+import signal, sys
 from pathlib import Path
 from edgespec.prepare.lowbit import prepare_lowbit
 
@@ -179,6 +179,7 @@ def told(what, fraction):
     print(what, flush=True)
     return True
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
 prepare_lowbit(Path(sys.argv[1]), "Q3_K_M", progress=told)
 """
 
