@@ -29,6 +29,9 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
+# How a reply stands is put into words now and then: on a small target every round would take longer for it.
+_ACCOUNT_ROUNDS = 8
+
 
 class Session:
     """Keeps target and drafters in step with the tokens they have seen.
@@ -218,11 +221,10 @@ class Session:
             if step.tokens and stats.drafted_tokens == drafted:
                 self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
             drafted, seconds = stats.drafted_tokens, stats.decode_seconds
-            stats.plain_step_seconds = self.plain_step_seconds
-            if drafter and (account := drafter.account()):
-                stats.plain_step_seconds = account.plain_seconds
-                stats.ledger_credit_seconds = account.credit_seconds
-                stats.worst_case_loss = account.worst_loss
+            if stats.worst_case_loss is None:
+                stats.plain_step_seconds = self.plain_step_seconds
+            if drafter and (step.finish_reason or stats.target_passes % _ACCOUNT_ROUNDS == 1):
+                _take_account(drafter, stats)
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if step.finish_reason and drafter:
@@ -274,6 +276,14 @@ def _count_memory(stats: Stats, drafter: Drafter) -> None:
     extra = drafter.extra
     stats.draft_weight_bytes, stats.draft_kv_bytes = extra.weight_bytes, extra.cache_bytes
     stats.draft_other_bytes = extra.other_bytes
+
+
+def _take_account(drafter: Drafter, stats: Stats) -> None:
+    """How the reply stands goes to its stats, where somebody keeps a ledger."""
+    if account := drafter.account():
+        stats.plain_step_seconds = account.plain_seconds
+        stats.ledger_credit_seconds = account.credit_seconds
+        stats.worst_case_loss = account.worst_loss
 
 
 def acceptance_rule(request: Request) -> Acceptance:

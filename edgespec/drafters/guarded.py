@@ -24,6 +24,8 @@ __all__ = ["GuardedDrafter", "Policy"]
 
 # After so many tokens without a plain step what one takes is measured again.
 _REFRESH_TOKENS = 96
+# Where asking is given up, so many rounds of plain decoding go by before one is looked at.
+_CALM_ROUNDS = 7
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
 # What was found out is saved after so long, when another reply begins, and at the end.
@@ -93,7 +95,7 @@ class GuardedDrafter(Drafter):
         # Not measured yet in this run.
         self._since_plain = _REFRESH_TOKENS
         self._following = self._asked = False
-        # A round that began without `propose` is not timed.
+        # A round that began without `propose`, or that nobody looks at, is not timed.
         self._timed = False
         self._started = self._proposed = 0.0
         self._pass_seconds = 0.0
@@ -105,6 +107,7 @@ class GuardedDrafter(Drafter):
         self._worst_pass = 1.0
         self._count_replies, self._replies = replies, 1
         self._patience = Patience()
+        self._calm_rounds = 0
         self._patiences = {1: self._patience}
         self._worst_passes: dict[int, float] = {}
         self._spoke: dict[str, None] = {}
@@ -146,6 +149,12 @@ class GuardedDrafter(Drafter):
         self._decode_seconds = 0.0
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        if self._patience.over and self._calm_rounds < _CALM_ROUNDS:
+            # On a target as small as that even looking on takes a share of a step.
+            self._calm_rounds += 1
+            return TokenTree.chain(self._tokens[-1])
+        self._patience.pass_by(self._calm_rounds)
+        self._calm_rounds = 0
         self._started, self._timed = self._clock(), True
         self._look_around()
         tree = TokenTree.chain(self._tokens[-1])
@@ -211,6 +220,8 @@ class GuardedDrafter(Drafter):
         return tree.pruned(1 << 62, 1 << 30, rows)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        if not self._timed:
+            return
         self._pass_seconds = self._clock() - self._proposed
         self._width = tree.width
         if self._following:

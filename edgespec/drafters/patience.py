@@ -20,6 +20,8 @@ _FREE_ASKING = 0.005
 _JUDGED_ROUNDS = 8
 _AWAKE_ROUNDS = 4
 _FIRST_REST, _LONGEST_REST = 32, 512
+# So many times more rarely than other tries: a target that is done before a guess is made seldom changes.
+_RARELY = 3
 
 
 class Patience:
@@ -52,11 +54,15 @@ class Patience:
         """Is this one of the rounds to ask in?"""
         if not self.over:
             return True
-        if not self._rest.due(_AWAKE_ROUNDS * self._silence.value):
+        if not self._rest.due(_RARELY * _AWAKE_ROUNDS * self._silence.value):
             return False
         # Judged by what it brings now, not by what it once did not.
         self._awake_rounds, self._gain = _AWAKE_ROUNDS, Mean()
         return True
+
+    def pass_by(self, rounds: int) -> None:
+        """So many rounds went by in which it was not asked."""
+        self._rest.wait(rounds)
 
     def silent(self, cost: float) -> None:
         """It was asked, which took so many plain steps, and there was no guess."""

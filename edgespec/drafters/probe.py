@@ -32,6 +32,10 @@ class Probe:
         self._interval, self._waited = min(2 * self._interval, self._most), 0
         return True
 
+    def wait(self, rounds: int) -> None:
+        """So many rounds more in which it does not pay."""
+        self._waited += rounds
+
     def kept(self) -> NDArray[np.float64]:
         """How long it waits by now."""
         return np.array([self._interval])
