@@ -59,7 +59,7 @@ class GuardedDrafter(Drafter):
     """Asks a drafter in those rounds only in which the ledger can bear the worst of it.
 
     A round in which it is not asked is one of plain decoding: nothing is drafted, computed or read for it.
-    The first round of a reply is plain, and one of every 96 tokens, to measure what a plain step takes.
+    The first round of a run is plain, and one of every 96 tokens, to measure what a plain step takes.
     Before any other the ledger must be able to bear the worst that was seen lately: that says how deep the
     draft may be. Where asking does not pay it is given up for a while, and begun anew when it is tried again.
 
@@ -112,7 +112,6 @@ class GuardedDrafter(Drafter):
         self._worst_passes: dict[int, float] = {}
         self._spoke: dict[str, None] = {}
         self._asked_rounds = self._short_rounds = 0
-        self._decode_seconds = 0.0
         if notes:
             self._restore(notes)
 
@@ -146,7 +145,6 @@ class GuardedDrafter(Drafter):
         self._drafter.turn_to(self._kind_of(tokens))
         self._spoke = {}
         self._asked_rounds = self._short_rounds = 0
-        self._decode_seconds = 0.0
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         if self._patience.over and self._calm_rounds < _CALM_ROUNDS:
@@ -239,7 +237,6 @@ class GuardedDrafter(Drafter):
 
     def _book(self, tokens: int, seconds: float) -> None:
         """The round emitted so many tokens and took so long."""
-        self._decode_seconds += seconds
         plain, asking = self.plain_seconds, self._proposed - self._started
         # What was read serves rounds to come, and says nothing of this one.
         reading = self._drafter.read_seconds if self._asked else 0.0
