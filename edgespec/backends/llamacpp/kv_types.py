@@ -93,4 +93,6 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
+    if metadata(weights, f"{arch}.attention.key_length_mla"):
+        value_size = 0  # with latent attention the values are a part of the keys (DeepSeek-V2, arXiv 2405.04434)
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

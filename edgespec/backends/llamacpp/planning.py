@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
-__all__ = ["lower_rows", "plan_context", "plan_halves", "work_bytes"]
+__all__ = ["kv_bytes", "lower_rows", "plan_context", "plan_halves", "work_bytes"]
 
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
@@ -54,6 +54,11 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     plan = replace(plan, kv_bytes=wanted * per_token + fixed)
     _check_room(plan.kv_bytes, asked, per_token, fixed, library().llama_model_size(weights), options)
     return plan
+
+
+def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
+    """What keys and values of so many tokens take: whole blocks, sliding windows kept whole, no states."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * kv_bytes_per_token(weights, types)
 
 
 def plan_halves(
