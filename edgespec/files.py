@@ -13,6 +13,7 @@ from pathlib import Path
 
 __all__ = [
     "cache_folder",
+    "config_folder",
     "data_folder",
     "log_folder",
     "private_folder",
@@ -48,6 +49,15 @@ def cache_folder() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("edgespec", appauthor=False)
+
+
+def config_folder() -> Path:
+    """Where a user's settings are: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
+    if chosen := os.environ.get("EDGESPEC_CONFIG_DIR"):
+        return Path(chosen).expanduser()
+    from platformdirs import user_config_path
+
+    return user_config_path("edgespec", appauthor=False)
 
 
 def log_folder() -> Path:

@@ -25,6 +25,12 @@ def learnt_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["EDGESPEC_DATA_DIR"] = str(tmp_path_factory.mktemp("data"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def set_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user's settings and aliases are not those of tests."""
+    os.environ["EDGESPEC_CONFIG_DIR"] = str(tmp_path_factory.mktemp("config"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def prepared_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Nor what they prepare, which another file's `auto` would use as well."""

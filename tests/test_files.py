@@ -11,6 +11,7 @@ import pytest
 
 from edgespec.files import (
     cache_folder,
+    config_folder,
     data_folder,
     private_folder,
     replacing,
@@ -24,7 +25,12 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("variable", "folder"), [("EDGESPEC_DATA_DIR", data_folder), ("EDGESPEC_CACHE_DIR", cache_folder)]
+    ("variable", "folder"),
+    [
+        ("EDGESPEC_DATA_DIR", data_folder),
+        ("EDGESPEC_CACHE_DIR", cache_folder),
+        ("EDGESPEC_CONFIG_DIR", config_folder),
+    ],
 )
 def test_a_folder_can_be_chosen(
     variable: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -11,9 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import platformdirs
-
 from edgespec.errors import ModelNotFoundError
+from edgespec.files import config_folder
 
 __all__ = [
     "Catalogue",
@@ -183,7 +182,7 @@ def recommended_drafts(entry: ModelEntry) -> list[str]:
 
 def user_aliases_path() -> Path:
     """The file of a user's own aliases, an `[aliases]` table of `name = "REF"` lines. It need not exist."""
-    return platformdirs.user_config_path("edgespec", appauthor=False) / "aliases.toml"
+    return config_folder() / "aliases.toml"
 
 
 def user_aliases() -> dict[str, str]:

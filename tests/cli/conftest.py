@@ -34,6 +34,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "XDG_DATA_HOME",
         "XDG_STATE_HOME",
         "NO_COLOR",
+        "EDGESPEC_CONFIG_DIR",
         "EDGESPEC_DEBUG",
         "OLLAMA_MODELS",
     ):
