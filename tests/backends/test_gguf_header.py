@@ -1,0 +1,83 @@
+"""Headers read without the weights: the same as the gguf package reads, and bounded on what is no header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends.gguf_header import CutShort, parse_header, read_header
+from edgespec.catalog.catalogue import models_folder
+from edgespec.errors import ModelFileError
+from tests.backends.tiny_models import write_llama
+
+DEMO = models_folder() / "demo-draft-q8_0.gguf"
+
+
+def test_it_is_what_the_gguf_package_reads() -> None:
+    header, reader = read_header(DEMO), gguf.GGUFReader(DEMO)
+    assert header.size_bytes == reader.data_offset
+    assert header.architecture == "llama"
+    assert header.of_architecture("context_length") == 1024
+    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert set(header.metadata) == set(fields)
+    for key, wanted in fields.items():
+        found = header.metadata[key]
+        if isinstance(found, list):
+            assert [text.decode() for text in found] == wanted
+        elif isinstance(found, np.ndarray):
+            assert found.tolist() == wanted
+        else:
+            assert found == wanted
+    for tensor, known in zip(header.tensors, reader.tensors, strict=True):
+        assert tensor.name == known.name
+        assert tensor.shape == tuple(known.shape)
+        assert tensor.kind == known.tensor_type
+        assert header.size_bytes + tensor.offset_bytes == known.data_offset
+
+
+def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
+    words = tuple(f"word{i:06}-{'x' * 60}" for i in range(30_000))
+    path = tmp_path / "wide.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list(words)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert path.stat().st_size > 2 << 20
+    assert read_header(path).metadata["tokenizer.ggml.tokens"][-1] == words[-1].encode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_no_beginning_of_a_header_is_a_header(data: st.DataObject) -> None:
+    whole = DEMO.read_bytes()[: read_header(DEMO).size_bytes]
+    with pytest.raises(CutShort):
+        parse_header(whole[: data.draw(st.integers(0, len(whole) - 64))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 2000))
+def test_damage_is_an_error_and_never_anything_else(tail: bytes, kept: int) -> None:
+    with pytest.raises(ValueError, match="."):
+        parse_header(DEMO.read_bytes()[:kept] + tail)
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04", b"GGUF\x01\0\0\0" + bytes(16), bytes(64)])
+def test_what_is_no_header_is_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelFileError, match=r"model\.gguf is no whole GGUF file"):
+        read_header(path)
+    with pytest.raises(ModelFileError, match="cannot be read"):
+        read_header(tmp_path)
+
+
+def test_a_tiny_model(tmp_path: Path) -> None:
+    header = read_header(write_llama(tmp_path / "tiny.gguf"))
+    assert header.of_architecture("block_count") == 1
+    assert sum(tensor.elements for tensor in header.tensors) > 10_000
