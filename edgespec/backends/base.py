@@ -73,7 +73,8 @@ class LoadOptions:
     """How a model is loaded.
 
     context_tokens: the size of the KV cache; None takes the model's default. context_for: that size, given
-    the tokens that the model was trained for (0: unknown), where it depends on them.
+    the tokens that the model was trained for (0: unknown), where it depends on them. first_tokens: the size
+    to begin with, where `resize` is to make more of it when it is needed; None makes all of it at once.
     gpu_layers: layers put on an accelerator; None puts all there that the backend can.
     kv_type: of keys and values, such as `f16` or `q8_0`, or of each: `q8_0/f16`; `auto`: the backend's.
     flash_attention: `auto`, `on` or `off`.
@@ -87,6 +88,7 @@ class LoadOptions:
 
     context_tokens: int | None = None
     context_for: Callable[[int], int] | None = None
+    first_tokens: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
     kv_type: str = "auto"
@@ -106,6 +108,7 @@ class Capabilities:
     """What a loaded model can do, checked at load and not promised.
 
     rollback: cached tokens can be taken back exactly; without it nothing can be drafted.
+    cuts: they can be taken back to any of them, at once; otherwise `truncate` may keep fewer than asked.
     tree: a pass may hold branches.
     reason: one line that says why something is missing; empty when nothing is.
     max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
@@ -123,6 +126,7 @@ class Capabilities:
     taps: bool = False
     self_drafts: frozenset[str] = frozenset()
     learns: bool = False
+    cuts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ class ModelFacts:
     """What is known about a loaded model. Sizes in bytes and tokens.
 
     kv_bytes: all that is remembered of past tokens: keys, values, recurrent states and copies of them.
-    rollback: in words, how tokens are taken back.
+    rollback: in words, how tokens are taken back. context_tokens, kv_bytes: as the context is now.
+    grows_to_tokens, grown_kv_bytes: as it was asked for, where it was made smaller at first; else 0.
     """
 
     name: str
@@ -149,14 +154,30 @@ class ModelFacts:
     capabilities: Capabilities
     notice: str = ""
     rollback: str = ""
+    grows_to_tokens: int = 0
+    grown_kv_bytes: int = 0
+
+    @property
+    def most_context_tokens(self) -> int:
+        """How large the context is to become, if it has to."""
+        return max(self.grows_to_tokens, self.context_tokens)
+
+    @property
+    def most_kv_bytes(self) -> int:
+        """`kv_bytes` by then."""
+        return max(self.grown_kv_bytes, self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The cache of a model at one moment, to be restored into the same model."""
+    """The cache of a model at one moment, to be restored into the same model.
+
+    length: the tokens the cache held. start: how many of the first are not in here.
+    """
 
     length: int
     data: bytes = field(repr=False)
+    start: int = 0
 
 
 class Vocabulary(Protocol):
@@ -236,11 +257,24 @@ class LanguageModel(Protocol):
         cannot do so; then nothing changed.
         """
 
-    def snapshot(self) -> Snapshot:
-        """A copy of the cache."""
+    def snapshot(self, start: int = 0) -> Snapshot:
+        """A copy of the cache, without the first `start` tokens where it `cuts`; ends the round."""
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Make the cache what it was. BackendError when the snapshot is of another model or context."""
+        """Make the cache what it was.
+
+        A snapshot without its first tokens goes after these, the very `start` tokens that the cache must hold.
+        BackendError when the snapshot is of another model or context; the cache then holds `start` tokens,
+        or none.
+        """
+
+    def resize(self, context_tokens: int) -> None:
+        """Make the context larger or smaller, and keep the cache exactly as it is; ends the round.
+
+        A backend may round up. Views of `self_draft` follow as far as memory allows. Raises ContextFullError
+        when the cache does not fit the new size, MemoryBudgetError when that does not fit the memory; the
+        cache is as before, but for earlier moments that a recurrent memory could have gone back to.
+        """
 
     def run_ahead(self, wanted: bool) -> None:
         """A hint: whether the token after the next pass will be its best one, and run alone.

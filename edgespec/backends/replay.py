@@ -47,7 +47,7 @@ class Rewindable(LanguageModel, Protocol):
         """Make the cache, `length` included, what it was; ends the round.
 
         A handle is used any number of times, and only while the tokens before it are still those of then:
-        going back before it makes it void. CapabilityError when the cache no longer reaches back so far.
+        going back before it makes it void, and so does `resize`. CapabilityError when the cache no longer reaches back so far.
         """
 
 
@@ -73,7 +73,9 @@ class ReplayModel(UsualModel):
         self._inner = inner
         self._undo_tokens = undo_tokens
         self.vocabulary: Vocabulary = inner.vocabulary
-        able = replace(inner.facts.capabilities, rollback=True, tree=False, reason=reason, max_branches=1)
+        able = replace(
+            inner.facts.capabilities, rollback=True, cuts=False, tree=False, reason=reason, max_branches=1
+        )
         self.facts: ModelFacts = replace(inner.facts, capabilities=able)
         # Tokens from position `_first_known` on; those before it came with a snapshot.
         self._first_known = 0
@@ -185,7 +187,7 @@ class ReplayModel(UsualModel):
     def forget(self, start: int, end: int) -> None:
         raise CapabilityError(f"the state of {self.facts.name} cannot forget tokens {start} to {end}")
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:  # noqa: ARG002
         self._check(0)
         self._end_round()
         self._run([])
@@ -199,6 +201,20 @@ class ReplayModel(UsualModel):
         self._inner.restore(snapshot)
         self._first_known = self._inner.length
         self._take_checkpoint()
+
+    def resize(self, context_tokens: int) -> None:
+        """See the Protocol. Of the checkpoints one is left: of what the inner cache holds."""
+        self._check_size(context_tokens)
+        self._end_round()
+        # What is not there is no longer gone back to, whatever happens next.
+        self._ladder = []
+        try:
+            self._inner.resize(context_tokens)
+        finally:
+            if self._inner.length < self._first_known:
+                self._first_known, self._known = 0, []
+            self._take_checkpoint()
+        self._now_sized(self._inner.facts.context_tokens, self._inner.facts.kv_bytes)
 
     def run_ahead(self, wanted: bool) -> None:
         self._inner.run_ahead(wanted)

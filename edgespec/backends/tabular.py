@@ -150,23 +150,35 @@ class TabularModel(UsualModel):
         del self._tokens[start:end]
         self._round = []
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:
         self._check(0)
-        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
+        self._round = []
+        start = min(start, self.length) if self.facts.capabilities.cuts else 0
+        return Snapshot(self.length, json.dumps(self._tokens[start:]).encode(), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._tokens, self._round = [], []
+        self._round = []
+        self._tokens = self._tokens[: snapshot.start]
         try:
-            self._tokens = json.loads(snapshot.data)
+            if self.length < snapshot.start:
+                raise ValueError("what it goes after is not there")
+            self._tokens = [*self._tokens, *json.loads(snapshot.data)]
         except ValueError as error:
             raise BackendError("the saved state does not fit this model", "compute it again") from error
+
+    def resize(self, context_tokens: int) -> None:
+        self._check_size(context_tokens)
+        self._round = []
+        self._now_sized(context_tokens, 0)
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         """A view whose logits are off by noise, less with each layer of an early exit."""
         if not self.facts.capabilities.rollback:
             raise CapabilityError("this model cannot draft for itself", self.facts.capabilities.reason)
-        return _TabularView(self, 1.0 / how.exit_layer if isinstance(how, EarlyExit) else 0.3)
+        view = _TabularView(self, 1.0 / how.exit_layer if isinstance(how, EarlyExit) else 0.3)
+        self._views.add(view)
+        return view
 
     def interrupt(self, wanted: bool) -> None:
         self._interrupted = wanted
@@ -193,6 +205,10 @@ class _TabularView(TargetView[TabularModel]):
         )
         self.vocabulary = target.vocabulary
         self.facts = replace(facts, name=f"{facts.name} itself", weight_bytes=0)
+
+    def resized(self) -> None:
+        super().resized()
+        self._near.facts = replace(self._near.facts, context_tokens=self.facts.context_tokens)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
@@ -16,6 +17,10 @@ __all__ = ["Lender", "TargetView"]
 
 class Lender(Protocol):
     """Whose memory a view drafts on."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Of the model it belongs to."""
 
     @property
     def length(self) -> int:
@@ -74,7 +79,7 @@ class TargetView(ABC, Generic[L]):
         self._check()
         raise CapabilityError(f"{self.facts.name} has no memory of its own", "ask the target to forget")
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:  # noqa: ARG002
         """Nothing but the length: the target's own snapshot holds the rest."""
         self._check()
         return Snapshot(self.length, b"")
@@ -83,6 +88,15 @@ class TargetView(ABC, Generic[L]):
         """Raises CapabilityError."""
         self._check()
         raise CapabilityError(f"{self.facts.name} has no memory of its own", "restore the target")
+
+    def resize(self, context_tokens: int) -> None:  # noqa: ARG002
+        """Raises CapabilityError."""
+        self._check()
+        raise CapabilityError(f"{self.facts.name} has no memory of its own", "make the target's larger")
+
+    def resized(self) -> None:
+        """The target's context has another size now."""
+        self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
 
     def run_ahead(self, wanted: bool) -> None:
         """Nothing runs in the background."""

@@ -80,10 +80,10 @@ class StateModel(TabularModel):
         super().truncate(0)
         self._seen, self._unsettled = [], False
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:
         self._check(0)
         self._settled()
-        return super().snapshot()
+        return super().snapshot(start)
 
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)

@@ -181,6 +181,45 @@ class TestSnapshots:
         assert model.length == 40
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
+    def test_a_cache_comes_back_piece_by_piece(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 60)
+        model.prefill(tokens)
+        last = model.snapshot(45)
+        cut(model, tokens[:45])
+        middle = model.snapshot(20)
+        cut(model, tokens[:20])
+        first = model.snapshot()
+        assert last.start == (45 if model.facts.capabilities.cuts else 0)
+        cut(model, tokens_for(model, 8, 2))
+        for piece in (first, middle, last):
+            model.restore(piece)
+            assert model.length == piece.length
+        assert model.length == 60
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+        if model.facts.capabilities.cuts:
+            cut(model, tokens[:30])
+            same(model, step(model, 4), fresh(model, [*tokens[:30], 4]))
+
+    def test_a_piece_goes_only_where_it_was(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 40)
+        model.prefill(tokens)
+        piece = model.snapshot(30)
+        if not piece.start:
+            pytest.skip("its memory is saved whole")
+        model.truncate(20)
+        with pytest.raises(BackendError):
+            model.restore(piece)
+        assert model.length <= 20
+        cut(model, tokens[: model.length])
+        model.prefill(tokens[model.length : 30])
+        model.restore(piece)
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+        model.truncate(0)
+        model.prefill(tokens[:30])
+        with pytest.raises(BackendError):
+            model.restore(Snapshot(40, b"not a snapshot", 30))
+        assert model.length in (0, 30)
+
     def test_nonsense_is_refused_and_the_model_goes_on(self, model: LanguageModel) -> None:
         model.prefill(tokens_for(model, 10))
         with pytest.raises(BackendError):

@@ -270,31 +270,33 @@ class LayerSkipModel(UsualModel):
                 context.close_up(start, end)
                 cells.length -= end - start
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:
         self._check(0)
         self.end_round()
-        below = to_bytes(self._lower.context, self.length, False)
-        above = to_bytes(self._context, self.length, False)
-        return Snapshot(self.length, b"".join((_SIZE.pack(len(below)), below, above)))
+        start = min(start, self.length)
+        below = to_bytes(self._lower.context, start, self.length, False)
+        above = to_bytes(self._context, start, self.length, False)
+        return Snapshot(self.length, b"".join((_SIZE.pack(len(below)), below, above)), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._cut(0)
-        if not self._put_down(snapshot):
+        self.end_round()
+        if not snapshot.start:
             self._cut(0)
+        if not self._put_down(snapshot):
+            self._cut(min(snapshot.start, self.length))
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._lower.cells.length = self._cells.length = snapshot.length
 
     def _put_down(self, snapshot: Snapshot) -> bool:
         data = memoryview(snapshot.data)
-        if len(data) < _SIZE.size:
+        fits = self.length == snapshot.start <= snapshot.length <= self._context.tokens
+        if len(data) < _SIZE.size or not fits:
             return False
         end = _SIZE.size + _SIZE.unpack_from(data)[0]
         below, above = data[_SIZE.size : end], data[end:]
-        length = snapshot.length
-        return from_bytes(self._lower.context, below, length, False) and from_bytes(
-            self._context, above, length, False
-        )
+        halves = ((self._lower.context, below), (self._context, above))
+        return all(from_bytes(context, replace(snapshot, data=half), False) for context, half in halves)
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)

@@ -176,20 +176,29 @@ class LlamaCppModel(UsualModel):
         self._cells.length, self._chosen = checkpoint.length, False
         self._cells.clear_round()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:
         self._check(0)
         self._cells.end_round()
-        return Snapshot(self.length, to_bytes(self._context, self.length, self._recurrent))
+        start = 0 if self._recurrent else min(start, self.length)
+        return Snapshot(self.length, to_bytes(self._context, start, self.length, self._recurrent), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self._cells.end_round()
-        self._cells.length = 0
-        self._context.clear()
-        if not from_bytes(self._context, snapshot.data, snapshot.length, self._recurrent):
+        if not snapshot.start:
+            self._cells.length = 0
             self._context.clear()
+        if not (self._restores(snapshot) and from_bytes(self._context, snapshot, self._recurrent)):
+            if snapshot.start:
+                self._cells.cut(min(snapshot.start, self.length))
+            else:
+                self._context.clear()
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._cells.length = snapshot.length
+
+    def _restores(self, snapshot: Snapshot) -> bool:
+        """Whether it goes where the cache ends, and fits the context."""
+        return self.length == snapshot.start <= snapshot.length <= self._context.tokens
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)

@@ -99,11 +99,12 @@ def _replayed(context: LlamaContext, plan: ContextPlan, moments: Moments) -> Fin
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent memory takes chains only"
-    return Findings(Capabilities(False, False, reason, context.max_width, 1), rollback, True, undo_tokens)
+    able = Capabilities(False, False, reason, context.max_width, 1, cuts=False)
+    return Findings(able, rollback, True, undo_tokens)
 
 
 def _plain(reason: str) -> Findings:
-    return Findings(Capabilities(False, False, reason), "none")
+    return Findings(Capabilities(False, False, reason, cuts=False), "none")
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from edgespec.backends.base import Snapshot
 from edgespec.backends.llamacpp.context import LlamaContext
 
 __all__ = ["from_bytes", "to_bytes"]
@@ -11,15 +12,18 @@ __all__ = ["from_bytes", "to_bytes"]
 _SIZE = struct.Struct("<Q")
 
 
-def to_bytes(context: LlamaContext, length: int, recurrent: bool) -> bytes:
-    """Sequence 0, which holds `length` tokens: each part after its size."""
-    parts = [context.state()] if recurrent else context.lift(0, 0, length)
+def to_bytes(context: LlamaContext, start: int, length: int, recurrent: bool) -> bytes:
+    """Sequence 0, which holds `length` tokens, from `start` on: each part after its size.
+
+    A recurrent state is always whole.
+    """
+    parts = [context.state()] if recurrent else context.lift(0, start, length)
     return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
 
 
-def from_bytes(context: LlamaContext, data: bytes | memoryview, length: int, recurrent: bool) -> bool:
-    """Put what `to_bytes` gave into an empty context; False when it does not fit."""
-    parts, rest = [], memoryview(data)
+def from_bytes(context: LlamaContext, snapshot: Snapshot, recurrent: bool) -> bool:
+    """Put what `to_bytes` gave after the `start` tokens of the context; False when it does not fit."""
+    parts, rest = [], memoryview(snapshot.data)
     while rest:
         if len(rest) < _SIZE.size:
             return False
@@ -28,4 +32,4 @@ def from_bytes(context: LlamaContext, data: bytes | memoryview, length: int, rec
         rest = rest[_SIZE.size + size :]
     if recurrent:
         return len(parts) == 1 and context.set_state(parts[0])
-    return context.put_down(parts, 0, length)
+    return context.put_down(parts, snapshot.start, snapshot.length)

@@ -135,16 +135,21 @@ class AttentionCache:
             held[..., low : low + len(path), :] = mx.take(held, wanted, axis=2)
         self.offset = round_start + len(path)
 
-    def dump(self) -> tuple[list[int], list[mx.array]]:
-        """What a snapshot needs: numbers, and the rows in use."""
-        rows = self.offset - self.start
-        return [self.start, self.offset], [array[..., :rows, :] for array in self.state]
+    def dump(self, first: int = 0) -> tuple[list[int], list[mx.array]]:
+        """What a snapshot needs: numbers, and the rows in use from position `first` on."""
+        low, rows = max(0, first - self.start), self.offset - self.start
+        return [self.start, self.offset], [array[..., low:rows, :] for array in self.state]
 
-    def load(self, numbers: list[int], arrays: list[mx.array]) -> None:
-        """Take over what `dump` gave."""
-        self.start, self.offset = numbers
+    def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
+        """Take over what `dump` gave, after the rows before position `first`."""
+        if first:
+            used = first - self.start
+            held = [array[..., :used, :] for array in self.state]
+            arrays = [mx.concatenate(pair, axis=2) for pair in zip(held, arrays, strict=True)]
         half = len(arrays) // 2
-        self._keys, self._values = tuple(arrays[:half]), tuple(arrays[half:])
+        keys, values = tuple(arrays[:half]), tuple(arrays[half:])
+        # All at once: an interrupt must not leave half of it.
+        (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
         """Which positions up to `end` the next pass may look at, as (first, after the last)."""

@@ -86,6 +86,11 @@ class Memory:
         return cache
 
     @property
+    def cuts(self) -> bool:
+        """Whether every layer holds a row for each token, from the first on."""
+        return not (self.recurrent or self.foreign or self.windowed)
+
+    @property
     def windowed(self) -> bool:
         """Whether some layers look back over a window only."""
         return any(cache.window is not None for cache in self.attention)

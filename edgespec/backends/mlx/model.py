@@ -34,7 +34,7 @@ from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.usual import UsualModel
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CancelledError, CapabilityError, ContextFullError
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
 __all__ = ["MlxModel"]
 
@@ -154,15 +154,20 @@ class MlxModel(UsualModel):
         self.memory.restore(checkpoint)
         self._passes.kept = checkpoint
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, start: int = 0) -> Snapshot:
         self._check(0)
         self._passes.end_round()
-        return Snapshot(self.length, to_bytes(self.memory, self._fingerprint))
+        start = min(start, self.length) if self.memory.cuts else 0
+        return Snapshot(self.length, to_bytes(self.memory, start, self._fingerprint), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._passes.clear()
-        from_bytes(self.memory, snapshot.data, self._fingerprint, self.facts.context_tokens)
+        self._passes.cut(snapshot.start)
+        try:
+            from_bytes(self.memory, snapshot, self._fingerprint, self.facts.context_tokens)
+        except BackendError:
+            self._passes.clear()
+            raise
         self._passes.kept = self.memory.mark()
 
     def learner(self) -> Learner:

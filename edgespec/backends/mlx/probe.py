@@ -66,7 +66,7 @@ def probe(model: MlxModel) -> Findings:
         trouble = trouble or _trouble(model, expected, check)
     taps = not _trouble(model, expected, _check_taps)
     if trouble:
-        capabilities = Capabilities(False, False, trouble, taps=taps)
+        capabilities = Capabilities(False, False, trouble, taps=taps, cuts=model.memory.cuts)
         return Findings(
             capabilities, "not possible", False, kv_bytes_for, dict.fromkeys(_SELF_DRAFTS, trouble)
         )
@@ -84,7 +84,10 @@ def probe(model: MlxModel) -> Findings:
     tried = {name: _trouble(model, expected, check) for name, check in _SELF_DRAFTS.items()}
     missing = {name: why for name, why in tried.items() if why}
     can = frozenset(tried.keys() - missing.keys())
-    capabilities = Capabilities(True, not trouble, trouble, width, taps=taps, self_drafts=can, learns=True)
+    cuts = not model.memory.windowed
+    capabilities = Capabilities(
+        True, not trouble, trouble, width, taps=taps, self_drafts=can, learns=True, cuts=cuts
+    )
     return Findings(capabilities, rollback, False, kv_bytes_for, missing)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from edgespec.backends.base import Snapshot
 from edgespec.backends.mlx.memory import Memory
 from edgespec.errors import BackendError
 
@@ -21,8 +22,11 @@ _DTYPES = {
 }
 
 
-def to_bytes(memory: Memory, fingerprint: str) -> bytes:
-    """A line of JSON that tells what is there, then the arrays one after another."""
+def to_bytes(memory: Memory, start: int, fingerprint: str) -> bytes:
+    """A line of JSON that tells what is there, then the arrays one after another.
+
+    start: the first token whose rows are wanted, where the memory `cuts`.
+    """
     if memory.foreign:
         raise BackendError(
             f"a memory of {', '.join(sorted(memory.foreign))} cannot be saved", "compute it again"
@@ -30,10 +34,10 @@ def to_bytes(memory: Memory, fingerprint: str) -> bytes:
     parts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
     for cache in memory.attention:
-        numbers, arrays = cache.dump()
+        numbers, arrays = cache.dump(start)
         parts.append({"numbers": numbers, "arrays": [_described(array, blobs) for array in arrays]})
     parts += [{"arrays": [_described(array, blobs) for array in cache.cache]} for cache in memory.recurrent]
-    header = json.dumps({"model": fingerprint, "length": memory.length, "parts": parts})
+    header = json.dumps({"model": fingerprint, "start": start, "length": memory.length, "parts": parts})
     return b"\n".join([header.encode(), b"".join(blobs)])
 
 
@@ -45,14 +49,20 @@ def _described(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | N
     return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def from_bytes(memory: Memory, data: bytes, fingerprint: str, most_tokens: int) -> None:
-    """Put what `to_bytes` gave into an empty memory. Raises BackendError; the memory is then empty."""
+def from_bytes(memory: Memory, snapshot: Snapshot, fingerprint: str, most_tokens: int) -> None:
+    """Put what `to_bytes` gave after the tokens before it, which are all that the memory holds.
+
+    Raises BackendError; the memory is then empty.
+    """
+    start = snapshot.start
     try:
-        line, _, rest = data.partition(b"\n")
+        line, _, rest = snapshot.data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
             raise ValueError("it is another model's")
-        if not 0 <= header["length"] <= most_tokens:
+        if header["start"] != start or memory.length != start:
+            raise ValueError(f"it goes after {header['start']} tokens, and {memory.length} are there")
+        if not start <= header["length"] <= most_tokens:
             raise ValueError(f"it holds {header['length']} tokens, and {most_tokens} fit")
         offset = 0
         for cache, part in zip([*memory.attention, *memory.recurrent], header["parts"], strict=True):
@@ -62,7 +72,7 @@ def from_bytes(memory: Memory, data: bytes, fingerprint: str, most_tokens: int) 
                 arrays.append(array)
                 offset += size
             if "numbers" in part:
-                cache.load(part["numbers"], arrays)
+                cache.load(part["numbers"], arrays, start)
             else:
                 cache.cache = arrays
         if offset != len(rest):
