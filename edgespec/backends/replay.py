@@ -47,7 +47,8 @@ class Rewindable(LanguageModel, Protocol):
         """Make the cache, `length` included, what it was; ends the round.
 
         A handle is used any number of times, and only while the tokens before it are still those of then:
-        going back before it makes it void, and so does `resize`. CapabilityError when the cache no longer reaches back so far.
+        going back before it makes it void, and so does `resize`. CapabilityError when the cache no longer
+        reaches back so far.
         """
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
 
 from edgespec.backends.base import LanguageModel, ModelFacts, SelfDraft, Vocabulary
 from edgespec.backends.room import check_tokens_fit
-from edgespec.errors import CapabilityError, ClosedError
+from edgespec.backends.view import TargetView
+from edgespec.errors import CapabilityError, ClosedError, ContextFullError
 
 __all__ = ["UsualModel"]
 
@@ -37,6 +42,25 @@ class UsualModel(ABC):
         """Raises CapabilityError."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
+
+    @cached_property
+    def _views(self) -> weakref.WeakSet[TargetView[Any]]:
+        """Drafts on this model's memory, as long as somebody holds them."""
+        return weakref.WeakSet()
+
+    def _check_size(self, context_tokens: int) -> None:
+        """Raises ClosedError, and ContextFullError when a context of that size does not hold the cache."""
+        self._check(0)
+        if context_tokens < max(1, self.length):
+            raise ContextFullError(
+                f"{self.length} cached tokens do not fit a context of {context_tokens}", "keep fewer of them"
+            )
+
+    def _now_sized(self, context_tokens: int, kv_bytes: int) -> None:
+        """The context has another size: `facts` and views say so."""
+        self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
+        for view in list(self._views):
+            view.resized()
 
     def check_open(self) -> None:
         """Raises ClosedError."""

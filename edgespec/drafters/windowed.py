@@ -92,6 +92,7 @@ class WindowedModel(UsualModel):
         self.facts: ModelFacts = replace(
             inner,
             context_tokens=context_tokens,
+            grows_to_tokens=context_tokens,
             capabilities=replace(able, max_width=min(able.max_width, spare), learns=False),
         )
         # So many tokens the inner cache may hold when a round begins.
@@ -206,6 +207,12 @@ class WindowedModel(UsualModel):
         if not isinstance(text, list) or not len(text) == snapshot.length <= self.room:
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._text = text
+
+    def resize(self, context_tokens: int) -> None:
+        """See the Protocol: how long the text may become; as much is seen of it."""
+        self._check_size(context_tokens)
+        self._end_round()
+        self._now_sized(context_tokens, self.facts.kv_bytes)
 
     def run_ahead(self, wanted: bool) -> None:
         self._model.run_ahead(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +33,8 @@ class ContextPlan:
     """What a context is made of.
 
     sequences: how many it can hold. recurrent: all or some layers remember by a state. undo_tokens: so
-    many earlier states the library keeps of a pass. kv_bytes: what all of that takes.
+    many earlier states the library keeps of a pass. kv_bytes: what all of that takes. token_bytes: what it
+    takes for each token.
     """
 
     tokens: int
@@ -42,6 +43,12 @@ class ContextPlan:
     recurrent: bool = False
     undo_tokens: int = 0
     kv_bytes: int = 0
+    token_bytes: int = 0
+
+    def sized(self, tokens: int) -> ContextPlan:
+        """The same for so many tokens."""
+        more = (tokens - self.tokens) * self.token_bytes
+        return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + more)
 
 
 class LlamaContext:
@@ -63,8 +70,7 @@ class LlamaContext:
     ) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
-        params = lib.llama_context_default_params()
-        params.n_ctx = plan.tokens
+        params = self._params = lib.llama_context_default_params()
         params.n_batch = params.n_ubatch = options.batch_tokens
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
@@ -80,26 +86,11 @@ class LlamaContext:
         self._tap = tap
         if tap is not None:
             params.cb_eval = tap.callback
-        recent_errors(clear=True)
-        self._context = lib.llama_init_from_model(model, params)
-        if not self._context:
-            detail = (recent_errors() or ["no reason was given"])[-1]
-            if "requires flash_attn" in detail:
-                raise OptionError(
-                    f"kv_type {options.kv_type!r} needs flash attention",
-                    "use --flash-attention auto, or --kv-type f16",
-                )
-            raise MemoryBudgetError(
-                f"a context of {plan.tokens} tokens could not be made: {detail}",
-                "use a smaller --context or another --kv-type",
-            )
-        self.tokens: int = lib.llama_n_ctx(self._context)
-        self.max_width: int = params.n_outputs_max
-        self.batch_tokens: int = lib.llama_n_batch(self._context)
-        self._memory = lib.llama_get_memory(self._context)
+        self._model = model
         self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-        self._logits = np.empty((0, self._vocab_size), np.float32)
-        self._logits_address = 0
+        self._context: Any = None
+        self.make(plan)
+        self.max_width: int = params.n_outputs_max
         # How many tokens some layers look back; 0 where all look at everything.
         self.window: int = lib.llama_model_n_swa(model)
         # How many earlier states of a pass are kept: none where the library cannot.
@@ -111,7 +102,46 @@ class LlamaContext:
             if takes_hidden
             else None
         )
+
+    def make(self, plan: ContextPlan) -> None:
+        """Make the memory, empty; the one before it, if there is one, is freed first.
+
+        plan: as at first, but for the size. Raises MemoryBudgetError, and OptionError for types that cannot
+        be; there is no memory then, and room for no token, until one can be made.
+        """
+        self._free()
+        recent_errors(clear=True)
+        self._params.n_ctx = plan.tokens
+        self._context = self._lib.llama_init_from_model(self._model, self._params)
+        if not self._context:
+            detail = (recent_errors() or ["no reason was given"])[-1]
+            if "requires flash_attn" in detail:
+                raise OptionError(
+                    f"kv_type {plan.kv_types.text!r} needs flash attention",
+                    "use --flash-attention auto, or --kv-type f16",
+                )
+            raise MemoryBudgetError(
+                f"a context of {plan.tokens} tokens could not be made: {detail}",
+                "use a smaller --context or another --kv-type",
+            )
+        self._memory = self._lib.llama_get_memory(self._context)
         self.interrupt.attach(self._context)
+        self.batch_tokens: int = self._lib.llama_n_batch(self._context)
+        self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
+
+    def _free(self) -> None:
+        former, self._context, self._memory = self._context, None, None
+        self.tokens = 0
+        # What they are a view of is gone as well.
+        self._logits = np.empty((0, self._vocab_size), np.float32)
+        self._logits_address = 0
+        if former:
+            self._lib.llama_free(former)
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no memory, for none could be made."""
+        return not self._context
 
     @property
     def remembers(self) -> bool:
@@ -165,6 +195,8 @@ class LlamaContext:
     def _decode(self, batch: Batch) -> None:
         if self.interrupt.wanted:
             raise CancelledError("cancelled")
+        if self.lost:
+            raise ContextFullError("there was no memory for the context", "load the model again")
         count = batch.native.n_tokens
         recent_errors(clear=True)
         status = self._lib.llama_decode(self._context, batch.native)
@@ -289,11 +321,10 @@ class LlamaContext:
 
     def close(self) -> None:
         """Free context and batch."""
-        self._logits = np.empty((0, self._vocab_size), np.float32)
+        self._free()
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()
-        self._lib.llama_free(self._context)
 
 
 def _choice(name: str, value: str, known: dict[str, int]) -> int:

@@ -21,7 +21,15 @@ from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
-__all__ = ["check_file", "default_threads", "describe", "load_parts", "load_vocabulary", "load_weights"]
+__all__ = [
+    "check_file",
+    "default_threads",
+    "describe",
+    "load_parts",
+    "load_simulated",
+    "load_vocabulary",
+    "load_weights",
+]
 
 _SMALL_MODEL_BYTES = 64 * 2**20
 
@@ -56,15 +64,41 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 def _arranges_anew(path: str, options: LoadOptions) -> bool:
     """Does llama.cpp give weights of this file another order in memory? Found out without reading them."""
     lib = library()
-    params = lib.llama_model_default_params()
-    params.no_alloc = True
-    params.load_mode = lib.LLAMA_LOAD_MODE_NONE
-    params.n_gpu_layers = _gpu_layers(options)
+    params = _simulation(options.gpu_layers)
     with overheard() as lines:
         weights = lib.llama_model_load_from_file(os.fsencode(path), params)
     if weights:
         lib.llama_model_free(weights)
     return any("_REPACK model buffer" in line for line in lines)
+
+
+def load_simulated(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
+    """A llama_model whose weights have their sizes and places and are not there. Raises ModelFileError.
+
+    paths: a file, or files that are its parts, whatever they are called.
+    """
+    lib = library()
+    if isinstance(paths, str):
+        size, first = check_file(paths), paths
+    else:
+        size, first = sum(map(check_file, paths)), paths[0]
+
+    def load(_: Any) -> Any:
+        params = _simulation(gpu_layers)
+        if isinstance(paths, str):
+            return lib.llama_model_load_from_file(os.fsencode(paths), params)
+        parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+        return lib.llama_model_load_from_splits(parts, len(paths), params)
+
+    return _loaded(load, first, name, size, LoadOptions(), None)
+
+
+def _simulation(gpu_layers: int | None) -> Any:
+    params = library().llama_model_default_params()
+    params.no_alloc = True
+    params.load_mode = library().LLAMA_LOAD_MODE_NONE
+    params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers
+    return params
 
 
 def _gpu_layers(options: LoadOptions) -> int:
@@ -167,7 +201,7 @@ def describe(
     vocabulary: Vocabulary,
     found: Findings,
 ) -> ModelFacts:
-    """What is known about a loaded model."""
+    """What is known about a loaded model whose context is made by `plan`, and is never to be larger."""
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))
@@ -192,6 +226,8 @@ def describe(
         capabilities=found.capabilities,
         notice=notice,
         rollback=found.rollback,
+        grows_to_tokens=plan.tokens,
+        grown_kv_bytes=plan.kv_bytes,
     )
 
 

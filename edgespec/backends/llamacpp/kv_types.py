@@ -49,6 +49,11 @@ class KvTypes:
         return self.keys in ("f32", "f16")
 
     @property
+    def text(self) -> str:
+        """As a person writes them."""
+        return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
+
+    @property
     def numbers(self) -> tuple[int, int]:
         """ggml's numbers of both."""
         return _TYPES[self.keys][0], _TYPES[self.values][0]
@@ -94,5 +99,6 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if metadata(weights, f"{arch}.attention.key_length_mla"):
-        value_size = 0  # with latent attention the values are a part of the keys (DeepSeek-V2, arXiv 2405.04434)
+        # With latent attention the values are a part of the keys (DeepSeek-V2, arXiv 2405.04434).
+        value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

@@ -34,6 +34,7 @@ from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.probe import Findings, probe
+from edgespec.backends.llamacpp.resizing import check_growth, first_plan, in_blocks, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
@@ -125,7 +126,8 @@ class LayerSkipModel(UsualModel):
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if _mapped(options):
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
-        plans = plan_halves(lower, upper, weight_bytes, options)
+        wholes = plan_halves(lower, upper, weight_bytes, options)
+        plans = [first_plan(whole, options) for whole in wholes]
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
@@ -140,8 +142,8 @@ class LayerSkipModel(UsualModel):
             found = _probed(self._context, upper, plans[1], options)
             self._lower = LowerHalf(below, tap, exit_name, options.max_branches)
             self._cells = Cells(self._context, options.max_branches)
-            facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, plans[0], self.vocabulary, found)
-            self._options, self._plan = options, plans[0]
+            facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, wholes[0], self.vocabulary, found)
+            self._options, self._whole = options, wholes[0]
             if options.memory_bytes is not None:
                 # What a copy may take is reckoned from this.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
@@ -154,7 +156,9 @@ class LayerSkipModel(UsualModel):
                 parameters=int(metadata(lower, PARAMETERS) or facts.parameters),
                 file_bytes=sum(check_file(str(Path(folder) / file)) for file in _ALL),
                 weight_bytes=weight_bytes,
+                context_tokens=plans[0].tokens,
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
+                grown_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
                 capabilities=able,
             )
             self._unlent = self._why_cells_stay_apart()
@@ -180,7 +184,7 @@ class LayerSkipModel(UsualModel):
             self._weights,
             (self._lower.context, self._context),
             self._cells,
-            self._plan,
+            self._whole,
             self._options,
             self.check_open,
         )
@@ -298,12 +302,35 @@ class LayerSkipModel(UsualModel):
         halves = ((self._lower.context, below), (self._context, above))
         return all(from_bytes(context, replace(snapshot, data=half), False) for context, half in halves)
 
+    def resize(self, context_tokens: int) -> None:
+        self._check_size(context_tokens)
+        self.end_round()
+        contexts = (self._lower.context, self._context)
+        before = [context.plan for context in contexts]
+        after = [plan.sized(in_blocks(context_tokens)) for plan in before]
+        check_growth(before, after, self.facts.weight_bytes, self._options)
+        try:
+            for context, plan in zip(contexts, after, strict=True):
+                remake(context, plan, self.length)
+        except BaseException:
+            # One of them failed, and is what it was.
+            for context, plan in zip(contexts, before, strict=True):
+                if not context.lost:
+                    remake(context, plan, self.length)
+            raise
+        finally:
+            if any(context.lost for context in contexts):
+                self._cut(0)
+        self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
+
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
         if isinstance(how, LowBit):
             if self._unlent is not None:
                 raise self._unlent
-            return draft_at_low_bits(self._lent(), how)
+            copy = draft_at_low_bits(self._lent(), how)
+            self._views.add(copy)
+            return copy
         if isinstance(how, SkippedLayers):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
@@ -314,7 +341,9 @@ class LayerSkipModel(UsualModel):
                 f"{self.facts.name} was prepared to exit after layer {self.exit_layer}, not {how.exit_layer}",
                 f"run `edgespec prepare layerskip --exit {how.exit_layer}` on the model",
             )
-        return EarlyExitView(self)
+        view = EarlyExitView(self)
+        self._views.add(view)
+        return view
 
     def interrupt(self, wanted: bool) -> None:
         self._lower.context.interrupt.wanted = self._context.interrupt.wanted = wanted

@@ -28,12 +28,19 @@ from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.likeness import check_same_model
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
+from edgespec.backends.llamacpp.resizing import check_growth, remake
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, check_tokens_fit, check_weights_fit
 from edgespec.backends.view import TargetView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    CapabilityError,
+    ContextFullError,
+    MemoryBudgetError,
+)
 
 __all__ = ["LowBitView", "check_lends", "draft_at_low_bits"]
 
@@ -41,6 +48,7 @@ __all__ = ["LowBitView", "check_lends", "draft_at_low_bits"]
 _DRAFT_ROOM_TOKENS = 64
 # A window lets go of so many tokens at once.
 _WINDOW_STEP_TOKENS = 64
+_ALL_TOKENS = 1 << 62
 # So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
 _HANDED_TOKENS = 256
 
@@ -83,7 +91,7 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
         )
     options = target.options
     if options.memory_bytes is not None:
-        left = options.memory_bytes - target.facts.weight_bytes - target.facts.kv_bytes
+        left = options.memory_bytes - target.facts.weight_bytes - target.facts.most_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
     # Before minutes of loading, not after.
@@ -98,13 +106,16 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
 
 
 def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
-    """A context of the target's kind, as large or as large as the window and what is drafted after it."""
+    """A context of the target's kind, as large or as large as the window and what is drafted after it.
+
+    As large as it ever has to be.
+    """
     tokens = target.plan.tokens
     if how.window_tokens is not None:
         looked_at = how.sink_tokens + how.window_tokens + _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
         tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
-    plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token)
+    plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     if plan.kv_bytes > left:
@@ -117,7 +128,8 @@ class LowBitView(TargetView[TargetParts]):
     """The target as its own draft, with the weights of a low-bit copy.
 
     Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
-    after them. Without a window `begin` stays at the sinks' end; it moves on in steps.
+    after them. Without a window `begin` stays at the sinks' end, and the context grows with the target's;
+    with one `begin` moves on in steps.
     """
 
     def __init__(
@@ -127,12 +139,13 @@ class LowBitView(TargetView[TargetParts]):
         self._weights = weights
         self.vocabulary = target.model.vocabulary
         plan = _plan(target, weights, how, options)
-        whole = how.window_tokens is None or plan.tokens == target.plan.tokens
+        whole = self._whole = how.window_tokens is None or plan.tokens == target.plan.tokens
         self._sinks = 0 if whole else how.sink_tokens
-        self._window = target.plan.tokens if whole or how.window_tokens is None else how.window_tokens
+        self._window = _ALL_TOKENS if whole or how.window_tokens is None else how.window_tokens
         self._begin = self._sinks
         threads = options.threads or default_threads(library().llama_model_size(weights))
-        self._context = LlamaContext(weights, options, plan, threads)
+        now = plan.sized(target.facts.context_tokens) if whole else plan
+        self._context = LlamaContext(weights, options, now, threads)
         # Its length counts what was dropped between sinks and window too: it is where drafts go on.
         self._cells = Cells(self._context, options.max_branches)
         self._same = target.cells.watch()
@@ -150,7 +163,36 @@ class LowBitView(TargetView[TargetParts]):
         )
         able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
         facts = describe(weights, path, name, plan, self.vocabulary, Findings(able, "overwritten"))
-        self.facts = replace(facts, context_tokens=target.plan.tokens, notice="")
+        self.facts = replace(
+            facts,
+            context_tokens=target.facts.context_tokens,
+            grows_to_tokens=target.plan.tokens,
+            kv_bytes=now.kv_bytes,
+            notice="",
+        )
+        self._options = options
+
+    @property
+    def room(self) -> int:
+        room = self._target.room
+        return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
+
+    def resized(self) -> None:
+        """See `TargetView`. Where there is no memory for it, it has the room that it had."""
+        super().resized()
+        if not self._whole:
+            return
+        plan = self._context.plan.sized(self.facts.context_tokens)
+        try:
+            check_growth([self._context.plan], [plan], self.facts.weight_bytes, self._options)
+            self._cells.cut(min(self._cells.length, self._same.until))
+            remake(self._context, plan, self._cells.length)
+        except MemoryBudgetError:
+            pass
+        finally:
+            if self._context.lost:
+                self._cells.length = 0
+        self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
     def _try(self) -> None:
         """Hand two tokens over and run a third. Raises CapabilityError when they arrive changed."""

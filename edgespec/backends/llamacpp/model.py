@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgespec.backends.base import (
@@ -26,6 +27,7 @@ from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_context
 from edgespec.backends.llamacpp.probe import Findings, probe
+from edgespec.backends.llamacpp.resizing import check_growth, first_plan, in_blocks, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
@@ -77,18 +79,20 @@ class LlamaCppModel(UsualModel):
             raise ModelFileError(
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
             )
-        plan = plan_context(weights, options)
+        whole = plan_context(weights, options)
+        plan = first_plan(whole, options)
         threads = options.threads or default_threads(library().llama_model_size(weights))
         self._context = LlamaContext(weights, options, plan, threads)
         self._moments = Moments(self._context, range(1, plan.sequences))
         try:
             self.found: Findings = probe(self._context, weights, plan, options, self._moments)
-            self.facts: ModelFacts = describe(weights, path, name, plan, self.vocabulary, self.found)
+            facts = describe(weights, path, name, whole, self.vocabulary, self.found)
         except BaseException:
             self._context.close()
             raise
         self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
-        self._options, self._plan = options, plan
+        self.facts: ModelFacts = replace(facts, context_tokens=plan.tokens, kv_bytes=plan.kv_bytes)
+        self._options, self._whole = options, whole
         self._recurrent = plan.recurrent
         self._forgets = plan.kv_types.keys_turn and not plan.recurrent and self._context.can_shift
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
@@ -200,6 +204,22 @@ class LlamaCppModel(UsualModel):
         """Whether it goes where the cache ends, and fits the context."""
         return self.length == snapshot.start <= snapshot.length <= self._context.tokens
 
+    def resize(self, context_tokens: int) -> None:
+        self._check_size(context_tokens)
+        self._cells.end_round()
+        context = self._context
+        plan = context.plan.sized(in_blocks(context_tokens))
+        check_growth([context.plan], [plan], self.facts.weight_bytes, self._options)
+        try:
+            remake(context, plan, self.length, recurrent=self._recurrent)
+        finally:
+            # The sequences of moments are empty now, and those that nobody holds may be taken again.
+            self._moments.tidy()
+            self._chosen = False
+            if context.lost:
+                self._cells.length = 0
+        self._now_sized(plan.tokens, plan.kv_bytes)
+
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
         if isinstance(how, EarlyExit):
@@ -212,7 +232,9 @@ class LlamaCppModel(UsualModel):
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        return draft_at_low_bits(self._lent(), how)
+        view = draft_at_low_bits(self._lent(), how)
+        self._views.add(view)
+        return view
 
     def _lent(self) -> TargetParts:
         return TargetParts(
@@ -220,7 +242,7 @@ class LlamaCppModel(UsualModel):
             (self._weights,),
             (self._context,),
             self._cells,
-            self._plan,
+            self._whole,
             self._options,
             self.check_open,
         )

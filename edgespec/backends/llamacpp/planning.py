@@ -14,11 +14,22 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 
-__all__ = ["kv_bytes", "lower_rows", "plan_context", "plan_halves", "work_bytes"]
+__all__ = [
+    "UNDO_TOKENS",
+    "States",
+    "kv_bytes",
+    "lower_rows",
+    "plan_context",
+    "plan_halves",
+    "remembers_by_state",
+    "wished_context",
+    "wished_halves",
+    "work_bytes",
+]
 
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
-_UNDO_TOKENS = 8
+UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
 # The library keeps room for the logits of all rows whose hidden states are read, though nobody wants those:
@@ -27,33 +38,63 @@ _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one sequence remembers: a state of fixed size, and keys and values for each token.
+
+    keeps_earlier: the library can keep the states after the last few tokens of a pass.
+    """
+
+    state_bytes: int
+    f16_bytes_per_token: int
+    keeps_earlier: bool
+
+
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     """What context to make.
 
     Raises MemoryBudgetError when it does not fit what is there for it, OptionError for an unknown kv_type.
     """
-    trained: int = library().llama_model_n_ctx_train(weights)
-    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
-    asked = context_wanted(options, trained)
-    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
-    if library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights):
-        states = _measured(weights, options)
-        types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
-        per_token = types.bytes_per_token(states.f16_bytes_per_token)
-        # The sequence that runs, and the checkpoints.
-        plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True)
-        fixed = states.state_bytes * plan.sequences
-        if states.keeps_earlier and fixed * (1 + _UNDO_TOKENS) <= _SMALL_STATES_BYTES:
-            plan = replace(plan, undo_tokens=_UNDO_TOKENS)
-            fixed *= 1 + _UNDO_TOKENS
-    else:
-        types = choose_kv_types(options, kv_bytes_per_token(weights, _F16) * wanted)
-        per_token = kv_bytes_per_token(weights, types)
-        # One sequence for each branch, and a spare one for moving cells.
-        plan, fixed = ContextPlan(wanted, types, options.max_branches + 1), 0
-    plan = replace(plan, kv_bytes=wanted * per_token + fixed)
-    _check_room(plan.kv_bytes, asked, per_token, fixed, library().llama_model_size(weights), options)
+    states = _measured(weights, options) if remembers_by_state(weights) else None
+    plan = wished_context(weights, options, states)
+    fixed = _fixed_bytes(states, plan)
+    asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
+    _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
     return plan
+
+
+def remembers_by_state(weights: Any) -> bool:
+    """Whether all or some of its layers do: then `States` have to be known."""
+    return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
+
+
+def wished_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
+    """What context to make wherever there is room for it. states: None for a memory of keys and values only.
+
+    Raises OptionError for an unknown kv_type.
+    """
+    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
+    asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
+    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
+    if states is None:
+        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted))
+        # One sequence for each branch, and a spare one for moving cells.
+        plan = ContextPlan(wanted, types, options.max_branches + 1)
+        return replace(
+            plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
+        )
+    types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
+    # The sequence that runs, and the checkpoints.
+    plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True)
+    if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
+        plan = replace(plan, undo_tokens=UNDO_TOKENS)
+    per_token = types.bytes_per_token(states.f16_bytes_per_token)
+    return replace(plan, kv_bytes=wanted * per_token + _fixed_bytes(states, plan), token_bytes=per_token)
+
+
+def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
+    """What the memory takes however short the text is."""
+    return states.state_bytes * plan.sequences * (1 + plan.undo_tokens) if states else 0
 
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
@@ -68,15 +109,28 @@ def plan_halves(
 
     weight_bytes: of both halves, what they share counted once.
     """
+    plans = wished_halves(lower, upper, options)
+    total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
+    asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
+    beside = weight_bytes + work_bytes(lower, options)
+    _check_room(total, asked, total // wanted, 0, beside, options)
+    return plans
+
+
+def wished_halves(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
+    """`wished_context` for both halves of a model."""
     asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
     wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
-    halves = (lower, upper)
-    types = choose_kv_types(options, sum(kv_bytes_per_token(half, _F16) for half in halves) * wanted)
-    per_token = [kv_bytes_per_token(half, types) for half in halves]
-    beside = weight_bytes + work_bytes(lower, options)
-    _check_room(sum(per_token) * wanted, asked, sum(per_token), 0, beside, options)
+    types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
-        ContextPlan(wanted, types, options.max_branches + 1, kv_bytes=size * wanted) for size in per_token
+        ContextPlan(
+            wanted,
+            types,
+            options.max_branches + 1,
+            kv_bytes=kv_bytes(half, types, wanted),
+            token_bytes=kv_bytes_per_token(half, types),
+        )
+        for half in (lower, upper)
     )
     return first, second
 
@@ -109,24 +163,12 @@ def _check_room(
         raise cache_too_large(asked, kv_bytes, left, fits)
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """What one sequence remembers: a state of fixed size, and keys and values for each token.
-
-    keeps_earlier: the library can keep the states after the last few tokens of a pass.
-    """
-
-    state_bytes: int
-    f16_bytes_per_token: int
-    keeps_earlier: bool
-
-
-def _measured(weights: Any, options: LoadOptions) -> _States:
+def _measured(weights: Any, options: LoadOptions) -> States:
     """The sizes, from a small context: metadata does not tell which layers remember how.
 
     With a sliding window the state and the window's keys are not told apart, so no earlier states there.
     """
-    small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=_UNDO_TOKENS)
+    small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
     try:
         context.append([0], 0)
@@ -134,6 +176,6 @@ def _measured(weights: Any, options: LoadOptions) -> _States:
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
-        return _States(state, per_token, context.undo_tokens > 0 and not context.window)
+        return States(state, per_token, context.undo_tokens > 0 and not context.window)
     finally:
         context.close()

@@ -18,8 +18,8 @@ __all__ = ["TargetParts"]
 class TargetParts:
     """The parts of a loaded target, or of both its halves: weights and contexts, the lower layers first.
 
-    cells: what all of their contexts hold. plan: of each context. check_open: raises ClosedError when they
-    are gone.
+    cells: what all of their contexts hold. plan: of each context at its largest. check_open: raises
+    ClosedError when they are gone.
     """
 
     model: LanguageModel

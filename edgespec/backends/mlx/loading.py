@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
     from edgespec.backends.mlx.probe import Findings
 
-__all__ = ["load"]
+__all__ = ["KV_BITS", "check_options", "load"]
 
 MAX_WIDTH = 256
-_KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
+KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -30,7 +31,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     Raises ModelFileError (no such model, damaged, a GGUF, unknown architecture), MemoryBudgetError,
     OptionError, BackendMissingError, and CancelledError when `progress` returns False.
     """
-    _check_options(options)
+    check_options(options)
     core()  # says so where mlx is missing; what is imported from here on needs it
     from edgespec.backends.mlx.device import leave_thread
 
@@ -56,16 +57,17 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         # A context may be smaller than what is tried in it.
         replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
         vocabulary,
-        kv_bits=_KV_BITS[options.kv_type],
+        kv_bits=KV_BITS[options.kv_type],
         batch_tokens=options.batch_tokens,
     )
     try:
         found = _probed(model, options)
         model.parts.missing = found.no_self_draft
-        _check_memory(checkpoint, context_tokens, found.kv_bytes_for, options)
+        weight_bytes = checkpoint.weight_bytes + checkpoint.low_bits_bytes
+        model.kv_bytes_within = partial(_kv_bytes_within, found.kv_bytes_for, weight_bytes, options)
         model.facts = replace(
             facts,
-            kv_bytes=found.kv_bytes_for(context_tokens),
+            kv_bytes=model.kv_bytes_within(context_tokens),
             capabilities=found.capabilities,
             rollback=found.rollback,
         )
@@ -93,12 +95,12 @@ def _probed(model: MlxModel, options: LoadOptions) -> Findings:
         ) from error
 
 
-def _check_options(options: LoadOptions) -> None:
+def check_options(options: LoadOptions) -> None:
     """Refuse what would have no effect."""
-    if options.kv_type not in _KV_BITS:
+    if options.kv_type not in KV_BITS:
         raise OptionError(
             f"kv_type is {options.kv_type!r}",
-            f"with MLX choose one of {', '.join(_KV_BITS)}; auto keeps the type the model computes in",
+            f"with MLX choose one of {', '.join(KV_BITS)}; auto keeps the type the model computes in",
         )
     for name, given, hint in (
         ("threads", options.threads is not None, "MLX chooses its threads itself"),
@@ -135,19 +137,15 @@ def _facts(checkpoint: Checkpoint, path: str, name: str, context_tokens: int) ->
     )
 
 
-def _check_memory(
-    checkpoint: Checkpoint, context_tokens: int, kv_bytes_for: Callable[[int], int], options: LoadOptions
-) -> None:
-    """Raises MemoryBudgetError when a full context would not fit what is there for it."""
+def _kv_bytes_within(
+    kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
+) -> int:
+    """Bytes of a full context. Raises MemoryBudgetError when it would not fit what is there for it."""
     limit = options.memory_bytes
-    left = (
-        psutil.virtual_memory().available
-        if limit is None
-        else limit - checkpoint.weight_bytes - checkpoint.low_bits_bytes
-    )
+    left = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     wanted = kv_bytes_for(context_tokens)
     if wanted <= left:
-        return
+        return wanted
     fits = context_tokens
     while fits and kv_bytes_for(fits) > left:
         fits = fits // 2 // BLOCK_TOKENS * BLOCK_TOKENS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -36,16 +36,18 @@ from edgespec.backends.usual import UsualModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["MlxModel"]
+__all__ = ["CPU_BATCH_TOKENS", "MlxModel"]
 
 # A pass cannot be stopped half-way, so on a processor prefill goes on in small ones.
-_CPU_BATCH_TOKENS = 64
+CPU_BATCH_TOKENS = 64
 
 
 class MlxModel(UsualModel):
     """One MLX model with one memory: what may be asked of it, and when.
 
     How it is run, and what is kept of that, is for `Passes`. parts: what of it drafts for the whole.
+    kv_bytes_within: bytes of the caches when a context of so many tokens is full; raises MemoryBudgetError
+    where there is no room for them.
     """
 
     def __init__(
@@ -65,10 +67,11 @@ class MlxModel(UsualModel):
         self._passes = Passes(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.memory = self._passes.memory
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
+        self.kv_bytes_within: Callable[[int], int] = lambda _: 0  # until it is probed
         self.parts = Parts(self._net, self._passes.shape, checkpoint.low_bits)
         self._scorer = Scorer(self._passes.forward_part, self.memory, self._passes.shape)
         on_cpu = mx.default_device() == mx.cpu
-        self._batch_tokens = min(batch_tokens, _CPU_BATCH_TOKENS) if on_cpu else batch_tokens
+        self._batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS) if on_cpu else batch_tokens
 
     @property
     def length(self) -> int:
@@ -170,6 +173,14 @@ class MlxModel(UsualModel):
             raise
         self._passes.kept = self.memory.mark()
 
+    def resize(self, context_tokens: int) -> None:
+        """See the Protocol. Its arrays grow with the text by themselves: this says how long it may become."""
+        self._check_size(context_tokens)
+        self._passes.end_round()
+        kv_bytes = self.kv_bytes_within(context_tokens)
+        self._passes.context_tokens = context_tokens
+        self._now_sized(context_tokens, kv_bytes)
+
     def learner(self) -> Learner:
         """See `Teachable`."""
         from edgespec.backends.mlx.online import MlxLearner
@@ -186,7 +197,9 @@ class MlxModel(UsualModel):
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:
         self._check(0)
-        return MlxSelfDraft(self, *self.parts.make(how, self.facts))
+        view = MlxSelfDraft(self, *self.parts.make(how, self.facts))
+        self._views.add(view)
+        return view
 
     def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         self._check_trial(0)

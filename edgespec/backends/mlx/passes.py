@@ -55,7 +55,7 @@ class Passes:
         self.steps_ahead = False
         self.interrupted = False
         self._net = net
-        self._context_tokens = context_tokens
+        self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = Round()
         # How the open round is drafted, where it is a draft of this model itself.
@@ -273,7 +273,7 @@ class Passes:
         width = len(known) + 1
         if self._ahead or self._closed or self.interrupted:
             return
-        if self.length + len(self._round) + width > self._context_tokens:
+        if self.length + len(self._round) + width > self.context_tokens:
             return
         if self.memory.foreign:  # what we do not know cannot be taken back
             return

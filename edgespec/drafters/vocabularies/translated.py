@@ -36,6 +36,7 @@ class TranslatedModel(UsualModel):
         self.facts: ModelFacts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
+            grows_to_tokens=max(0, model.facts.most_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
             capabilities=replace(able, max_width=able.max_width - self._margin, learns=False),
@@ -171,6 +172,13 @@ class TranslatedModel(UsualModel):
             raise BackendError("the saved state does not fit this context", "compute it again")
         self._model.restore(Snapshot(held, data))
         self._add(text)
+
+    def resize(self, context_tokens: int) -> None:
+        self._check_size(context_tokens)
+        self._forget_round()
+        self._model.resize(context_tokens + self._margin)
+        inner = self._model.facts
+        self._now_sized(max(0, inner.context_tokens - self._margin), inner.kv_bytes)
 
     def interrupt(self, wanted: bool) -> None:
         self._model.interrupt(wanted)

@@ -1,0 +1,78 @@
+"""A context of another size that remembers the same: saved, made anew, put back.
+
+The library cannot make a context larger. What a sequence remembers does not depend on the size, so it comes
+back to the bit. The memory is freed before the new one is made: both are never there at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, readable
+from edgespec.errors import BackendError, MemoryBudgetError
+
+__all__ = ["check_growth", "first_plan", "in_blocks", "remake"]
+
+
+def in_blocks(tokens: int) -> int:
+    """A size that the library makes as it stands; asked for less, it would round up by itself."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def first_plan(whole: ContextPlan, options: LoadOptions) -> ContextPlan:
+    """The context to begin with, of one that is to become as large as `whole`."""
+    if options.first_tokens is None:
+        return whole
+    return whole.sized(min(whole.tokens, in_blocks(options.first_tokens)))
+
+
+def check_growth(
+    before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
+) -> None:
+    """Raises MemoryBudgetError when contexts that are to be made larger do not fit the memory."""
+    wanted, held = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
+    if wanted <= held:
+        return
+    if options.memory_bytes is not None and wanted > options.memory_bytes - weight_bytes:
+        left = max(0, options.memory_bytes - weight_bytes)
+        per_token = sum(plan.token_bytes for plan in after)
+        fits = after[0].tokens - -(-(wanted - left) // per_token) if per_token else 0
+        raise cache_too_large(after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS)
+    # What is saved meanwhile is no more than what is freed.
+    if wanted > (available := int(psutil.virtual_memory().available)):
+        raise MemoryBudgetError(
+            f"a context of {after[0].tokens} tokens takes {readable(wanted)} of memory"
+            f" and {readable(available)} are free",
+            "close other programs or use a smaller --context",
+        )
+
+
+def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False) -> None:
+    """Give a context, whose sequence 0 holds `length` tokens, the size of `plan`; all other sequences go.
+
+    Whatever goes wrong, it has its former size and content again. Raises MemoryBudgetError. Where there is
+    no memory for that either the context is lost, as it says.
+    """
+    former = context.plan
+    if plan == former:
+        return
+    saved: Sequence[memoryview] = ()
+    if length:
+        saved = [context.state()] if recurrent else context.lift(0, 0, length)
+    try:
+        _fill(context, plan, saved, length, recurrent)
+    except BaseException:
+        _fill(context, former, saved, length, recurrent)
+        raise
+
+
+def _fill(
+    context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
+) -> None:
+    context.make(plan)
+    if saved and not (context.set_state(saved[0]) if recurrent else context.put_down(saved, 0, length)):
+        raise BackendError(f"{length} cached tokens could not be put back", "send the message again")
