@@ -22,6 +22,7 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
+from edgespec.memory.kept import KeptTexts
 from edgespec.methods import Drafters
 from edgespec.policy.load import LOAD
 from edgespec.reply import MethodReport
@@ -36,11 +37,13 @@ _ACCOUNT_ROUNDS = 8
 class Session:
     """Keeps target and drafters in step with the tokens they have seen.
 
-    `plain_step_seconds`: the last known cost of a plain step of the target.
+    `plain_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
+    of other texts, to go back to.
     """
 
-    def __init__(self, target: LanguageModel, drafters: Drafters) -> None:
+    def __init__(self, target: LanguageModel, drafters: Drafters, kept: KeptTexts | None = None) -> None:
         self.target = target
+        self.kept = kept
         self.drafters = drafters
         self._cached: list[int] = []
         # `_working` is held while a model runs, never while a caller looks at what came out.
@@ -118,9 +121,11 @@ class Session:
             self._end()
 
     def forget(self) -> None:
-        """Give up what target and drafters hold of the last text. Raises BusyError, ClosedError."""
+        """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
             self.drafters.forget()
+            if self.kept:
+                self.kept.forget()
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:
@@ -134,8 +139,24 @@ class Session:
                 self._cached = self._cached[: self.target.length]
                 self._interrupt(False)
             self._current = None
-            if self._resting and not self._closing:
-                self._idle.start(self.rest)
+            if (self._resting or (self.kept and self.kept.saves)) and not self._closing:
+                self._idle.start(self._use_quiet)
+
+    def _use_quiet(self, wanted: Callable[[], bool]) -> None:
+        """What is done while nobody asks: the text is kept, and drafters improve."""
+        self._keep_text(wanted)
+        if self._resting:
+            self.rest(wanted)
+
+    def _keep_text(self, wanted: Callable[[], bool]) -> None:
+        """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
+        if not self.kept or not self.kept.saves:
+            return
+        with self._working:
+            if wanted() and not self._closed and self._current is None:
+                self._cached = self._cached[: self.target.length]
+                self.kept.keep(self._cached)
+        self.kept.write(wanted)
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
@@ -235,12 +256,28 @@ class Session:
         """Bring the target's cache to all tokens but the last; how many of them it held already."""
         # At every moment the target holds the beginning of `_cached`, or more than it: an interrupt may come
         # between any two steps.
-        self._cached = self._cached[: min(common_prefix(self._cached, tokens), len(tokens) - 1)]
-        self.target.truncate(len(self._cached))
-        kept = self.target.length
+        shared = min(common_prefix(self._cached, tokens), len(tokens) - 1)
+        if self.kept and shared < len(self._cached):
+            self.kept.keep(self._cached, shared)
+        self._cached = self._cached[:shared]
+        self.target.truncate(shared)
+        if self.kept and (found := self.kept.find(tokens, self.target.length)):
+            self._cached = []
+            self.kept.restore(found, tokens, self.target.length)
+        held = self.target.length
         self._cached = tokens
-        self.target.prefill(tokens[kept:-1], progress)
-        return kept
+        if self.kept and (parting := self.kept.parting(tokens, held)):
+            self._read(tokens, parting, progress)
+            self.kept.keep_parting(tokens[:parting])
+        self._read(tokens, len(tokens) - 1, progress)
+        return held
+
+    def _read(self, tokens: list[int], end: int, progress: Progress | None) -> None:
+        """Bring the target's cache from a beginning of `tokens` to `end` of them."""
+        held, started = self.target.length, now()
+        self.target.prefill(tokens[held:end], progress)
+        if self.kept:
+            self.kept.worth.note_read(end - held, now() - started)
 
     def _interrupt(self, wanted: bool) -> None:
         self.target.interrupt(wanted)
@@ -266,9 +303,14 @@ class Session:
         with self._working, self._state:
             if not self._closed:
                 self._closed = True
+                if self.kept and self.kept.saves:
+                    self._interrupt(False)
+                    self.kept.keep(self._cached[: self.target.length])
                 self.drafters.close()
                 self.target.close()
         self._idle.join()
+        if self.kept:
+            self.kept.write()
 
 
 def _count_memory(stats: Stats, drafter: Drafter) -> None:

@@ -1,0 +1,326 @@
+"""Pieces of texts on disk: one private file each, read with suspicion, bounded by a quota.
+
+A file says what made it (see `identity`), which tokens it holds, after which file it goes, and what its bytes
+must sum to. Whatever differs is not used, and read again by the model instead. A file is written beside its
+place and moved there whole, by one process at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from edgespec.backends.base import Snapshot
+from edgespec.files import data_folder, private_folder, reason_of, regular_bytes, removed, write_private
+from edgespec.memory.kept.pieces import Tokens
+
+__all__ = ["KeptDisk", "StoredPiece", "disk_bound", "forget_kept", "kept_folder"]
+
+VERSION = 1
+_MAGIC = b"edgespec kept %d\n" % VERSION
+_SIZES = struct.Struct("<II")  # bytes of the header, crc32 of the header
+_SUFFIX = ".kept"
+_BLOCK_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 24
+_LOCK_SECONDS = 1.0
+# Its time says when all was forgotten last.
+_FORGOTTEN = "forgotten"
+_MOST_BYTES = 4 * 2**30
+_SHARE_OF_FREE = 0.1
+# What was used a moment ago and what was used just now are worth the same.
+_FRESH_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """What a file tells before its bytes are read.
+
+    after: the digest of the text before it, which is the beginning of that file's name; empty where a text
+    begins. seconds: what reading its tokens took the model. used: when, in seconds of the wall clock.
+    """
+
+    name: str
+    after: str
+    start: int
+    tokens: Tokens
+    data_bytes: int
+    seconds: float
+    used: float
+
+
+def kept_folder() -> Path:
+    """Where the files are, in a folder for each model and way of running it."""
+    return data_folder() / "kept"
+
+
+def disk_bound(folder: Path | None = None) -> int:
+    """The bytes that may be kept on disk unless the user says: 4 GiB, or a tenth of what is free if less."""
+    folder = folder or kept_folder()
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
+    return min(_MOST_BYTES, int(free * _SHARE_OF_FREE))
+
+
+class KeptDisk:
+    """The files of one model, loaded in one way. It never raises for what is wrong there: see `notice`.
+
+    identity: tells apart whatever could make another state of the same tokens: the weights, the backend and
+    its version, how it stores and computes. quota_bytes: for all models together.
+    """
+
+    def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
+        self._root = folder or kept_folder()
+        self.folder = self._root / identity[:32]
+        self.quota_bytes = disk_bound(self._root) if quota_bytes is None else quota_bytes
+        self.notice = ""
+        self._identity = identity
+        self._forgotten_ns = self._last_forgotten_ns()
+
+    def stored(self) -> list[StoredPiece]:
+        """What is there, each after what it goes after; a file nobody can use is deleted."""
+        found: dict[str, StoredPiece] = {}
+        for path in _files(self.folder):
+            piece = self._told(path)
+            if piece:
+                found[piece.name] = piece
+            else:
+                _delete(path)
+        # A text's digest, and how long it is; nothing comes before the beginning.
+        ends = {"": 0}
+        whole: list[StoredPiece] = []
+        for piece in sorted(found.values(), key=lambda piece: piece.start):
+            if ends.get(piece.after) == piece.start:
+                whole.append(piece)
+                ends[_digest(piece.name)] = piece.start + len(piece.tokens)
+            else:
+                self.remove([piece.name])
+        return whole
+
+    def read(self, name: str) -> Snapshot | None:
+        """The bytes of a file; None where it is gone, damaged or another's."""
+        path = self._path(name)
+        try:
+            header, head_bytes = self._header(path)
+            with path.open("rb") as file:
+                file.seek(head_bytes)
+                payload = file.read()
+        except (OSError, ValueError, MemoryError):
+            return None
+        tokens_bytes = 4 * (header["end"] - header["start"])
+        if len(payload) != tokens_bytes + header["data_bytes"] or _sums(payload) != header["sums"]:
+            _delete(path)
+            return None
+        with suppress(OSError):
+            os.utime(path)
+        return Snapshot(header["end"], payload[tokens_bytes:], header["start"])
+
+    def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
+        """Put a piece on disk, making room for it; False where that cannot be.
+
+        after: the digest of the text before it.
+        """
+        payload = np.ascontiguousarray(tokens, "<i4").tobytes() + snapshot.data
+        header = {
+            "identity": self._identity,
+            "name": name,
+            "after": after,
+            "start": snapshot.start,
+            "end": snapshot.length,
+            "data_bytes": len(snapshot.data),
+            "seconds": seconds,
+            "tokens_sum": crc32(payload[: 4 * len(tokens)]),
+            "sums": _sums(payload),
+        }
+        told = json.dumps(header).encode()
+        whole = b"".join((_MAGIC, _SIZES.pack(len(told), crc32(told)), told, payload))
+        if len(whole) > self.quota_bytes:
+            return False
+        try:
+            private_folder(self._root)
+            with self._lock():
+                if self.forgotten:
+                    return False
+                self._clear_litter()
+                self._make_room(len(whole), self._chain(after))
+                private_folder(self.folder)
+                write_private(self._path(name), whole)
+        except (Timeout, NotImplementedError):  # the latter: a file system without locks
+            return False
+        except OSError as error:
+            self.notice = f"what was read is not kept in {self._root}: {reason_of(error)}"
+            return False
+        self.notice = ""
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete these."""
+        for name in names:
+            _delete(self._path(name))
+
+    def used_bytes(self) -> int:
+        """What all files take, those of other models included."""
+        return sum(map(_size, _files(self._root)))
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether somebody had all forgotten since `begin_again`, or since this was made."""
+        return self._last_forgotten_ns() != self._forgotten_ns
+
+    def begin_again(self) -> None:
+        """What was to be forgotten is forgotten."""
+        self._forgotten_ns = self._last_forgotten_ns()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def _told(self, path: Path) -> StoredPiece | None:
+        """What a file says of itself; None where it makes no sense here."""
+        try:
+            header, head_bytes = self._header(path)
+            with path.open("rb") as file:
+                file.seek(head_bytes)
+                data = file.read(4 * (header["end"] - header["start"]))
+            if crc32(data) != header["tokens_sum"] or path.name != f"{header['name']}{_SUFFIX}":
+                return None
+            tokens = np.frombuffer(data, "<i4").astype(np.int32)
+            used, seconds = path.stat().st_mtime, float(header["seconds"])
+            return StoredPiece(
+                header["name"], header["after"], header["start"], tokens, header["data_bytes"], seconds, used
+            )
+        except (OSError, ValueError, MemoryError):
+            return None
+
+    def _header(self, path: Path) -> tuple[dict[str, Any], int]:
+        """The header of one of this model's files, and where its bytes begin. Raises OSError, ValueError."""
+        header, head_bytes = _read_header(path)
+        if header["identity"] != self._identity:
+            raise ValueError("it is another model's")
+        if path.stat().st_size != head_bytes + 4 * (header["end"] - header["start"]) + header["data_bytes"]:
+            raise ValueError("it is cut short")
+        return header, head_bytes
+
+    def _chain(self, after: str) -> set[Path]:
+        """The files of the text with that digest."""
+        chain: set[Path] = set()
+        wanted = [after]
+        while digest := wanted.pop() if wanted else "":
+            for path in set(self.folder.glob(f"{digest}-*{_SUFFIX}")) - chain:
+                chain.add(path)
+                with suppress(OSError, ValueError):
+                    wanted.append(str(_read_header(path)[0]["after"]))
+        return chain
+
+    def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> None:
+        """Delete what is worth least until so much more fits; nothing before what goes on from it."""
+        over = self.used_bytes() + wanted_bytes - self.quota_bytes
+        if over <= 0:
+            return
+        for path in _by_value(self._root, time.time()):
+            if over <= 0:
+                break
+            if path not in sparing:
+                over -= _size(path)
+                _delete(path)
+
+    def _clear_litter(self) -> None:
+        """Who holds the lock is the only writer: what is half written belongs to nobody."""
+        for path in self._root.glob("*/.*.tmp"):
+            _delete(path)
+
+    def _last_forgotten_ns(self) -> int:
+        try:
+            return (self._root / _FORGOTTEN).stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _lock(self) -> FileLock:
+        return FileLock(self._root / "lock", timeout=_LOCK_SECONDS, mode=0o600)
+
+
+def forget_kept(folder: Path | None = None) -> int:
+    """Delete what is kept of every model, and make running programs drop what they would write.
+
+    Gives the bytes that were freed. Raises OSError.
+    """
+    folder = folder or kept_folder()
+    write_private(folder / _FORGOTTEN, b"")
+    return removed([*_files(folder), *folder.glob("*/.*.tmp")])
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file begins with, and where its tokens do. Raises OSError, ValueError."""
+    regular_bytes(path)
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError("it is of another version")
+        sizes = file.read(_SIZES.size)
+        if len(sizes) < _SIZES.size:
+            raise ValueError("it is cut short")
+        size, checksum = _SIZES.unpack(sizes)
+        told = file.read(size) if size <= _MOST_HEADER_BYTES else b""
+    if len(told) != size or crc32(told) != checksum:
+        raise ValueError("it is damaged")
+    header = json.loads(told)
+    return header, len(_MAGIC) + _SIZES.size + size
+
+
+def _by_value(root: Path, now: float) -> list[Path]:
+    """All files, what is worth least first: seconds saved for each byte, less the longer it was not used."""
+    value: dict[Path, float] = {}
+    after: dict[Path, str] = {}
+    named: dict[tuple[Path, str], list[Path]] = {}
+    starts: dict[Path, int] = {}
+    for path in _files(root):
+        try:
+            header, _ = _read_header(path)
+            age = max(0.0, now - path.stat().st_mtime) + _FRESH_SECONDS
+            value[path] = header["seconds"] / (header["data_bytes"] + 1) / age
+            starts[path] = header["start"]
+            after[path] = header["after"]
+            named.setdefault((path.parent, _digest(path.name)), []).append(path)
+        except (OSError, ValueError):
+            value[path], starts[path] = 0.0, 0
+    # What others go on from is worth as much as they are.
+    for path in sorted(value, key=lambda path: -starts[path]):
+        for before in named.get((path.parent, after.get(path, "")), ()):
+            value[before] = max(value[before], value[path])
+    return sorted(value, key=lambda path: (value[path], -starts[path]))
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of one model, or of all where it is the folder of all."""
+    return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
+
+
+def _digest(name: str) -> str:
+    """What the name of a piece begins with: the digest of the text to its end."""
+    return name.partition("-")[0]
+
+
+def _sums(payload: bytes) -> list[int]:
+    view = memoryview(payload)
+    return [crc32(view[at : at + _BLOCK_BYTES]) for at in range(0, len(view), _BLOCK_BYTES)]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _delete(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
