@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -11,7 +12,7 @@ from edgespec.checks import flag, number, whole_number
 from edgespec.errors import OptionError
 from edgespec.methods import parse_method
 
-__all__ = ["Branches", "Drafting"]
+__all__ = ["Branches", "Drafting", "unread"]
 
 Branches: TypeAlias = tuple[int, ...] | Literal["auto"]
 
@@ -72,12 +73,12 @@ class Drafting:
 
     def _check_read(self) -> None:
         """What nobody reads would be ignored without a word."""
-        drafters = {name for method in self.methods for name in parse_method(method)}
+        ignored = unread(self.methods)
         for field in fields(self):
             if field.name not in _READ_BY or getattr(self, field.name) == field.default:
                 continue
             option, readers = _READ_BY[field.name]
-            if drafters.isdisjoint(readers):
+            if option in ignored:
                 asked = ", ".join(dict.fromkeys(self.methods))
                 raise OptionError(
                     f"{option} is for {' and '.join(readers)}, and method {asked} asks for none of them",
@@ -103,6 +104,12 @@ class Drafting:
     @cached_property
     def _named(self) -> tuple[tuple[str, ...], ...]:
         return tuple(parse_method(method) for method in self.methods if method != "auto")
+
+
+def unread(methods: Iterable[str]) -> list[str]:
+    """The options of `edgespec.load` that no drafter of these methods reads. Raises OptionError."""
+    drafters = {name for method in methods for name in parse_method(method)}
+    return [option for option, readers in _READ_BY.values() if drafters.isdisjoint(readers)]
 
 
 def _checked(branches: object) -> Branches:

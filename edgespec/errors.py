@@ -10,6 +10,7 @@ __all__ = [
     "CapabilityError",
     "ChatFileError",
     "ClosedError",
+    "ConfigurationError",
     "ContextFullError",
     "DownloadError",
     "EdgespecError",
@@ -36,6 +37,10 @@ class EdgespecError(Exception):
 
 class OptionError(EdgespecError, ValueError):
     """An option is unknown or its value makes no sense (exit status 2)."""
+
+
+class ConfigurationError(EdgespecError):
+    """The file of settings, or an environment variable, says something that cannot be used."""
 
 
 class ModelNotFoundError(EdgespecError):

@@ -27,7 +27,7 @@ def test_a_command_parses(line: str) -> None:
     arguments = shlex.split(line)
     command: click.Command = program
     context: click.Context | None = None
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):
         context = command.make_context("edgespec", ["--"], parent=context, resilient_parsing=True)
         found = command.get_command(context, arguments.pop(0))
         assert found is not None

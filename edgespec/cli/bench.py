@@ -120,7 +120,7 @@ _BAR = 20
 @json_option
 @acceptance_option
 @model_options
-@drafting_options()
+@drafting_options(measuring=True)
 def command(
     prompts: Path | None,
     categories: tuple[str, ...] | None,

@@ -51,6 +51,16 @@ class _Helpful(click.Command):
 class HelpfulCommand(_Helpful):
     """A command with examples and sections."""
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it, with those of the settings that this run reads."""
+        if ctx.meta:
+            from edgespec.cli.screen import note
+            from edgespec.cli.settings import leave_out_unread
+
+            for line in leave_out_unread(ctx):
+                note(line)
+        return super().invoke(ctx)
+
 
 class HelpfulGroup(_Helpful, click.Group):
     """A group of commands with examples; commands are shown before options."""
@@ -61,8 +71,8 @@ class HelpfulGroup(_Helpful, click.Group):
         super().__init__(*args, no_args_is_help=False, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; without a command the help is shown, and that counts as wrong usage."""
-        if not args and not ctx.resilient_parsing:
+        """As click's; a group that does nothing alone shows its help, and that counts as wrong usage."""
+        if not args and not ctx.resilient_parsing and not self.invoke_without_command:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(WRONG_USAGE)
         return super().parse_args(ctx, args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import click
@@ -16,8 +16,10 @@ __all__ = [
     "METHOD_NAMES",
     "MODEL_NAMES",
     "SAMPLING_NAMES",
+    "SettingOption",
     "acceptance_option",
     "drafting_options",
+    "every_setting",
     "given",
     "json_option",
     "listed",
@@ -165,10 +167,26 @@ def _apply(options: Sequence[Decorator]) -> Decorator:
     return decorate
 
 
-def _option(section: str) -> Callable[..., Decorator]:
+class SettingOption(SectionOption):
+    """An option that a person may set once for all runs: see `edgespec.cli.settings`."""
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """What is written, or else what is set, or else the default. Raises ConfigurationError."""
+        value, source = super().consume_value(ctx, opts)
+        if source is not ParameterSource.DEFAULT or ctx.resilient_parsing:
+            return value, source
+        from edgespec.cli.settings import configured
+
+        found = configured(ctx, self)
+        return (found.written, found.source) if found else (value, source)
+
+
+def _option(section: str, **usual: Any) -> Callable[..., Decorator]:
+    usual = {"cls": SettingOption, "show_default": True, "section": section} | usual
+
     def make(*names: str, **settings: Any) -> Decorator:
-        settings.setdefault("show_default", True)
-        return click.option(*names, cls=SectionOption, section=section, **settings)
+        everything: dict[str, Any] = usual | settings
+        return click.option(*names, **everything)
 
     return make
 
@@ -177,6 +195,10 @@ _model = _option("Model options")
 _drafting = _option("Drafting options")
 _method = _option("Method options")
 _sampling = _option("Sampling options")
+_reply = _option("Options", show_default=False)
+# Options that belong to one model, or to one run: nobody means them for all.
+_model_once = _option("Model options", cls=SectionOption)
+_drafting_once = _option("Drafting options", cls=SectionOption)
 
 model_options = _apply([
     _model("--target", metavar="REF", default="demo", shell_complete=_complete_model,
@@ -197,14 +219,18 @@ model_options = _apply([
     _model("--flash-attention", type=click.Choice(["auto", "on", "off"]), default="auto",
            help="Whether to use the fused attention kernels."),
     _model("--mmap/--no-mmap", default=True, help="Map the weights from the file, or read them into memory."),
-    _model("--mlock", is_flag=True, show_default=False, help="Keep the weights from being swapped out."),
-    _model("--adapter", metavar="DIR", type=click.Path(),
-           help="A folder with a LoRA or DoRA adapter for the target, as mlx-lm writes it. MLX models only."),
+    _model("--mlock/--no-mlock", default=False, help="Keep the weights from being swapped out."),
+    _model_once("--adapter", metavar="DIR", type=click.Path(),
+                help="A folder with a LoRA or DoRA adapter for the target, as mlx-lm writes it."
+                     " MLX models only."),
 ])  # fmt: skip
 
 
-def drafting_options(*, remember: bool = False) -> Decorator:
-    """How drafters draft. remember: whether replies are kept unless the person says otherwise."""
+def drafting_options(*, remember: bool = False, measuring: bool = False) -> Decorator:
+    """How drafters draft. remember: whether replies are kept unless the person says otherwise.
+
+    measuring: the prompts are always the same, so that it is only this command's own option that keeps them.
+    """
     return _apply([
         _drafting("--draft-branches", type=_branches, metavar="auto|N,N,...", default=(), show_default=False,
                   help="Guesses to branch into at each depth, such as 3,2. auto: where it pays."
@@ -216,15 +242,16 @@ def drafting_options(*, remember: bool = False) -> Decorator:
                        " [default: all, while it was trained for as many]"),
         _drafting("--draft-sinks", type=whole(0), metavar="N", default=4,
                   help="First tokens the draft sees besides its window."),
-        _drafting("--exit-layer", type=whole(1), metavar="E",
-                  help="Layers that draft with method layerskip, MLX only. [default: measured at load]"),
+        _drafting_once("--exit-layer", type=whole(1), metavar="E",
+                       help="Layers that draft with method layerskip, MLX only. [default: measured at load]"),
         _drafting("--corpus", metavar="PATH", type=click.Path(),
                   help="A text file, or a folder of them, that method suffix guesses from: the code you edit,"
                        " for instance."),
-        _drafting("--remember/--no-remember", default=remember,
-                  help="Keep prompts and replies on this machine, readable by you only, so that method suffix"
-                       " guesses from them later."),
-        _drafting("--learn", is_flag=True, show_default=False,
+        (_drafting_once if measuring else _drafting)(
+            "--remember/--no-remember", default=remember,
+            help="Keep prompts and replies on this machine, readable by you only, so that method suffix"
+                 " guesses from them later."),
+        _drafting("--learn/--no-learn", default=False,
                   help="Train an MLX draft between replies on what it guessed wrong."),
         _drafting("--max-loss", type=share, metavar="SHARE",
                   help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given,"
@@ -279,14 +306,30 @@ def sampling_options(*, logit_bias: bool = True) -> Decorator:
 
 
 reply_options = _apply([
-    click.option("--system", metavar="TEXT", help="Instructions for the model."),
-    click.option("-n", "--max-tokens", type=whole(1), metavar="N",
-                 help="The longest reply, in tokens. [default: to the end of the context]"),
-    click.option("--seed", type=whole(0, MAX_SEED), metavar="N",
-                 help="The same seed gives the same reply, whatever the method (but see --acceptance)."
-                      " [default: another each time]"),
-    click.option("--stop", metavar="TEXT", multiple=True,
-                 help="End the reply before this text. May be repeated."),
+    _reply("--system", metavar="TEXT", help="Instructions for the model."),
+    _reply("-n", "--max-tokens", type=whole(1), metavar="N",
+           help="The longest reply, in tokens. [default: to the end of the context]"),
+    _reply("--seed", type=whole(0, MAX_SEED), metavar="N",
+           help="The same seed gives the same reply, whatever the method (but see --acceptance)."
+                " [default: another each time]"),
+    _reply("--stop", metavar="TEXT", multiple=True,
+           help="End the reply before this text. May be repeated."),
 ])  # fmt: skip
+
+
+def every_setting() -> dict[str, SettingOption]:
+    """The options that may be set once for all runs, by name."""
+
+    @click.command()
+    @model_options
+    @method_options
+    @drafting_options()
+    @sampling_options()
+    @reply_options
+    def command(**_options: Any) -> None:
+        """Holds the options; nobody runs it."""
+
+    return {each.name: each for each in command.params if isinstance(each, SettingOption) and each.name}
+
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

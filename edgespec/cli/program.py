@@ -13,6 +13,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.failures import DONE, INTERRUPTED, describe, exit_status
 from edgespec.cli.help import HelpfulGroup
+from edgespec.errors import EdgespecError
 
 __all__ = ["COMMANDS", "Program", "program"]
 
@@ -25,6 +26,7 @@ COMMANDS = (
     "prepare",
     "doctor",
     "models",
+    "config",
     "forget",
     "completion",
 )
@@ -57,6 +59,12 @@ class Program(HelpfulGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             return _reader_left()
+        except EdgespecError as error:
+            if not ctx.meta:
+                raise
+            from edgespec.cli.settings import traced
+
+            raise traced(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run one command and end the process with the exit status of the contract."""

@@ -50,7 +50,7 @@ _SKILLS = ("code", "copy", "explain", "howto")
 )
 @json_option
 @model_options
-@drafting_options()
+@drafting_options(measuring=True)
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
     """Measure what a pass of several tokens costs on this machine, and try each drafter on a few prompts.
 

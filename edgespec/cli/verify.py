@@ -114,7 +114,7 @@ _PROMPTS_OF_A_SKILL = 2
 @json_option
 @acceptance_option
 @model_options
-@drafting_options()
+@drafting_options(measuring=True)
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:

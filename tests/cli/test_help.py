@@ -53,7 +53,7 @@ def test_examples_parse(path: str, example: str) -> None:
     command: click.Command = program
     context: click.Context | None = None
     arguments = words[1:]
-    while isinstance(command, click.Group):
+    while isinstance(command, click.Group) and (arguments or not command.invoke_without_command):
         context = command.make_context(
             command.name, arguments[:0] or ["--"], parent=context, resilient_parsing=True
         )

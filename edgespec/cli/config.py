@@ -1,0 +1,323 @@
+"""`edgespec config`: what is set for all runs, where each value comes from, and how it is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+
+from edgespec.cli.failures import DONE, FAILED, describe
+from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.options import SettingOption, every_setting, json_option
+from edgespec.cli.program import COMMANDS
+from edgespec.cli.screen import note, print_json, print_table, printable
+from edgespec.cli.settings import (
+    FOR_ALL,
+    VARIABLES,
+    Found,
+    Settings,
+    from_text,
+    nearest,
+    read_text,
+    said_of,
+    settings_of,
+    settings_path,
+    variable_of,
+)
+from edgespec.cli.settings_file import KeyPath, NotEditableError, changed
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.files import cache_folder, config_folder, data_folder, reason_of, write_private
+
+__all__ = ["command"]
+
+_LOCK_SECONDS = 10
+_USUAL = re.compile(r"\[default: (.*)\]$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One value as it is shown: what it is, in words where nothing is set, and where it comes from."""
+
+    value: Any
+    shown: str
+    source: str
+    where: str
+
+
+@click.group(
+    "config",
+    cls=HelpfulGroup,
+    invoke_without_command=True,
+    short_help="Show what is set for all runs, or set it.",
+    examples=(
+        "edgespec config",
+        "edgespec config set target 8b-q4",
+        "edgespec config set chat.temperature 0.6",
+        "edgespec config unset target",
+        "edgespec config path",
+    ),
+)
+@json_option
+@click.pass_context
+def command(ctx: click.Context, as_json: bool) -> int:
+    """Show each setting, its value and where that comes from.
+
+    An option on the command line wins over the environment variable of that name (EDGESPEC_TARGET), that over
+    the line in the file (target = "8b-q4"), and that over the default. A section of the file, such as [chat],
+    is for that command only. The exit status is 1 when something that is set cannot be used.
+    """
+    if ctx.invoked_subcommand is not None:
+        return DONE
+    settings = Settings.read()
+    rows = {name: _row(option, settings.find(FOR_ALL, name)) for name, option in every_setting().items()}
+    own = {name: _own_rows(settings, name, rows) for name in COMMANDS}
+    own = {name: different for name, different in own.items() if different}
+    if as_json:
+        print_json(
+            {
+                "path": str(settings.path),
+                "exists": settings.path.is_file(),
+                "settings": {name: _json(row) for name, row in rows.items()},
+                "commands": {
+                    name: {key: _json(row) for key, row in different.items()}
+                    for name, different in own.items()
+                },
+                "variables": {name: _json(row) for name, row in _variables().items()},
+                "problems": [str(problem) for problem in settings.problems],
+            }
+        )
+    else:
+        by_command = {f"{name}.{key}": row for name, found in own.items() for key, row in found.items()}
+        _print("SETTING", rows | by_command)
+        _print("VARIABLE", _variables())
+        there = "" if settings.path.is_file() else " (not there yet)"
+        click.echo(printable(f"file: {settings.path}{there}"))
+    for problem in settings.problems:
+        click.echo(describe(problem), err=True)
+    return FAILED if settings.problems else DONE
+
+
+def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
+    """What is otherwise for one command than for all."""
+    own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
+    return {
+        key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)
+    }
+
+
+def _row(option: SettingOption, found: Found | None) -> _Row:
+    if found is not None:
+        value = list(found.written) if isinstance(found.written, tuple) else found.value
+        source = "environment" if found.source is ParameterSource.ENVIRONMENT else "file"
+        return _Row(value, _text(value), source, found.where)
+    alone = click.Command("config", params=[option])
+    value = alone.make_context("config", [], resilient_parsing=True).params[str(option.name)]
+    usual = _USUAL.search(option.help or "")
+    return _Row(value, usual[1] if usual and value in (None, ()) else _text(value), "default", "")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple | dict):
+        return ", ".join(_text(each) for each in value) or "none"
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _json(row: _Row) -> dict[str, object]:
+    return {"value": row.value, "from": row.source, "where": row.where or None}
+
+
+def _variables() -> dict[str, _Row]:
+    """The variables that are no settings."""
+    folders = {
+        "EDGESPEC_CONFIG_DIR": config_folder,
+        "EDGESPEC_DATA_DIR": data_folder,
+        "EDGESPEC_CACHE_DIR": cache_folder,
+    }
+    rows = {}
+    for name in VARIABLES:
+        value = str(folders[name]()) if name in folders else os.environ.get(name, "")
+        source = "environment" if os.environ.get(name) else "default"
+        rows[name] = _Row(value, value or "none", source, name if source == "environment" else "")
+    return rows
+
+
+def _print(head: str, rows: dict[str, _Row]) -> None:
+    print_table(
+        (head, "VALUE", "FROM"), [(name, row.shown, row.where or row.source) for name, row in rows.items()]
+    )
+
+
+@command.command(
+    "path",
+    cls=HelpfulCommand,
+    short_help="Print where the file is.",
+    examples=("edgespec config path", "edgespec config path --json"),
+)
+@json_option
+def show_path(as_json: bool) -> int:
+    """Print where the file of settings is, whether it is there or not."""
+    path = settings_path()
+    if as_json:
+        print_json({"path": str(path), "exists": path.is_file()})
+    else:
+        click.echo(str(path))
+    return DONE
+
+
+def _complete_key(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in every_setting() if name.startswith(typed)]
+
+
+def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
+    option = every_setting().get(str(ctx.params.get("key")).rpartition(".")[2])
+    return option.shell_complete(ctx, typed) if option else []
+
+
+@command.command(
+    "set",
+    cls=HelpfulCommand,
+    # A value may begin with a dash: -0.5.
+    context_settings={"ignore_unknown_options": True},
+    short_help="Set a value for all runs.",
+    examples=(
+        "edgespec config set target 8b-q4",
+        "edgespec config set chat.remember false",
+        "edgespec config set stop '###' END",
+    ),
+)
+@click.argument("key", shell_complete=_complete_key)
+@click.argument("values", metavar="VALUE...", nargs=-1, required=True, shell_complete=_complete_value)
+@json_option
+@click.pass_context
+def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> int:
+    """Write a value into the file, which keeps your comments.
+
+    KEY is the name of an option, such as gpu_layers; chat.gpu_layers is for `edgespec chat` only. An option
+    that may be repeated takes several values.
+    """
+    path = _key_path(key)
+    option = _option_at(path, ctx)
+    if len(values) > 1 and not option.multiple:
+        raise click.UsageError(f"{key} takes one value, and these are {len(values)}; put it in quotes", ctx)
+    try:
+        value = from_text(option, values if option.multiple else values[0])
+        literal = _literal(option, values, value)
+    except (click.BadParameter, OptionError) as error:
+        raise click.UsageError(said_of(path[-1], error), ctx) from error
+    file = _change(path, literal)
+    if as_json:
+        print_json({"key": ".".join(path), "value": _row_value(option, values, value), "path": str(file)})
+    else:
+        click.echo(printable(f"{'.'.join(path)} = {literal} in {file}"))
+    variable = variable_of(path[-1])
+    if os.environ.get(variable):
+        note(f"{variable} is in the environment, and wins")
+    return DONE
+
+
+def _row_value(option: SettingOption, values: tuple[str, ...], value: Any) -> Any:
+    return list(values) if option.multiple else value
+
+
+@command.command(
+    "unset",
+    cls=HelpfulCommand,
+    short_help="Take a value out of the file.",
+    examples=("edgespec config unset target", "edgespec config unset chat.remember"),
+)
+@click.argument("key", shell_complete=_complete_key)
+@json_option
+@click.pass_context
+def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
+    """Take a line out of the file, known or not, so that the default holds again."""
+    path = _key_path(key)
+    # As it is written first: what somebody mistyped must be had out, too.
+    file = _change(tuple(key.split(".")), None) or _change(path, None)
+    if file is None:
+        _option_at(path, ctx)
+    if as_json:
+        print_json({"key": ".".join(path), "removed": file is not None, "path": str(settings_path())})
+    else:
+        click.echo(printable(f"{'.'.join(path)} is {'no longer' if file else 'not'} in {settings_path()}"))
+    return DONE
+
+
+def _key_path(key: str) -> KeyPath:
+    return tuple(part.replace("-", "_") for part in key.split("."))
+
+
+def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
+    """The option that a key means. Raises click.UsageError."""
+    options = every_setting()
+    if len(path) == 2:
+        if not (options := settings_of(path[0])):
+            step = nearest(path[0], [name for name in COMMANDS if settings_of(name)])
+            raise click.UsageError(f"there is no command {path[0]!r} with settings; {step}", ctx)
+    elif len(path) > 2:
+        raise click.UsageError(f"{'.'.join(path)!r} is no key; write one such as chat.temperature", ctx)
+    if path[-1] not in options:
+        raise click.UsageError(f"there is no setting {path[-1]!r}; {nearest(path[-1], options)}", ctx)
+    return options[path[-1]]
+
+
+def _literal(option: SettingOption, values: tuple[str, ...], value: Any) -> str:
+    """A value as TOML."""
+    if option.multiple:
+        return f"[{', '.join(_quoted(each) for each in values)}]"
+    if option.is_flag:
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    return _quoted(values[0])
+
+
+def _quoted(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise click.BadParameter(f"{text!r} is not UTF-8 text") from error
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _change(path: KeyPath, literal: str | None) -> Path | None:
+    """Write the file with this value, or without one.
+
+    Gives the file; None where there was nothing to take out. Raises ConfigurationError.
+    """
+    from filelock import FileLock, Timeout
+
+    file = settings_path()
+    try:
+        if literal is None and not file.exists():
+            return None
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(file.with_name(f".{file.name}.lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            before = read_text(file) or ""
+            after = changed(before, path, literal)
+            if after == before:
+                return file if literal is not None else None
+            # A file that is kept elsewhere, with a link here, stays there.
+            write_private(file.resolve(), after.encode())
+    except NotEditableError:
+        raise ConfigurationError(
+            f"{'.'.join(path)} is written in {file} in a form that is left to you", "change it in an editor"
+        ) from None
+    except Timeout as error:
+        raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{file} cannot be written: {reason_of(error)}",
+            "make room or check the permissions, then try again",
+        ) from error
+    return file

@@ -1,0 +1,151 @@
+"""The text of a settings file: where a setting stands in it, and the same text with one setting changed.
+
+The rest of the text, comments included, stays as the person wrote it. What was changed is read again and
+compared with what it should be, so that a file in a form this module does not know is refused, never spoilt.
+"""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["KeyPath", "NotEditableError", "changed", "line_of"]
+
+KeyPath: TypeAlias = tuple[str, ...]
+"""The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
+
+
+class NotEditableError(Exception):
+    """The file says this setting in a form that is left to its author."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """Lines `first` to before `after` give the value at `path`, or open the table at `path`."""
+
+    first: int
+    after: int
+    path: KeyPath
+    opens: bool
+
+
+def line_of(text: str, path: KeyPath) -> int | None:
+    """The line, counted from 1, where a value or table of a sound file begins; None where it is not found."""
+    for statement in _statements(text.replace("\r\n", "\n").split("\n")):
+        if statement.path[: len(path)] == path:
+            return statement.first + 1
+    return None
+
+
+def changed(text: str, path: KeyPath, literal: str | None) -> str:
+    """The text of a sound file with this literal at `path`; None takes it out.
+
+    Raises NotEditableError where the result would not be just that.
+    """
+    lines = text.replace("\r\n", "\n").split("\n")
+    statements = list(_statements(lines))
+    here = next((each for each in statements if each.path == path and not each.opens), None)
+    if here is not None:
+        lines[here.first : here.after] = [] if literal is None else [_replaced(lines, here, literal)]
+    elif literal is not None:
+        _insert(lines, statements, path, literal)
+    result = "\n".join(lines)
+    _compare(result, _wanted(tomllib.loads(text), path, literal), path)
+    return result.replace("\n", "\r\n") if "\r\n" in text else result
+
+
+def _statements(lines: list[str]) -> Iterator[_Statement]:
+    """Each statement of a sound file. A value may go over several lines: it ends where it can be read."""
+    table: KeyPath = ()
+    at = 0
+    while at < len(lines):
+        line = lines[at].strip()
+        after = at + 1
+        if line.startswith("["):
+            table = _path(tomllib.loads(line))
+            yield _Statement(at, after, table, opens=True)
+        elif line and not line.startswith("#"):
+            while (found := _read("\n".join(lines[at:after]))) is None and after < len(lines):
+                after += 1
+            yield _Statement(at, after, table + _path(found or {}), opens=False)
+        at = after
+
+
+def _read(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except ValueError:
+        return None
+
+
+def _path(table: Any) -> KeyPath:
+    """The names that lead into nested tables of one entry each."""
+    names = []
+    while isinstance(table, dict) and len(table) == 1:
+        ((name, table),) = table.items()
+        names.append(name)
+    return tuple(names)
+
+
+def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
+    """The statement with another value; what is said behind the old one stays."""
+    old = "\n".join(lines[here.first : here.after])
+    name, _, _ = old.partition("=")
+    value = _read(old)
+    comment = ""
+    for at, character in enumerate(old):
+        if character == "#" and _read(old[:at]) == value:
+            comment = f"  {old[at:]}"
+            break
+    return f"{name.rstrip()} = {literal}{comment}"
+
+
+def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
+    """Put a new line behind the last of its table, which is begun where it is not there."""
+    *table, name = path
+    new = f"{name} = {literal}"
+    of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]
+    headers = [each for each in statements if each.opens]
+    opened = [each for each in headers if each.path == tuple(table)]
+    if inside := [*opened, *of_table]:
+        lines.insert(max(each.after for each in inside), new)
+    elif table:
+        while lines and not lines[-1].strip():
+            lines.pop()
+        lines += [*([""] if lines else []), f"[{'.'.join(table)}]", new, ""]
+    elif headers:
+        at = headers[0].first
+        while at and lines[at - 1].lstrip().startswith("#"):
+            at -= 1
+        lines[at:at] = [new, ""]
+    else:
+        while lines and not lines[-1].strip():
+            lines.pop()
+        lines += [new, ""]
+
+
+def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
+    """What the file is to say."""
+    wanted = copy.deepcopy(table)
+    *inside, name = path
+    part: Any = wanted
+    for each in inside:
+        part = part.setdefault(each, {})
+        if not isinstance(part, dict):
+            raise NotEditableError
+    if literal is None:
+        part.pop(name, None)
+    else:
+        part[name] = tomllib.loads(f"value = {literal}")["value"]
+    return wanted
+
+
+def _compare(text: str, wanted: dict[str, Any], path: KeyPath) -> None:
+    found = _read(text)
+    if found is not None and len(path) > 1 and path[0] not in found:
+        found = {**found, path[0]: {}}  # a table of one dotted line is gone with that line
+    if found != wanted:
+        raise NotEditableError
