@@ -53,7 +53,7 @@ def command(as_json: bool) -> int:
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()
-    checks = [*_hardware(machine), *_libraries(machine), *_folders(machine)]
+    checks = [*_hardware(machine), *_libraries(machine), *_folders(machine), _settings()]
     demo = interruptible(_demo)
     checks.append(demo)
     if as_json:
@@ -126,6 +126,17 @@ def _folders(machine: Machine) -> list[Check]:
         Check("logs", True, str(folders.logs)),
         Check("aliases", True, f"{folders.aliases}{'' if folders.aliases.exists() else ' (not there yet)'}"),
     ]
+
+
+def _settings() -> Check:
+    """Whether what is set for all runs can be used. The demo here runs without it."""
+    from edgespec.cli.settings import Settings
+
+    settings = Settings.read()
+    for problem in settings.problems:
+        return Check("settings", False, problem.what, problem.next_step)
+    there = "" if settings.path.exists() else " (not there yet)"
+    return Check("settings", True, f"{settings.path}{there}")
 
 
 def _demo(stop: Stop) -> Check:

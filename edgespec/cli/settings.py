@@ -227,10 +227,10 @@ class _File:
                 found[name] = dict(self._section(name, value))
             elif name in settings:
                 found[FOR_ALL] |= self._value(settings[name], (name,), value)
-            elif name == "aliases":
+            elif name in ("aliases", "pairs"):
                 from edgespec.catalog.catalogue import user_aliases_path
 
-                self._refuse((name,), "aliases are not settings", f"put them into {user_aliases_path()}")
+                self._refuse((name,), f"{name} are not settings", f"put them into {user_aliases_path()}")
             else:
                 sections = COMMANDS if isinstance(value, dict) else ()
                 self._refuse((name,), f"there is no setting {name!r}", nearest(name, sections or settings))

@@ -74,7 +74,7 @@ def test_each_check_is_a_line(run: Run) -> None:
     names = [line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")]
     assert names == [
         "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "logs",
-        "aliases", "demo",
+        "aliases", "settings", "demo",
     ]  # fmt: skip
     assert "\x1b" not in result.stdout
 
