@@ -8,17 +8,29 @@ from edgespec.catalog.catalogue import (
     recommended_drafts,
 )
 from edgespec.catalog.download import Progress
+from edgespec.catalog.drafts import Choice, DraftOption, choose_draft, drafts_for
+from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, draft_for, resolve
+from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
 
 __all__ = [
     "Catalogue",
+    "Choice",
+    "DraftOption",
     "ModelEntry",
     "ModelFormat",
+    "ModelInfo",
     "Progress",
     "Resolved",
+    "Shelf",
+    "Shelved",
+    "choose_draft",
     "draft_for",
+    "drafts_for",
+    "info_of",
     "load_catalogue",
+    "look",
     "mlx_installed",
     "recommended_drafts",
     "require_mlx",

@@ -23,6 +23,7 @@ __all__ = [
     "recommended_drafts",
     "user_aliases",
     "user_aliases_path",
+    "user_pairs",
 ]
 
 
@@ -181,7 +182,7 @@ def recommended_drafts(entry: ModelEntry) -> list[str]:
 
 
 def user_aliases_path() -> Path:
-    """The file of a user's own aliases, an `[aliases]` table of `name = "REF"` lines. It need not exist."""
+    """The file of a user's own names, tables of `"name" = "REF"`: see `own_names`. It need not exist."""
     return config_folder() / "aliases.toml"
 
 
@@ -190,9 +191,18 @@ def user_aliases() -> dict[str, str]:
 
     Raises ModelNotFoundError when the file is there but cannot be understood.
     """
+    return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
+
+
+def user_pairs() -> dict[str, str]:
+    """The drafts a user chose, lower case target to draft; raises as `user_aliases` does."""
+    return _user_table("pairs", '"70b-q4" = "1b-q4"')
+
+
+def _user_table(name: str, example: str) -> dict[str, str]:
     path = user_aliases_path()
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get("aliases", {})
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get(name, {})
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -201,7 +211,7 @@ def user_aliases() -> dict[str, str]:
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
-            f"the alias file {path} has something other than references under [aliases]",
-            'write each alias as a line such as big = "hf:user/repo:Q4_K_M"',
+            f"the alias file {path} has something other than references under [{name}]",
+            f"write each as a line such as {example}",
         )
     return {name.lower(): reference for name, reference in table.items()}

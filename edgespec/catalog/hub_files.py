@@ -15,6 +15,7 @@ __all__ = [
     "cached_model",
     "choose_files",
     "holds_gguf",
+    "is_model_file",
     "is_quantisation",
     "repository_folder",
     "snapshots",
@@ -64,7 +65,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     or the only one there is. Raises ModelNotFoundError, naming what there is, when nothing or too much fits.
     """
     models: dict[str, list[HubFile]] = {}
-    for file in sorted(filter(_is_model, files), key=lambda file: file.name):
+    for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
     if not models:
         raise ModelNotFoundError(
@@ -95,10 +96,11 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
 
 def holds_gguf(files: Iterable[HubFile]) -> bool:
     """Whether any of the files is a GGUF model."""
-    return any(map(_is_model, files))
+    return any(map(is_model_file, files))
 
 
-def _is_model(file: HubFile) -> bool:
+def is_model_file(file: HubFile) -> bool:
+    """Whether a file is of a GGUF language model, by its name."""
     name = file.name.rsplit("/", 1)[-1].lower()
     # Projectors and importance matrices share the ending but are no language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name

@@ -1,25 +1,96 @@
-"""Models another runtime already keeps on this machine: the Ollama store, read in place and never written."""
+"""Models that Ollama keeps on this machine: its store, read in place and never written."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["ollama_model"]
+from edgespec.catalog.stored import Stored, files_below
+from edgespec.files import reason_of
 
-_MODEL_LAYER = "application/vnd.ollama.image.model"
+__all__ = ["ollama_model", "ollama_models"]
+
+_MODEL = "application/vnd.ollama.image.model"
+_ADAPTER = "application/vnd.ollama.image.adapter"
+_DIGEST = re.compile(r"sha256:([0-9a-f]+)")
+_REGISTRY, _OWN = "registry.ollama.ai", "library"
+# Where the package for Linux keeps what its service pulls.
+_SERVICE = Path("/usr/share/ollama/.ollama/models")
+_MOST_MANIFEST_BYTES = 1 << 20
 
 
-def ollama_model(name: str, tag: str | None) -> Path | None:
-    """The GGUF blob of `name:tag` (tag `latest` when None), or None when the store does not hold it."""
-    store = Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
-    manifest = store / "manifests" / "registry.ollama.ai" / "library" / name / (tag or "latest")
+def ollama_model(name: str, tag: str | None = None) -> Stored | None:
+    """What Ollama calls `name:tag` (tag `latest` when None), or None when it has nothing of that name.
+
+    name: `llama3.2`, `user/name`, or with the registry before it, as in `hf.co/user/repo`.
+    """
+    places = {"/".join(_place(name)).lower(), name.lower()}
+    wanted = {f"{place}/{(tag or 'latest').lower()}" for place in places}
+    for folder in _folders():
+        for manifest, place in _manifests(folder):
+            if place.lower() in wanted:
+                return _stored(folder, manifest, place)
+    return None
+
+
+def ollama_models() -> Iterator[Stored]:
+    """Everything Ollama has, what cannot be used included."""
+    for folder in _folders():
+        for manifest, place in _manifests(folder):
+            yield _stored(folder, manifest, place)
+
+
+def _folders() -> list[Path]:
+    if chosen := os.environ.get("OLLAMA_MODELS"):
+        return [Path(chosen).expanduser()]
+    return [Path.home() / ".ollama" / "models", _SERVICE]
+
+
+def _place(name: str) -> tuple[str, ...]:
+    """Registry, owner and name that a name stands for."""
+    parts = tuple(name.split("/"))
+    if len(parts) == 1:
+        return (_REGISTRY, _OWN, *parts)
+    return (_REGISTRY, *parts) if len(parts) == 2 else parts
+
+
+def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The manifests of a store, each with its place in it: registry/owner/name/tag."""
+    root = folder / "manifests"
+    for path in files_below(root, 5):
+        place = path.relative_to(root).as_posix()
+        if place.count("/") >= 3:
+            yield path, place
+
+
+def _stored(folder: Path, manifest: Path, place: str) -> Stored:
+    name, _, tag = place.rpartition("/")
+    shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
+    names = (shown, f"ollama:{shown}")
     try:
+        if manifest.stat().st_size > _MOST_MANIFEST_BYTES:
+            raise ValueError("it is too large")
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
-        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER]
-    except (OSError, ValueError, KeyError, TypeError):
-        # Somebody else's store in a form we do not know is the same as no store.
-        return None
-    blobs = [store / "blobs" / str(digest).replace(":", "-") for digest in digests]
-    return blobs[0] if len(blobs) == 1 and blobs[0].is_file() else None
+        kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
+    except OSError as error:
+        return Stored("ollama", names, None, problem=f"its manifest cannot be read: {reason_of(error)}")
+    except (ValueError, KeyError, TypeError, RecursionError):
+        # Somebody else's store in a form we do not know.
+        return Stored("ollama", names, None, problem="its manifest is in a form that edgespec does not know")
+    digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
+    if digest is None:
+        return Stored("ollama", names, None, problem="it holds no model in GGUF's form")
+    if _ADAPTER in kinds:
+        return Stored("ollama", names, None, problem="it is a model with an adapter on it")
+    blob = folder / "blobs" / f"sha256-{digest[1]}"
+    try:
+        with blob.open("rb") as file:
+            whole = file.read(4) == b"GGUF"
+    except OSError as error:
+        return Stored("ollama", names, None, problem=f"its file {blob} cannot be read: {reason_of(error)}")
+    if not whole:
+        return Stored("ollama", names, None, problem="its file is not in GGUF's form")
+    return Stored("ollama", names, blob)

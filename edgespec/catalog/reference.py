@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +22,8 @@ from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_files import is_quantisation
 from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.ollama import ollama_model
+from edgespec.catalog.stored import Stored
+from edgespec.catalog.stores import elsewhere, in_ollama, in_store, on_path, same_model
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, Prepared, check, find, read
 
@@ -31,6 +33,7 @@ __all__ = [
     "PathReference",
     "Reference",
     "Resolved",
+    "StoreReference",
     "draft_for",
     "parse",
     "resolve",
@@ -46,10 +49,22 @@ class PathReference:
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model of a hub repository; `quantisation` is a label, a `.gguf` file name, or None (the default)."""
+    """A model of a hub repository; `quantisation` is a label, a `.gguf` file name, or None (the default).
+
+    explicit: written as one of the hub, so that a name of Ollama's is not meant.
+    """
 
     repository: str
     quantisation: str | None
+    explicit: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class StoreReference:
+    """A model of one store: what `ollama` or `lmstudio` calls `name`."""
+
+    store: Literal["ollama", "lmstudio"]
+    name: str
 
 
 @dataclass(frozen=True)
@@ -60,8 +75,8 @@ class NameReference:
     tag: str | None
 
 
-Reference = PathReference | HubReference | NameReference
-Source = Literal["path", "embedded", "hub", "ollama"]
+Reference = PathReference | HubReference | StoreReference | NameReference
+Source = Literal["path", "embedded", "hub", "ollama", "lmstudio"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class Resolved:
 
 
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
+_STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.+)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
 _NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
 _WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
@@ -103,7 +119,9 @@ def parse(reference: str) -> Reference:
             raise ModelNotFoundError(
                 f"{text} names no hub repository", "write it as hf:user/repo or hf:user/repo:Q4_K_M"
             )
-        return HubReference(found.group(1), found.group(2))
+        return HubReference(found.group(1), found.group(2), explicit=True)
+    if store := _STORE_PREFIX.match(text):
+        return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
     if _WRITTEN_AS_PATH.search(text):
         return PathReference(path)
@@ -119,20 +137,21 @@ def parse(reference: str) -> Reference:
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
     """Find the model a reference stands for; with `allow_download`, fetch it when it is not on this machine.
 
-    What is already here wins: the embedded models, the shared Hugging Face cache, an Ollama store.
-    Raises ModelNotFoundError, ModelFileError (the path is no readable model), DownloadError, CancelledError,
-    BackendMissingError (it would have to be downloaded, and could not run here).
+    What is already here wins: the embedded models, the Hugging Face cache, what LM Studio and Ollama keep.
+    Raises ModelNotFoundError (also where different models are called that), ModelFileError (the path is no
+    readable model), DownloadError, CancelledError, BackendMissingError (it would have to be downloaded, and
+    could not run here).
     """
     asked = reference.strip()
     meaning = _follow_user_aliases(asked)
     match meaning:
         case PathReference(path):
-            return _at(path)
-        case HubReference(repository, quantisation):
-            entry = load_catalogue().of_repository(repository)
-            path = fetch(repository, quantisation, allow_download=allow_download, progress=progress)
-            note = f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
-            return Resolved(asked, path, "hub", entry, note, _format(path))
+            stored = on_path(path)
+            return _stored(asked, stored) if stored else _at(path)
+        case StoreReference(store, name):
+            return _stored(asked, in_store(store, name))
+        case HubReference():
+            return _of_hub(asked, meaning, allow_download, progress)
         case NameReference(name, tag):
             return _named(asked, name, tag, allow_download, progress)
 
@@ -176,10 +195,9 @@ def _named(
     catalogue = load_catalogue()
     full_name = f"{name}:{tag}" if tag else name
     found = catalogue.find(full_name)
-    blob = ollama_model(name, tag) if tag or not found else None
-    if blob is not None:
-        entry = found[0] if found else None
-        return Resolved(asked, blob, "ollama", entry, f"{asked} -> Ollama's {name}:{tag or 'latest'}: {blob}")
+    stored = ollama_model(name, tag) if tag or not found else None
+    if stored is not None and stored.path is not None:
+        return _stored(asked, stored, found[0] if found else None)
     if found is None and tag and is_quantisation(tag):
         base = catalogue.find(name)
         found = (base[0], tag) if base else None
@@ -187,7 +205,9 @@ def _named(
         return _catalogued(asked, *found, allow_download, progress)
     if os.path.exists(full_name):
         return _at(Path(full_name))
-    nearest = catalogue.nearest(full_name, user_aliases())
+    if stored is not None:
+        return _stored(asked, stored)  # says why it cannot be used
+    nearest = catalogue.nearest(full_name, [*user_aliases(), *in_ollama()])
     raise ModelNotFoundError(
         f"no model is called {full_name}",
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
@@ -210,9 +230,50 @@ def _catalogued(
         path = _at(entry.embedded_path).path
         return Resolved(asked, path, "embedded", entry, f"{asked} -> embedded: {path}", entry.format)
     wanted = quantisation if entry.format == "gguf" else None
-    path = fetch(entry.repository, wanted, allow_download=allow_download, progress=progress)
-    note = f"{asked} -> {_hub_note(entry.repository, wanted)}: {path}"
+    return _of_hub(asked, HubReference(entry.repository, wanted, explicit=True), allow_download, progress)
+
+
+def _of_hub(asked: str, meaning: HubReference, allow_download: bool, progress: Progress | None) -> Resolved:
+    """A model of a hub repository: from the cache, as another program keeps it, or from the hub."""
+    repository, quantisation = meaning.repository, meaning.quantisation
+    entry = load_catalogue().of_repository(repository)
+    cached = _cached(repository, quantisation)
+    others = []
+    if cached is None or not meaning.explicit:
+        others = elsewhere(repository, quantisation, hub_only=meaning.explicit)
+    found = [one for one in others if one.path]
+    if len(found) + (cached is not None) > 1 and not same_model(
+        [*([cached] if cached else []), *(one.path for one in found if one.path)]
+    ):
+        meant = [*([f"hf:{repository}"] if cached else []), *(one.names[-1] for one in found)]
+        raise ModelNotFoundError(
+            f"{asked} means {len(meant)} different models on this machine: {', '.join(meant)}",
+            "name one of these",
+        )
+    if cached is None and found:
+        return _stored(asked, found[0], entry)
+    path = cached or fetch(repository, quantisation, allow_download=allow_download, progress=progress)
+    note = f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
     return Resolved(asked, path, "hub", entry, note, _format(path))
+
+
+def _cached(repository: str, quantisation: str | None) -> Path | None:
+    """The model as it is in the shared cache, or None."""
+    try:
+        return fetch(repository, quantisation, allow_download=False)
+    except ModelNotFoundError:
+        return None
+
+
+def _stored(asked: str, stored: Stored, entry: ModelEntry | None = None) -> Resolved:
+    """A model that Ollama or LM Studio keeps. Raises ModelFileError where that cannot be used."""
+    program = {"ollama": "Ollama", "lmstudio": "LM Studio", "hub": "the cache"}[stored.store]
+    if stored.path is None:
+        raise ModelFileError(
+            f"{program}'s {stored.names[0]} cannot be used: {stored.problem}", "choose another model"
+        )
+    note = f"{asked} -> {program}'s {stored.names[0]}: {stored.path}"
+    return Resolved(asked, stored.path, stored.store, entry, note, stored.format)
 
 
 def _hub_note(repository: str, quantisation: str | None) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "Settings",
     "absolute",
     "check",
+    "every",
     "find",
     "read",
     "source_files",
@@ -83,6 +84,16 @@ def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared
             if prepared.source == source and settings in (None, dict(prepared.settings)):
                 found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
     return max(found)[2] if found else None
+
+
+def every() -> list[Prepared]:
+    """Everything that was prepared and whose manifest can be read, in the order of their folders."""
+    found = []
+    for kind in _KINDS:
+        for entry in sorted(_entries(kind)):
+            with suppress(ModelFileError, OSError):
+                found.append(read(_followed(entry)))
+    return found
 
 
 def _entries(kind: Kind) -> list[Path]:

@@ -1,0 +1,125 @@
+"""Facts of models, looked up once for each state of their files and kept in the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import read_header
+from edgespec.catalog.catalogue import ModelFormat
+from edgespec.catalog.folder_metadata import of_folder
+from edgespec.catalog.metadata import ModelInfo, of_gguf
+from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.errors import ModelFileError
+from edgespec.files import cache_folder, read_regular, write_private
+
+__all__ = ["Known"]
+
+_VERSION = 1
+_MOST_MODELS, _MOST_SHARES = 2000, 20_000
+_MOST_BYTES = 16 * 2**20
+
+
+class Known:
+    """What was found out about models. Nothing here raises because of the file it is kept in."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or cache_folder() / "models.json"
+        self._models, self._shares = self._read()
+        self._changed = False
+
+    def info(self, path: Path, form: ModelFormat) -> ModelInfo:
+        """The facts of a GGUF model or of a folder in MLX's form. Raises ModelFileError where it is none."""
+        state = _state(path, form)
+        key = str(path)
+        entry = self._models.get(key)
+        if entry is not None and entry[0] == state:
+            return entry[1]
+        info = of_folder(path) if form == "mlx" else of_gguf(path)
+        self._models.pop(key, None)
+        self._models[key] = (state, info)
+        self._changed = True
+        return info
+
+    def shared_share(
+        self, mine: tuple[Path, ModelFormat, str], its: tuple[Path, ModelFormat, str]
+    ) -> float | None:
+        """Of the first model's tokens, the share that the second has too; None where either's are not known.
+
+        Each is a path, its form and the `vocabulary` of its facts.
+        """
+        if not mine[2] or not its[2]:
+            return None
+        if mine[2] == its[2]:
+            return 1.0
+        key = f"{mine[2]} {its[2]}"
+        if key not in self._shares:
+            try:
+                one, other = _tokens(*mine[:2]), _tokens(*its[:2])
+            except ModelFileError:
+                return None
+            if one is None or other is None:
+                return None
+            self._shares[key] = one.shared_share(other)
+            self._changed = True
+        return self._shares[key]
+
+    def keep(self) -> None:
+        """Write what is new; where that is not possible it is found out again next time."""
+        if not self._changed:
+            return
+        models = dict(list(self._models.items())[-_MOST_MODELS:])
+        value = {
+            "version": _VERSION,
+            "models": {path: [state, asdict(info)] for path, (state, info) in models.items()},
+            "shares": dict(list(self._shares.items())[-_MOST_SHARES:]),
+        }
+        with suppress(OSError, UnicodeEncodeError):
+            write_private(self._path, json.dumps(value).encode())
+            self._changed = False
+
+    def _read(self) -> tuple[dict[str, tuple[str, ModelInfo]], dict[str, float]]:
+        try:
+            if self._path.stat().st_size > _MOST_BYTES:
+                return {}, {}
+            value = json.loads(read_regular(self._path))
+            if value["version"] != _VERSION:
+                return {}, {}
+            models = {str(path): (str(e[0]), _info(e[1])) for path, e in value["models"].items()}
+            return models, {str(key): float(share) for key, share in value["shares"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return {}, {}
+
+
+def _info(value: Mapping[str, Any]) -> ModelInfo:
+    """The facts in a JSON object. Raises TypeError or ValueError where it is of another form."""
+    info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
+    for one in fields(info):
+        if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:
+            raise ValueError(f"{one.name} is {getattr(info, one.name)!r}")
+    return info
+
+
+def _state(path: Path, form: ModelFormat) -> str:
+    """Sizes and times of a model's files: another text when one of them changed. Raises ModelFileError."""
+    try:
+        if form == "mlx":
+            with os.scandir(path) as found:
+                files = sorted(Path(entry.path) for entry in found if entry.is_file())
+        else:
+            files = gguf_files(path)
+        told = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+
+
+def _tokens(path: Path, form: ModelFormat) -> TokenList | None:
+    return tokens_of_folder(path) if form == "mlx" else tokens_of_header(read_header(gguf_files(path)[0]))

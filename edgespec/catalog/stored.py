@@ -1,0 +1,91 @@
+"""A model that some program keeps on this machine, and looking for such without being led astray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgespec.catalog.catalogue import ModelFormat
+from edgespec.catalog.hub_files import HubFile, is_model_file
+
+__all__ = ["GgufModel", "Store", "Stored", "files_below", "models_among"]
+
+Store = Literal["ollama", "lmstudio", "hub"]
+# A shelf of this many files is somebody's whole disk.
+_MOST_ENTRIES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A model in another program's store.
+
+    names: references it may be called by, shortest first; nothing else is called by the last of them.
+    path: as in `Resolved`; None where the model cannot be used, for the reason `problem`.
+    """
+
+    store: Store
+    names: tuple[str, ...]
+    path: Path | None
+    format: ModelFormat = "gguf"
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """The files of one GGUF model, all parts in order, by their paths below a folder."""
+
+    files: tuple[HubFile, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its parts are there."""
+        return len(self.files) == self.files[0].part_count
+
+
+def models_among(files: Sequence[HubFile]) -> list[GgufModel]:
+    """The GGUF models that some files make up; projectors and the like are none."""
+    models: dict[str, list[HubFile]] = {}
+    for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
+        models.setdefault(file.stem, []).append(file)
+    return [GgufModel(tuple(parts)) for parts in models.values()]
+
+
+def files_below(folder: Path, depth: int) -> Iterator[Path]:
+    """The files in a folder and the folders in it, `depth` levels of these, in the order of their names.
+
+    Links are followed and each folder is entered once. What cannot be read, or is hidden, is passed over.
+    """
+    seen: set[tuple[int, int]] = set()
+    left = _MOST_ENTRIES
+    waiting = [(folder, depth)]
+    while waiting:
+        here, levels = waiting.pop()
+        try:
+            status = here.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(here) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        left -= len(entries)
+        if left < 0:
+            return
+        inner = []
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            path = here / entry.name
+            try:
+                if entry.is_dir():
+                    inner.append(path)
+                elif entry.is_file():
+                    yield path
+            except OSError:
+                continue
+        if levels:
+            waiting += [(path, levels - 1) for path in reversed(inner)]
