@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.catalog import Resolved, draft_for, recommended_drafts, require_mlx, resolve
+from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
@@ -18,11 +18,15 @@ __all__ = ["Draft", "Pair", "find_pair", "load_draft", "load_target"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The files of a target and its draft. why_no_draft: said where there is none."""
+    """The files of a target and its draft.
+
+    why_no_draft: said where there is none; why_draft: where one was chosen that nobody would have expected.
+    """
 
     target: Resolved
     draft: Resolved | None
     why_no_draft: str
+    why_draft: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +41,14 @@ class Draft:
     drafts: Drafter | None = None
 
 
-def find_pair(target: str, draft: str | None, how: Drafting, progress: Progress | None) -> Pair:
-    """Find the files, downloading what is missing.
+def find_pair(
+    target: str,
+    draft: str | None,
+    how: Drafting,
+    progress: Progress | None,
+    options: LoadOptions | None = None,
+) -> Pair:
+    """Find the files, downloading what is missing; of drafts, `auto` takes what is here and fits `options`.
 
     A GGUF target that was prepared for early exit is taken in that form where a method asks for it.
     Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
@@ -50,28 +60,25 @@ def find_pair(target: str, draft: str | None, how: Drafting, progress: Progress 
         if prepared is not None:
             check(prepared, found.path)
             found = replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
-    found_draft, why = _find_draft(found, draft, progress)
+    found_draft, why, why_draft = _find_draft(found, draft, progress, options or LoadOptions())
     if not found_draft and "model" in how.asked:
         asked = next(method for method in how.methods if "model" in method.split("+"))
         raise OptionError(f"method {asked!r} needs a draft model: {why}", "give --draft REF")
-    return Pair(found, found_draft, why)
+    return Pair(found, found_draft, why, why_draft)
 
 
 def _find_draft(
-    target: Resolved, draft: str | None, progress: Progress | None
-) -> tuple[Resolved | None, str]:
-    """The draft, or None with the reason."""
+    target: Resolved, draft: str | None, progress: Progress | None, options: LoadOptions
+) -> tuple[Resolved | None, str, str]:
+    """The draft, or None and why not; and why it is this one."""
     if draft is None or draft == "none":
-        return None, "no draft was wanted"
+        return None, "no draft was wanted", ""
     if draft != "auto":
-        return resolve(draft, progress=progress), ""
-    found = draft_for(target)
-    if found:
-        return found, ""
-    names = recommended_drafts(target.entry) if target.entry else []
-    if names:
-        return None, f"the recommended draft is not on this machine: --draft {names[0]} fetches it"
-    return None, f"no draft is known for {target.name}: name one with --draft"
+        return resolve(draft, progress=progress), "", ""
+    choice = choose_draft(target, options.memory_bytes, options.context_tokens)
+    if choice.draft is None:
+        return None, choice.why, ""
+    return choice.draft, "", "" if choice.usual else choice.why
 
 
 def load_target(pair: Pair, how: Drafting, options: LoadOptions, progress: Progress | None) -> LanguageModel:
@@ -109,7 +116,7 @@ def load_draft(
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
         if how.learn:
             _check_learns(found, draft.facts, pair.target, compared.translation is None, window)
-        said = [compared.explanation]
+        said = [pair.why_draft, compared.explanation]
         if window:
             # The text may be longer in other tokens.
             longest = context_tokens * (1 if compared.translation is None else 4)
