@@ -13,7 +13,7 @@ from edgespec.drafting_options import Drafting
 from edgespec.errors import OptionError
 from edgespec.prepare.store import check, find
 
-__all__ = ["Draft", "Pair", "find_pair", "load_draft", "load_target"]
+__all__ = ["Draft", "Pair", "find_pair", "for_draft", "load_draft", "load_target", "meant_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def load_target(pair: Pair, how: Drafting, options: LoadOptions, progress: Progr
     """Load the target with the backend of its format. Raises what that backend's `load` does."""
     found = pair.target
     options = replace(options, low_bits=found.format == "mlx" and "lowbit" in how.asked)
-    return _load_model(found, _meant_for(found, pair.draft, options), progress)
+    return _load_model(found, meant_for(found, pair.draft, options), progress)
 
 
 def load_draft(
@@ -100,8 +100,9 @@ def load_draft(
 
     Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
     """
-    options = _meant_for(found, pair.target, _for_draft(options, target.facts))
     context_tokens = target.facts.context_tokens
+    drafting = for_draft(options, context_tokens, _left(options, target.facts))
+    options = meant_for(found, pair.target, drafting)
 
     def window_of(trained_tokens: int) -> Window | None:
         return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
@@ -175,22 +176,26 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
     return llamacpp.load(str(found.path), found.name, options, progress)
 
 
-def _for_draft(options: LoadOptions, target: ModelFacts) -> LoadOptions:
-    """The draft sees the target's whole context and gets what memory the target leaves."""
-    left = None
-    if options.memory_bytes is not None:
-        left = max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
+def _left(options: LoadOptions, target: ModelFacts) -> int | None:
+    """The memory that a loaded target leaves."""
+    if options.memory_bytes is None:
+        return None
+    return max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
+
+
+def for_draft(options: LoadOptions, context_tokens: int, memory_bytes: int | None) -> LoadOptions:
+    """The draft sees the target's whole context."""
     return replace(
         options,
-        context_tokens=target.context_tokens,
-        memory_bytes=left,
+        context_tokens=context_tokens,
+        memory_bytes=memory_bytes,
         draft=True,
         adapter=None,
         low_bits=False,
     )
 
 
-def _meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
+def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
     """In a mixed pair, what is said about llama.cpp's way of computing is said to the GGUF half."""
     if found.format != "mlx" or other is None or other.format == "mlx":
         return options

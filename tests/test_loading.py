@@ -15,7 +15,7 @@ import edgespec
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import mlx_files, resolve
 from edgespec.errors import BackendMissingError, OptionError
-from edgespec.pairing import _for_draft, _load_model, _meant_for
+from edgespec.pairing import _load_model, for_draft, meant_for
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
@@ -119,7 +119,7 @@ def test_an_option_of_the_wrong_type_is_refused(
 
 def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
     options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
-    assert _for_draft(options, FACTS) == replace(
+    assert for_draft(options, 4, 880) == replace(
         options, context_tokens=4, memory_bytes=880, draft=True, adapter=None
     )
 
@@ -137,9 +137,9 @@ def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
         (mlx, mlx, options),
         (mlx, None, options),
     ):
-        assert _meant_for(found, other, options) == wanted
+        assert meant_for(found, other, options) == wanted
     draft = replace(options, draft=True)
-    assert _meant_for(mlx, gguf, draft) == replace(without, draft=True, kv_type="auto")
+    assert meant_for(mlx, gguf, draft) == replace(without, draft=True, kv_type="auto")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,32 @@
 """The memory that target, draft and their caches are given."""
 
-from edgespec.memory.budget import available_bytes, parse_size, peak_bytes, resident_bytes
+from edgespec.memory.budget import (
+    Budget,
+    available_bytes,
+    find_budget,
+    parse_size,
+    peak_bytes,
+    resident_bytes,
+)
+from edgespec.memory.ladder import Choice, Measured, Prefer, StepName, fitted
+from edgespec.memory.limits import Limit
+from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 
-__all__ = ["available_bytes", "parse_size", "peak_bytes", "resident_bytes"]
+__all__ = [
+    "Budget",
+    "Choice",
+    "Decision",
+    "Item",
+    "Limit",
+    "Measured",
+    "MemoryPlan",
+    "Prefer",
+    "StepName",
+    "available_bytes",
+    "find_budget",
+    "fitted",
+    "items_of",
+    "parse_size",
+    "peak_bytes",
+    "resident_bytes",
+]

@@ -4,19 +4,64 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import psutil
 
 from edgespec.errors import OptionError
+from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
     import resource  # here: a reply may end while the interpreter does, when nothing can be imported
 
-__all__ = ["available_bytes", "parse_size", "peak_bytes", "resident_bytes"]
+__all__ = [
+    "Budget",
+    "available_bytes",
+    "find_budget",
+    "parse_size",
+    "peak_bytes",
+    "resident_bytes",
+]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+# Left for other programs of what is found, and never more than the second.
+_RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What may be taken. source: where the number comes from, in words.
+
+    gpu_bytes: of graphics cards with memory of their own, all together; 0 where there are none.
+    limits: everything that was found, the smallest of which counts.
+    """
+
+    bytes: int
+    source: str
+    gpu_bytes: int = 0
+    limits: tuple[Limit, ...] = ()
+
+
+def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]] = ()) -> Budget:
+    """The budget that was given, or what this machine and its limits leave, less a reserve.
+
+    cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
+    """
+    gpu_bytes = sum(free - _reserve(free) for _, free in cards)
+    on_cards = "".join(f"; {free:,} bytes free on {name}" for name, free in cards)
+    if given_bytes is not None:
+        return Budget(given_bytes, f"--memory{on_cards}", gpu_bytes)
+    limits = process_limits()
+    least = min(limits, key=lambda limit: limit.bytes)
+    reserve = _reserve(least.bytes)
+    source = f"{least.what}, less {reserve:,} bytes for other programs{on_cards}"
+    return Budget(least.bytes - reserve, source, gpu_bytes, limits)
+
+
+def _reserve(found_bytes: int) -> int:
+    return min(int(found_bytes * _RESERVED_SHARE), _MOST_RESERVED_BYTES)
 
 
 def parse_size(text: str | int) -> int:
@@ -29,14 +74,8 @@ def parse_size(text: str | int) -> int:
 
 
 def available_bytes() -> int:
-    """What a new program may take now: the system's available memory, or the cgroup's if that is less."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return min(available, int(limit) - used) if limit.isdigit() else available
+    """What a new program may take now: what the system has available, or a limit of this process if less."""
+    return min(limit.bytes for limit in process_limits()) - resident_bytes()
 
 
 def resident_bytes() -> int:

@@ -29,7 +29,7 @@ from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, Mo
 if TYPE_CHECKING:
     from edgespec.backends.mlx.lowbit import LowBits
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "Outline", "open_checkpoint", "outline_of"]
 
 _PIECE_BYTES = 64 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
@@ -72,26 +72,74 @@ class Checkpoint:
         return f"{text}, computed in float32" if self.widened else text
 
 
-def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
-    """Load the model in a folder.
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A model of which nothing was read but its configuration and the sizes of its weights.
 
-    Raises ModelFileError (not a checkpoint, incomplete, unknown architecture, adapter of another model),
-    MemoryBudgetError, BackendMissingError, and CancelledError when `progress` returns False.
+    model: an mlx nn.Module whose arrays are still to be read. The rest as for `Checkpoint`.
     """
+
+    model: Any = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    weights: StoredWeights
+    parameters: int
+    quantisation: str
+    vocab_size: int
+    kv_elements_per_token: int
+    low_bits: LowBits | None
+
+    @property
+    def trained_context_tokens(self) -> int:
+        """0 where the configuration does not say."""
+        return _trained_context(self.config)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the weights as they are stored, and of what being ready for fewer bits takes beside."""
+        return self.weights.tensor_bytes + (self.low_bits.nbytes if self.low_bits else 0)
+
+    @property
+    def zero_bytes(self) -> int:
+        """What the offsets of low halves take, which are made when they are needed."""
+        return self.low_bits.nbytes - self.low_bits.array_bytes if self.low_bits else 0
+
+    def widens(self, options: LoadOptions) -> bool:
+        """Whether halves become float32: mlx's CPU multiplies quantised weights 9 to 40 times faster then.
+
+        Only where they fit together with the context.
+        """
+        mx = core()
+        if mx.default_device() != mx.cpu:
+            return False
+        context = context_wanted(options, self.trained_context_tokens)
+        halves = self.weights.by_dtype["F16"] + self.weights.by_dtype["BF16"]
+        more = halves + context * self.kv_elements_per_token * mx.float32.size
+        limit = (
+            options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+        )
+        return bool(self.tensor_bytes + more <= limit)
+
+    def held_bytes(self, widened: bool) -> int:
+        """What the weights take in memory."""
+        mx = core()
+        halves = (mx.float16, mx.bfloat16)
+        arrays = [weight for _, weight in _arrays(self.model.parameters())]
+        return sum(weight.nbytes * (2 if widened and weight.dtype in halves else 1) for weight in arrays)
+
+
+def outline_of(path: str, name: str, options: LoadOptions) -> Outline:
+    """What a folder says of its model. Raises what `open_checkpoint` does."""
     folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
     with _translated(path):
         config = read_config(folder)
         weights = check_weights(folder)
-        check_tokenizer(folder)
     if adapter:
         with _translated(str(adapter)):
             weights += check_adapter(adapter)
     check_weights_fit(name, weights.tensor_bytes, options)
-    _report(progress, name, 0.0)
     # Some architectures print, and stdout belongs to results.
     with _translated(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
-        tokenizer = _load_tokenizer(folder, config)
         model, config = lm().load_model(folder, lazy=True)
     if adapter:
         with _translated(str(adapter)):
@@ -101,25 +149,42 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
         vocab_size, kv_elements = _try_one_token(model)
         quantisation, parameters = _quantisation(model, config, weights), lm().get_total_parameters(model)
         low_bits = _put_low_bits(model) if options.low_bits else None
-        tensor_bytes = weights.tensor_bytes + (low_bits.nbytes if low_bits else 0)
-        check_weights_fit(name, tensor_bytes, options)
-        widen = _should_widen(weights, tensor_bytes, kv_elements, _trained_context(config), options)
-        widened = _evaluate(model, widen, lambda fraction: _report(progress, name, fraction))
+    return Outline(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
+
+
+def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
+    """Load the model in a folder.
+
+    Raises ModelFileError (not a checkpoint, incomplete, unknown architecture, adapter of another model),
+    MemoryBudgetError, BackendMissingError, and CancelledError when `progress` returns False.
+    """
+    _report(progress, name, 0.0)
+    outline = outline_of(path, name, options)
+    model, config = outline.model, outline.config
+    with _translated(path), contextlib.redirect_stdout(sys.stderr):
+        check_tokenizer(Path(path))
+        tokenizer = _load_tokenizer(Path(path), config)
+    with _translated(path):
+        low_bits = outline.low_bits
+        check_weights_fit(name, outline.tensor_bytes, options)
+        widened = _evaluate(
+            model, outline.widens(options), lambda fraction: _report(progress, name, fraction)
+        )
         held_bytes = sum(weight.nbytes for _, weight in _arrays(model.parameters()))
     return Checkpoint(
         model=model,
         tokenizer=tokenizer,
         config=config,
         architecture=config["model_type"],
-        parameters=parameters,
-        file_bytes=weights.file_bytes,
+        parameters=outline.parameters,
+        file_bytes=outline.weights.file_bytes,
         weight_bytes=held_bytes - (low_bits.array_bytes if low_bits else 0),
         low_bits_bytes=low_bits.nbytes if low_bits else 0,
-        quantisation=quantisation,
+        quantisation=outline.quantisation,
         widened=widened,
-        trained_context_tokens=_trained_context(config),
-        vocab_size=vocab_size,
-        kv_elements_per_token=kv_elements,
+        trained_context_tokens=outline.trained_context_tokens,
+        vocab_size=outline.vocab_size,
+        kv_elements_per_token=outline.kv_elements_per_token,
         dtype=_dtype(model),
         low_bits=low_bits,
     )
@@ -167,23 +232,6 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
         ends.update(token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int))
     offline = {"local_files_only": True, "trust_remote_code": False}
     return lm().load_tokenizer(folder, offline, eos_token_ids=sorted(ends))
-
-
-def _should_widen(
-    weights: StoredWeights, tensor_bytes: int, kv_elements: int, trained_context: int, options: LoadOptions
-) -> bool:
-    """Whether halves become float32: mlx's CPU multiplies quantised weights 9 to 40 times faster with those.
-
-    Only where they fit together with the context.
-    """
-    mx = core()
-    if mx.default_device() != mx.cpu:
-        return False
-    context = context_wanted(options, trained_context)
-    halves = weights.by_dtype["F16"] + weights.by_dtype["BF16"]
-    more = halves + context * kv_elements * mx.float32.size
-    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    return bool(tensor_bytes + more <= limit)
 
 
 def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:

@@ -1,0 +1,202 @@
+"""What a GGUF model takes in memory: llama.cpp sets all up without taking it, and says how large it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
+from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.devices import has_own_memory
+from edgespec.backends.llamacpp.files import load_simulated
+from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.layerskip import (
+    LOWER,
+    LOWER_FIRST,
+    SHARED,
+    SHARED_BYTES,
+    UPPER,
+    UPPER_FIRST,
+)
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.planning import (
+    UNDO_TOKENS,
+    States,
+    lower_rows,
+    remembers_by_state,
+    wished_context,
+    wished_halves,
+)
+from edgespec.backends.llamacpp.share import on_device
+
+__all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in"]
+
+_F16 = KvTypes("f16", "f16")
+_CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
+_STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
+_COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
+# The library rounds to hundredths of a MiB: of so many tokens a size is known to a byte a token.
+_MANY_TOKENS = 32768
+_FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What llama.cpp said of a context while it made one. compute: by the name of the buffer's kind."""
+
+    cache_bytes: int
+    compute: tuple[tuple[str, int], ...]
+
+
+def buffers_in(lines: Sequence[str]) -> Buffers:
+    """The sizes in what the library logged of one context."""
+    caches = [_mib(found[1]) for line in lines if (found := _CACHE.search(line))]
+    compute = tuple((found[1], _mib(found[2])) for line in lines if (found := _COMPUTE.search(line)))
+    return Buffers(sum(caches), compute)
+
+
+def _mib(text: str) -> int:
+    return round(float(text) * 2**20)
+
+
+class GgufBlueprint:
+    """The metadata of a GGUF model. Raises ModelFileError, as loading it would.
+
+    Which layers are where depends on `gpu_layers`, so it is opened anew for another number of those.
+    """
+
+    def __init__(self, path: str, name: str) -> None:
+        self.name = name
+        self._path = path
+        self._gpu_layers: int | None = None
+        self._weights = load_simulated(path, name, None)
+        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
+        own = has_own_memory()
+        self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
+        self._states: States | None = None
+
+    def footprint(self, options: LoadOptions) -> Footprint:
+        """See `Blueprint`."""
+        if self.layers and options.gpu_layers != self._gpu_layers:
+            self._open(options.gpu_layers)
+        weights = self._weights
+        if remembers_by_state(weights) and self._states is None:
+            self._states = _simulated_states(weights, options)
+        plan = wished_context(weights, options, self._states)
+        buffers = simulated(weights, plan, options)
+        lib = library()
+        size: int = lib.llama_model_size(weights)
+        weights_there, cache_there = on_device(self._path, self.layers, options.gpu_layers)
+        compute = [(_pool(kind) if self.layers else MEMORY, bytes_) for kind, bytes_ in buffers.compute]
+        parts = (
+            *_split("weights", size, weights_there),
+            *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
+            *(Part("compute", bytes_, pool) for pool, bytes_ in compute),
+            Part("output", _logits_bytes(weights, options.batch_tokens)),
+        )
+        return Footprint(plan.tokens, plan.kv_types.text, parts)
+
+    def _open(self, gpu_layers: int | None) -> None:
+        self.close()
+        self._weights = load_simulated(self._path, self.name, gpu_layers)
+        self._gpu_layers = gpu_layers
+
+    def close(self) -> None:
+        """See `Blueprint`."""
+        if self._weights:
+            library().llama_model_free(self._weights)
+            self._weights = None
+
+
+class HalvesBlueprint:
+    """The metadata of a GGUF model that was prepared for early exit: two models on one set of weights.
+
+    Raises ModelFileError.
+    """
+
+    layers = 0
+
+    def __init__(self, folder: str, name: str) -> None:
+        self.name = name
+        self._halves: list[Any] = []
+        try:
+            for files in ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER)):
+                paths = [str(Path(folder) / file) for file in files]
+                self._halves.append(load_simulated(paths, name, None))
+        except BaseException:
+            self.close()
+            raise
+        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
+
+    def footprint(self, options: LoadOptions) -> Footprint:
+        """See `Blueprint`."""
+        lower, upper = self._halves
+        plans = wished_halves(lower, upper, options)
+        few = replace(options, batch_tokens=lower_rows(lower, options))
+        buffers = [
+            simulated(lower, plans[0], few),
+            simulated(upper, plans[1], options, takes_hidden=True),
+        ]
+        weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
+        if options.mmap and not options.mlock:
+            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+        logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
+        parts = (
+            Part("weights", weight_bytes),
+            Part("cache", sum(each.cache_bytes for each in buffers)),
+            Part("compute", sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
+            Part("output", logits),
+        )
+        return Footprint(plans[0].tokens, plans[0].kv_types.text, parts)
+
+    def close(self) -> None:
+        """See `Blueprint`."""
+        while self._halves:
+            library().llama_model_free(self._halves.pop())
+
+
+def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any) -> Buffers:
+    """What a context of weights that are not there would take."""
+    with overheard() as lines:
+        LlamaContext(weights, options, plan, 1, **how).close()
+        return buffers_in(lines)
+
+
+def _simulated_states(weights: Any, options: LoadOptions) -> States:
+    """As `planning` measures them on real weights. States are made even where nothing else is."""
+
+    def look(sequences: int) -> tuple[int, int, LlamaContext]:
+        plan = ContextPlan(_MANY_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
+        with overheard() as lines:
+            context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
+            context.close()
+        states = sum(_mib(found[1]) for line in lines if (found := _STATES.search(line)))
+        return states, buffers_in(lines).cache_bytes - states, context
+
+    states, keys_values, context = look(1)
+    rows = 1 + context.undo_tokens
+    if states < _FEW_STATES_BYTES:  # too small to be told exactly from one
+        states = look(_MANY_STATES)[0] // _MANY_STATES
+    return States(states // rows, keys_values // _MANY_TOKENS, context.undo_tokens > 0 and not context.window)
+
+
+def _split(kind: PartKind, size: int, there: int) -> tuple[Part, ...]:
+    parts = (Part(kind, size - there), Part(kind, there, DEVICE))
+    return tuple(part for part in parts if part.bytes) or parts[:1]
+
+
+def _pool(buffer: str) -> Pool:
+    """Where a buffer of that kind lies: `CUDA0` on the card, `CPU` and `CUDA_Host` not."""
+    return MEMORY if buffer.startswith("CPU") or buffer.endswith("_Host") else DEVICE
+
+
+def _logits_bytes(weights: Any, batch_tokens: int) -> int:
+    """What the logits of the widest pass take."""
+    lib = library()
+    vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
+    return min(MAX_WIDTH, batch_tokens) * vocab * 4

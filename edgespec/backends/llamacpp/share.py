@@ -1,0 +1,48 @@
+"""How much of a GGUF model lies on graphics cards when so many of its layers are put there."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.errors import ModelFileError
+
+__all__ = ["on_device"]
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def on_device(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float]:
+    """Bytes of weights there, and the share of the cache; (0, 0.0) for 0 layers.
+
+    llama.cpp puts the output layer there first, then the last of the others; the embedding stays.
+    """
+    if not layers or gpu_layers == 0:
+        return 0, 0.0
+    there = min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    by_layer, output = _by_layer(path)
+    return output + sum(by_layer.get(i, 0) for i in range(layers - there, layers)), there / layers
+
+
+@cache
+def _by_layer(path: str) -> tuple[dict[int, int], int]:
+    """Bytes of each layer's tensors, and of those after the last layer."""
+    import gguf
+
+    by_layer: dict[int, int] = {}
+    output = 0
+    try:
+        for part in gguf_files(Path(path)):
+            for tensor in gguf.GGUFReader(part).tensors:
+                if found := _LAYER.match(tensor.name):
+                    layer = int(found[1])
+                    by_layer[layer] = by_layer.get(layer, 0) + int(tensor.n_bytes)
+                elif tensor.name.startswith("output"):
+                    output += int(tensor.n_bytes)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ModelFileError(
+            f"{path} is incomplete or damaged: {error}", "download it again and compare its size"
+        ) from error
+    return by_layer, output

@@ -1,0 +1,213 @@
+"""What is given up, in what order, until target and draft fit: the smallest loss first.
+
+Nothing that was asked for in so many words is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from edgespec.backends.footprint import Footprint
+from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.memory.budget import Budget
+from edgespec.memory.plan import Decision, Item, MemoryPlan
+
+__all__ = ["Choice", "Measured", "Prefer", "StepName", "fitted"]
+
+Prefer = Literal["speed", "context"]
+StepName = Literal["context", "kv_type", "draft_window", "float32", "draft", "gpu_layers"]
+
+_BLOCK_TOKENS = 256
+# A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
+_SMALL_CONTEXT_TOKENS, _LEAST_CONTEXT_TOKENS = 2048, 512
+_WINDOW_TOKENS = 1024
+_QUALITY = {
+    "q8_0": "its answers are as good",
+    "q4_0": "its answers are a little worse",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a pair is loaded, as far as that may be given up.
+
+    context_tokens: of the target. draft: the draft is loaded too. draft_window: None is as without a budget.
+    gpu_layers: None is all. float32: where that computes faster, 16-bit weights are widened.
+    """
+
+    context_tokens: int
+    kv_type: str = "auto"
+    draft: bool = True
+    draft_window: int | None = None
+    gpu_layers: int | None = None
+    float32: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a choice comes to."""
+
+    items: tuple[Item, ...]
+    target: Footprint
+
+
+Measure = Callable[[Choice], Measured]
+_Step = tuple[StepName, Choice]
+
+
+def fitted(
+    start: Choice,
+    measure: Measure,
+    budget: Budget,
+    *,
+    fixed: frozenset[StepName] = frozenset(),
+    prefer: Prefer = "speed",
+    gpu_layers: int = 0,
+) -> tuple[Choice, MemoryPlan]:
+    """The first choice down the ladder that fits, or the last one, whose plan then does not.
+
+    fixed: what was asked for and is kept. prefer: give up context before the draft, or the draft before
+    context. gpu_layers: how many layers may be taken off graphics cards.
+    """
+    ladder = _Ladder(measure, budget)
+    choice = start
+    passed = [start]
+    for name, lower in _steps(start, prefer, gpu_layers):
+        if ladder.plan(choice).fits:
+            break
+        changed = replace(choice, **_values(name, lower))
+        if name in fixed or not ladder.frees(choice, changed):
+            continue
+        choice = changed
+        passed.append(choice)
+    if ladder.plan(choice).fits:
+        choice = _given_back(choice, passed, ladder)
+        choice = _with_most_context(choice, start.context_tokens, ladder)
+    return choice, replace(ladder.plan(choice), decisions=_decisions(start, choice, ladder))
+
+
+class _Ladder:
+    """Plans of choices, each made once."""
+
+    def __init__(self, measure: Measure, budget: Budget) -> None:
+        self._measure = measure
+        self._budget = budget
+        self._plans: dict[Choice, MemoryPlan] = {}
+
+    def plan(self, choice: Choice) -> MemoryPlan:
+        """Raises OptionError and MemoryBudgetError for what the model cannot be loaded with."""
+        if choice not in self._plans:
+            measured = self._measure(choice)
+            self._plans[choice] = MemoryPlan(
+                self._budget,
+                measured.target.context_tokens,
+                measured.target.kv_type,
+                measured.items,
+            )
+        return self._plans[choice]
+
+    def fits(self, choice: Choice) -> bool:
+        """False too where the model cannot be loaded like that."""
+        try:
+            return self.plan(choice).fits
+        except (OptionError, MemoryBudgetError):
+            return False
+
+    def frees(self, before: Choice, after: Choice) -> bool:
+        """Whether a step takes less of some memory that is short."""
+        try:
+            old, new = self.plan(before), self.plan(after)
+        except (OptionError, MemoryBudgetError):
+            return False
+        short = [pool for pool in old.pools if old.left_bytes(pool) < 0]
+        return any(new.taken_bytes(pool) < old.taken_bytes(pool) for pool in short)
+
+
+_NAMES: tuple[StepName, ...] = ("context", "kv_type", "draft_window", "float32", "draft", "gpu_layers")
+
+
+def _values(name: StepName, choice: Choice) -> dict[str, Any]:
+    field = "context_tokens" if name == "context" else name
+    return {field: getattr(choice, field)}
+
+
+def _steps(start: Choice, prefer: Prefer, layers: int) -> list[_Step]:
+    """What is given up, one after the other."""
+    small = replace(start, context_tokens=min(start.context_tokens, _SMALL_CONTEXT_TOKENS))
+    least = replace(start, context_tokens=min(start.context_tokens, _LEAST_CONTEXT_TOKENS))
+    none: _Step = ("draft", replace(start, draft=False))
+    narrow: _Step = ("float32", replace(start, float32=False))
+    cache: list[_Step] = [
+        ("kv_type", replace(start, kv_type="q8_0")),
+        ("draft_window", replace(start, draft_window=_WINDOW_TOKENS)),
+        ("kv_type", replace(start, kv_type="q4_0")),
+    ]
+    now = layers + 1 if start.gpu_layers is None else min(start.gpu_layers, layers + 1)
+    cards: list[_Step] = [
+        ("gpu_layers", replace(start, gpu_layers=fewer))
+        for eighth in range(7, -1, -1)
+        if layers and (fewer := (layers + 1) * eighth // 8) < now
+    ]
+    if prefer == "speed":
+        return [("context", small), *cache, ("context", least), none, narrow, *cards]
+    return [narrow, *cache, none, *cards, ("context", small), ("context", least)]
+
+
+def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice:
+    """The choice without what a later, larger step made needless."""
+    undone: tuple[StepName, ...] = ("float32", "kv_type", "draft_window", "context")
+    for name in undone:
+        for earlier in passed:
+            tried = replace(choice, **_values(name, earlier))
+            if tried == choice or ladder.fits(tried):
+                choice = tried
+                break
+    return choice
+
+
+def _with_most_context(choice: Choice, wanted_tokens: int, ladder: _Ladder) -> Choice:
+    """The largest context that still fits, where a shorter one had to be taken."""
+    low, high = choice.context_tokens // _BLOCK_TOKENS, wanted_tokens // _BLOCK_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ladder.fits(replace(choice, context_tokens=middle * _BLOCK_TOKENS)):
+            low = middle
+        else:
+            high = middle - 1
+    return replace(choice, context_tokens=max(choice.context_tokens, low * _BLOCK_TOKENS))
+
+
+def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision, ...]:
+    """What was given up, each with what it frees beside the others."""
+    plan = ladder.plan(choice)
+    found = []
+    for name in _NAMES:
+        with_it = replace(choice, **_values(name, start))
+        if with_it == choice or (name == "draft_window" and not choice.draft):
+            continue
+        before = ladder.plan(with_it)
+        freed = max(before.taken_bytes(pool) - plan.taken_bytes(pool) for pool in plan.pools)
+        what, why = _told(name, start, choice)
+        found.append(Decision(what, why, freed))
+    return tuple(found)
+
+
+def _told(name: StepName, start: Choice, choice: Choice) -> tuple[str, str]:
+    """What was given up, and why that."""
+    if name == "context":
+        return (
+            f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",
+            "a shorter context takes less cache",
+        )
+    if name == "kv_type":
+        return f"a cache of type {choice.kv_type}", _QUALITY[choice.kv_type]
+    if name == "draft_window":
+        what = f"the draft sees the last {choice.draft_window:,} tokens"
+        return what, "its cache stops growing with the text"
+    if name == "float32":
+        return "16-bit weights as they are", "float32 computes faster on a processor, and takes twice as much"
+    if name == "draft":
+        return "no draft model", "guesses from the text itself take hardly any memory"
+    return f"{choice.gpu_layers} layers on graphics cards", "the processor computes the others, more slowly"

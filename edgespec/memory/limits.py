@@ -1,0 +1,138 @@
+"""What limits the memory of this process: the machine, a container, the shell. Each says where it is from.
+
+All numbers are of the whole process: what it holds now counts as its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import psutil
+
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_limits"]
+
+# What a limit counts as none from: cgroup v1 says "no limit" with a number near 2^63.
+_UNLIMITED_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """So many bytes this process may hold, and why, in words."""
+
+    bytes: int
+    what: str
+
+
+def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
+    """Everything that limits this process now; the system's available memory is always among it.
+
+    root: the folder under which /proc and /sys are.
+    """
+    process = psutil.Process()
+    held = int(process.memory_info().rss)
+    available = int(psutil.virtual_memory().available) + held
+    found = [Limit(available, "memory that the system has available")]
+    found += cgroup_limits(held, root)
+    if limit := address_limit(held, int(process.memory_info().vms)):
+        found.append(limit)
+    if sys.platform == "darwin" and (limit := apple_limit()):
+        found.append(limit)
+    return tuple(found)
+
+
+def cgroup_limits(held_bytes: int, root: Path = Path("/")) -> Iterator[Limit]:
+    """Limits of the control groups that this process is in, and of those around them; version 1 and 2.
+
+    What other processes of a group hold is not there for this one; caches of files would be given up.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        lines = []
+    # In a container the path may be that outside of it: then only the root is to be seen.
+    for line in lines or ["0::/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            folder, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            folder = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inner = PurePosixPath(path.lstrip("/"))
+        for group in (inner, *inner.parents):
+            if ".." in group.parts:
+                continue
+            if (limit := _limit_of(folder / group, names, held_bytes)) is not None:
+                yield Limit(
+                    limit, f"the memory limit of the control group /{'' if str(group) == '.' else group}"
+                )
+
+
+def _limit_of(folder: Path, names: tuple[str, str, str], held_bytes: int) -> int | None:
+    limit = _number(folder / names[0])
+    if limit is None or limit >= _UNLIMITED_BYTES:
+        return None
+    used = (_number(folder / names[1]) or 0) - _idle_files(folder / "memory.stat", names[2])
+    return max(0, limit - max(0, used - held_bytes))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _idle_files(file: Path, name: str) -> int:
+    """Bytes of a group that are pages of files nobody needs now."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in file.read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(" ")
+            if key == name:
+                return int(value)
+    return 0
+
+
+def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
+    """The limit of the address space (`ulimit -v`), where one is set: mapped files count towards it as well.
+
+    held_bytes, mapped_bytes: what the process holds, and all it has addresses for.
+    """
+    if sys.platform == "win32":
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft in (resource.RLIM_INFINITY, -1):
+        return None
+    return Limit(max(0, soft - mapped_bytes) + held_bytes, "the limit of the address space (ulimit -v)")
+
+
+def apple_limit() -> Limit | None:
+    """What a Mac lets its graphics processor keep in place: `iogpu.wired_limit_mb`, or Apple's usual share.
+
+    Beyond it weights would be paged out between passes. Up to 36 GiB that share is two thirds of the memory,
+    above three quarters.
+    """
+    total = int(psutil.virtual_memory().total)
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        said = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"],
+            capture_output=True,
+            text=True,
+            timeout=2,
+            check=True,
+        )
+        if (wired := int(said.stdout.strip()) * 2**20) > 0:
+            return Limit(wired, "the wired limit of the graphics processor (iogpu.wired_limit_mb)")
+    share = total * 2 // 3 if total <= 36 * 2**30 else total * 3 // 4
+    return Limit(share, "the working set that Apple recommends for its graphics processor")
