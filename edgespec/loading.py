@@ -107,7 +107,7 @@ def load(
         memory_bytes=parse_size(memory) if memory is not None else available_bytes(),
         adapter=None if adapter is None else _adapter_folder(path_text("adapter", adapter)),
     )
-    pair = find_pair(target, draft, how, progress)
+    pair = find_pair(target, draft, how, progress, options)
     if adapter is not None and pair.target.format != "mlx":
         raise OptionError(
             f"an adapter goes on an MLX model, and {pair.target.name} is a GGUF file",
