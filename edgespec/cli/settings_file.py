@@ -7,6 +7,8 @@ compared with what it should be, so that a file in a form this module does not k
 from __future__ import annotations
 
 import copy
+import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,7 +108,7 @@ def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
 def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
     """Put a new line behind the last of its table, which is begun where it is not there."""
     *table, name = path
-    new = f"{name} = {literal}"
+    new = f"{_spelled(name)} = {literal}"
     of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]
     headers = [each for each in statements if each.opens]
     opened = [each for each in headers if each.path == tuple(table)]
@@ -125,6 +127,11 @@ def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, liter
         while lines and not lines[-1].strip():
             lines.pop()
         lines += [new, ""]
+
+
+def _spelled(name: str) -> str:
+    """A name as TOML has it: in quotes where it holds dots, colons and the like."""
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False)
 
 
 def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
