@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from edgespec.errors import EdgespecError
     from edgespec.forgetting import forget
     from edgespec.loading import load
+    from edgespec.memory.kept.texts import KeptUse
     from edgespec.reply import MethodReport, Piece, Reply
-    from edgespec.runtime import Runtime
+    from edgespec.runtime import MemoryUse, Runtime
     from edgespec.stream import ReplyStream
 
 __all__ = [
     "Capabilities",
     "Chat",
     "EdgespecError",
+    "KeptUse",
+    "MemoryUse",
     "Message",
     "MethodReport",
     "ModelFacts",
@@ -48,6 +51,8 @@ _HOMES = {
     "Capabilities": "edgespec.backends.base",
     "Chat": "edgespec.chat.conversation",
     "EdgespecError": "edgespec.errors",
+    "KeptUse": "edgespec.memory.kept.texts",
+    "MemoryUse": "edgespec.runtime",
     "Message": "edgespec.chat.message",
     "MethodReport": "edgespec.reply",
     "ModelFacts": "edgespec.backends.base",

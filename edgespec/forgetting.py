@@ -1,4 +1,4 @@
-"""What drafters keep from one run to the next, given up: of earlier chats, and what was learnt."""
+"""What is kept from one run to the next, given up: of earlier chats, and what was learnt."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Literal
 from edgespec.errors import EdgespecError
 from edgespec.files import reason_of
 from edgespec.learnt import forget_learnt
+from edgespec.memory.kept import forget_kept
 from edgespec.texts import forget_replies
 
 __all__ = ["KINDS", "forget"]
 
-KINDS = ("replies", "learnt")
-_FORGET: dict[str, Callable[[], int]] = {"replies": forget_replies, "learnt": forget_learnt}
+KINDS = ("replies", "learnt", "kept")
+_FORGET: dict[str, Callable[[], int]] = {
+    "replies": forget_replies,
+    "learnt": forget_learnt,
+    "kept": forget_kept,
+}
 
 
-def forget(what: Literal["all", "replies", "learnt"] = "all") -> int:
-    """Delete what drafters keep on disk. Gives the bytes that were freed.
+def forget(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
+    """Delete what is kept on disk beside the saved chats. Gives the bytes that were freed.
 
     replies: of earlier chats, and what was new of their prompts, that guesses are looked up in. learnt:
     drafts that were trained, layers that were found and what passes cost, of every model; the next load
-    drafts with what was downloaded. A runtime that is open keeps what it learnt, and may save it again.
+    drafts with what was downloaded. kept: what models have read of chats; a chat that goes on is read again.
+    A runtime that is open keeps what it learnt, and may save it again.
     Raises EdgespecError where a file cannot be deleted.
     """
     freed_bytes = 0

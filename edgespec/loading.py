@@ -8,15 +8,17 @@ from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
 
-from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.checks import flag, path_text, text, whole_number
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
-from edgespec.memory import available_bytes, parse_size
+from edgespec.keeping import Keeping, kept_texts
+from edgespec.memory import parse_size
 from edgespec.methods import Drafters
-from edgespec.pairing import Pair, find_pair, load_draft, load_target
+from edgespec.pairing import Draft, find_pair, load_draft, load_target
+from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -41,6 +43,7 @@ def load(
     draft: str | None = "auto",
     *,
     memory: str | int | None = None,
+    prefer: str = "speed",
     context: int | None = None,
     threads: int | None = None,
     gpu_layers: int | None = None,
@@ -62,15 +65,23 @@ def load(
     remember: bool = False,
     learn: bool = False,
     max_loss: float | None = None,
+    keep: str = "memory",
+    keep_memory: str | int | None = None,
+    keep_disk: str | int | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
 
     target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the recommended one
     if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
-    "8GiB"; by default what is available. context: tokens of prompt and reply together. adapter: a folder
+    "8GiB"; by default what is available. prefer: where that is short, "speed" gives up context before the
+    draft, "context" the draft before context; what is named here is never given up. context: tokens of prompt and reply together. adapter: a folder
     with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them. methods: those that replies may ask
     for besides `method`; what they need is loaded as well. draft_branches to max_loss: see `Drafting`.
+    keep: where what was read of other texts than the last is kept, so that going back to one reads it no
+    more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
+    default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the free
+    disk.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
@@ -104,24 +115,29 @@ def load(
         mmap=flag("mmap", mmap),
         mlock=flag("mlock", mlock),
         max_branches=how.most_branches,
-        memory_bytes=parse_size(memory) if memory is not None else available_bytes(),
         adapter=None if adapter is None else _adapter_folder(path_text("adapter", adapter)),
     )
+    keeping = Keeping.read(keep, keep_memory, keep_disk)
     pair = find_pair(target, draft, how, progress, options)
     if adapter is not None and pair.target.format != "mlx":
         raise OptionError(
             f"an adapter goes on an MLX model, and {pair.target.name} is a GGUF file",
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
         )
-    return _loaded(pair, how, options, defaults, progress)
+    wishes = Wishes.read(prefer, options, draft)
+    budget = budget_for(pair, parse_size(memory) if memory is not None else None)
+    planned = plan_pair(pair, how, options, budget, wishes)
+    check_fits(planned)
+    return _loaded(planned, defaults, keeping, progress)
 
 
 def _loaded(
-    pair: Pair, how: Drafting, options: LoadOptions, defaults: Defaults, progress: Progress | None
+    planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None
 ) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
+    pair, how, options = planned.pair, planned.how, planned.options
     with ExitStack() as undo:
-        model = load_target(pair, how, options, progress)
+        model = load_target(pair, how, planned.target_options, progress)
         undo.callback(model.close)
         draft = None
         if pair.draft:
@@ -143,7 +159,7 @@ def _loaded(
         for method in how.methods:
             drafters.choose(method)  # what is missing is said now, not with the first reply
         entry = pair.target.entry
-        notices = (entry.notice if entry else "", model.facts.notice, *made.notices)
+        notices = (entry.notice if entry else "", planned.notice, model.facts.notice, *made.notices)
         runtime = Runtime(
             model,
             draft.model if draft else None,
@@ -151,9 +167,19 @@ def _loaded(
             defaults=defaults,
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
+            plan=planned.plan,
+            kept=kept_texts(keeping, model, options, costs, _left_bytes(options, model, draft)),
         )
         undo.pop_all()
         return runtime
+
+
+def _left_bytes(options: LoadOptions, target: LanguageModel, draft: Draft | None) -> int:
+    """What the budget leaves beside weights and caches."""
+    left_bytes = options.memory_bytes or 0
+    for facts in (target.facts, *((draft.model.facts,) if draft else ())):
+        left_bytes -= facts.weight_bytes + facts.kv_bytes
+    return left_bytes
 
 
 def _adapter_folder(adapter: str) -> str:

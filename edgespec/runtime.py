@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,8 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
-from edgespec.memory import resident_bytes
+from edgespec.memory import MemoryPlan, resident_bytes
+from edgespec.memory.kept import KeptTexts, KeptUse
 from edgespec.methods import Drafters
 from edgespec.policy.curve import CostCurve
 from edgespec.reply import MethodReport, Reply
@@ -24,7 +25,20 @@ from edgespec.request import Defaults, make_request
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
-__all__ = ["Runtime"]
+__all__ = ["MemoryUse", "Runtime"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What a runtime takes, in bytes. kv_bytes: of the caches of target and draft, where they are now.
+
+    resident_bytes: what the process holds, mapped weights included as far as they were read.
+    """
+
+    weight_bytes: int
+    kv_bytes: int
+    resident_bytes: int
+    kept: KeptUse
 
 
 _DEFAULTS = Defaults()
@@ -34,7 +48,8 @@ class Runtime:
     """A loaded target with its drafters. Made by `edgespec.load`.
 
     One reply at a time: another one raises BusyError. `cancel` may be called from any thread.
-    `method` reports what runs by default; every reply reports its own.
+    `method` reports what runs by default; every reply reports its own. `plan` is what was planned to be in
+    memory before anything was loaded.
     """
 
     def __init__(
@@ -46,6 +61,8 @@ class Runtime:
         defaults: Defaults = _DEFAULTS,
         costs: TargetCosts | None = None,
         notice: str = "",
+        plan: MemoryPlan | None = None,
+        kept: KeptTexts | None = None,
     ) -> None:
         vocabulary = target.vocabulary
         self.target: ModelFacts = replace(target.facts, notice=notice) if notice else target.facts
@@ -61,9 +78,10 @@ class Runtime:
                 # The model can still be used without it: say so when the template is needed.
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults.method)[1]
+        self.plan: MemoryPlan | None = plan
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters)
+        self._session = Session(target, drafters, kept)
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -103,6 +121,22 @@ class Runtime:
     def memory_bytes(self) -> int:
         """The memory this process holds now."""
         return resident_bytes()
+
+    def memory(self) -> MemoryUse:
+        """What takes memory now, and what is kept of other texts than the last. May be asked at any time."""
+        drafts = self.draft
+        kept = self._session.kept
+        return MemoryUse(
+            weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
+            kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
+            resident_bytes=resident_bytes(),
+            kept=kept.use() if kept else KeptUse(),
+        )
+
+    def known_texts(self) -> Iterable[Sequence[int]]:
+        """The texts that are kept, as tokens: the very ones that were read and drawn."""
+        kept = self._session.kept
+        return [tokens.tolist() for tokens in kept.texts()] if kept else []
 
     def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
         """The whole reply to a prompt.

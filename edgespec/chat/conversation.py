@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from edgespec.backends.base import Vocabulary
@@ -32,6 +32,8 @@ class Host(Protocol):
 
     @property
     def context_tokens(self) -> int: ...
+
+    def known_texts(self) -> Iterable[Sequence[int]]: ...
 
     def stream_tokens(
         self, tokens: Sequence[int], *, on_end: Callable[[Reply | None], None] | None = None, **options: Any
@@ -68,7 +70,7 @@ class Chat:
         self.context_used_tokens = 0
         self._host = host
         self._context_full = context_full
-        self._prompts = PromptBuilder(host.template, host.vocabulary)
+        self._prompts = PromptBuilder(host.template, host.vocabulary, host.known_texts)
 
     def stream(self, text: str, **options: Any) -> ReplyStream:
         """Say something and stream the answer. Options as for `Runtime.generate`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
@@ -19,18 +19,27 @@ class PromptBuilder:
     """Renders and tokenizes conversations for one model.
 
     It remembers the tokens of the last turn: a reply that was sampled rarely tokenizes back to the very
-    tokens that were drawn, and with other tokens the cache would be lost from there on.
+    tokens that were drawn, and with other tokens the cache would be lost from there on. earlier: texts that
+    were read before, as tokens, where a conversation that goes on may find its own.
     """
 
-    def __init__(self, template: ChatTemplate, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        vocabulary: Vocabulary,
+        earlier: Callable[[], Iterable[Sequence[int]]] = tuple,
+    ) -> None:
         self._template = template
         self._vocabulary = vocabulary
+        self._earlier = earlier
         self._known: Prompt = ("", [])
 
     def build(self, messages: Sequence[Message]) -> Prompt:
         """The prompt for the assistant's next reply. Raises TemplateError."""
         shield = _Shield(self._vocabulary, messages)
         text = self._template.render([shield.over(message) for message in messages])
+        if not self._known[0]:
+            self._known = self._recalled(text)
         known_text, known_tokens = self._known
         if known_text and text.startswith(known_text):
             rest = self._tokenize(text[len(known_text) :], shield, start=False)
@@ -39,6 +48,36 @@ class PromptBuilder:
                 return text, known_tokens + rest
         start = not (self._vocabulary.start_text and text.startswith(self._vocabulary.start_text))
         return text, self._tokenize(text, shield, start=start)
+
+    def _recalled(self, text: str) -> Prompt:
+        """The longest beginning of `text` that an earlier text spells, up to a control token."""
+        known: Prompt = ("", [])
+        for tokens in self._earlier():
+            spelled = self._spelled(tokens, text)
+            if len(spelled[0]) > len(known[0]):
+                known = spelled
+        return known
+
+    def _spelled(self, tokens: Sequence[int], text: str) -> Prompt:
+        """How far these tokens spell `text`, up to a control token that both go on with, or to their end."""
+        wanted, at, spelled = text.encode("utf-8", "replace"), 0, ("", 0)
+        for i, token in enumerate(tokens):
+            control = _is_control(self._vocabulary, token)
+            piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
+            if not wanted.startswith(piece, at):
+                if i == 0 and control:
+                    continue  # one the tokenizer put first by itself
+                break
+            if control:
+                spelled = (wanted[:at].decode("utf-8", "replace"), i)
+            at += len(piece)
+        else:
+            rest = self._vocabulary.tokenize(
+                wanted[at:].decode("utf-8", "replace"), special=True, start=False
+            )
+            if rest and _is_control(self._vocabulary, rest[0]):
+                spelled = (wanted[:at].decode("utf-8", "replace"), len(tokens))
+        return spelled[0], list(tokens[: spelled[1]])
 
     def remember(self, prompt: Prompt, reply: Sequence[int]) -> None:
         """These tokens followed that prompt."""

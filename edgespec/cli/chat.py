@@ -13,11 +13,13 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.loading import check_sampling
 from edgespec.cli.options import (
+    KEEPING_NAMES,
     METHOD_NAMES,
     MODEL_NAMES,
     SAMPLING_NAMES,
     drafting_options,
     given,
+    keeping_options,
     method_options,
     model_options,
     pick,
@@ -25,6 +27,7 @@ from edgespec.cli.options import (
     sampling_options,
 )
 from edgespec.cli.screen import is_terminal
+from edgespec.tui.resuming import LAST
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -40,18 +43,26 @@ __all__ = ["command"]
     examples=(
         "edgespec chat",
         "edgespec chat --target 8b-q4",
+        "edgespec chat --resume",
         "edgespec chat --target 70b-q4 --draft 8b-q4 --memory 48GiB",
         'edgespec chat --target ./model.gguf --draft none --system "Be brief."',
     ),
 )
 @reply_options
+@click.option(
+    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value=LAST,
+    help="Go on with the last chat, or with this one. What was read of it is not read again.",
+)  # fmt: skip
 @click.option("--light/--dark", default=None, help="The colours. [default: as last time]")
 @model_options
+@keeping_options(keep="disk")
 @drafting_options(remember=True)
 @method_options
 @sampling_options(logit_bias=False)
 @click.pass_context
-def command(ctx: click.Context, /, system: str | None, light: bool | None, **options: Any) -> int:
+def command(
+    ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
+) -> int:
     """Chat with a model in the terminal. F1 there shows the keys.
 
     Chats are saved as you go. Without --target the embedded demo answers, a tiny terminal helper.
@@ -66,7 +77,9 @@ def command(ctx: click.Context, /, system: str | None, light: bool | None, **opt
     def load(progress: Progress) -> Runtime:
         import edgespec
 
-        return edgespec.load(**pick(options, (*MODEL_NAMES, *METHOD_NAMES)), progress=progress)
+        return edgespec.load(
+            **pick(options, (*MODEL_NAMES, *KEEPING_NAMES, *METHOD_NAMES)), progress=progress
+        )
 
     settings = given(ctx, {**sampling, **pick(options, ("max_tokens", "seed"))})
     if options["stop"]:
@@ -81,7 +94,9 @@ def command(ctx: click.Context, /, system: str | None, light: bool | None, **opt
     # Ended at once, the chat would leave the terminal as it had set it up.
     before = signal.signal(signal.SIGTERM, on_terminate)
     try:
-        run_chat(load, model_name=options["target"], system=system, settings=settings, light=light)
+        run_chat(
+            load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
+        )
     finally:
         signal.signal(signal.SIGTERM, before)
     return INTERRUPTED if terminated else DONE

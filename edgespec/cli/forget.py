@@ -17,6 +17,7 @@ _NAMES = {
     "all": "earlier chats and what was learnt",
     "replies": "earlier chats",
     "learnt": "what was learnt",
+    "kept": "what was read of chats",
 }
 
 
@@ -24,17 +25,18 @@ _NAMES = {
     "forget",
     cls=HelpfulCommand,
     short_help="Delete what drafters keep of earlier chats.",
-    examples=("edgespec forget", "edgespec forget replies", "edgespec forget learnt"),
+    examples=("edgespec forget", "edgespec forget replies", "edgespec forget kept"),
 )
 @click.argument("what", type=click.Choice(tuple(_NAMES)), default="all")
 @json_option
 def command(what: str, as_json: bool) -> int:
-    """Delete what drafters keep of earlier chats, to guess better.
+    """Delete what is kept of earlier chats, to guess better and to go on at once.
 
     \b
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
     learnt    drafts trained with --learn, layers that swift found, and what passes cost
-    all       both [default]
+    kept      what models have read of chats (a chat keeps it, or --keep disk): they are read again
+    all       all three [default]
 
     Saved chats stay, and so does what `edgespec prepare` made.
     """

@@ -13,11 +13,13 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import check_sampling, loaded
 from edgespec.cli.options import (
+    KEEPING_NAMES,
     METHOD_NAMES,
     MODEL_NAMES,
     SAMPLING_NAMES,
     drafting_options,
     json_option,
+    keeping_options,
     method_options,
     model_options,
     pick,
@@ -49,6 +51,7 @@ __all__ = ["command"]
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @json_option
 @model_options
+@keeping_options(keep="memory")
 @drafting_options()
 @method_options
 @sampling_options()
@@ -94,7 +97,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load, write the reply out while it comes, and return it."""
-    with loaded(stop, **pick(options, (*MODEL_NAMES, *METHOD_NAMES))) as runtime:
+    with loaded(stop, **pick(options, (*MODEL_NAMES, *KEEPING_NAMES, *METHOD_NAMES))) as runtime:
         progress = ProgressLine(stop)
         stream = runtime.stream(
             prompt,

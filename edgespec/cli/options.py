@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 from edgespec.cli.help import SectionOption
 
 __all__ = [
+    "KEEPING_NAMES",
     "MAX_SEED",
     "METHOD_NAMES",
     "MODEL_NAMES",
@@ -22,6 +23,7 @@ __all__ = [
     "every_setting",
     "given",
     "json_option",
+    "keeping_options",
     "listed",
     "method_options",
     "model_options",
@@ -40,6 +42,7 @@ MODEL_NAMES = (
     "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window", "draft_sinks", "exit_layer",
     "corpus", "remember", "learn", "max_loss",
 )  # fmt: skip
+KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
 SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
@@ -260,6 +263,19 @@ def drafting_options(*, remember: bool = False, measuring: bool = False) -> Deco
     ])  # fmt: skip
 
 
+def keeping_options(*, keep: str) -> Decorator:
+    """What is kept of texts that were read. keep: where, unless the person says otherwise."""
+    return _apply([
+        _model("--keep", type=click.Choice(["none", "memory", "disk"]), default=keep,
+               help="Where what was read of other chats is kept, so that going back to one reads it no more."
+                    " disk: in memory too, and for later runs; private."),
+        _model("--keep-memory", metavar="SIZE",
+               help="The most of it in memory. [default: a quarter of what --memory leaves, at most 4 GiB]"),
+        _model("--keep-disk", metavar="SIZE",
+               help="The most of it on disk. [default: 4 GiB, or a tenth of the free disk if less]"),
+    ])  # fmt: skip
+
+
 acceptance_option = _method(
     "--acceptance", type=click.Choice(ACCEPTANCES), default="invariant",
     help="invariant: a seed gives the same reply whatever the method. rejection: the same distribution only;"
@@ -322,6 +338,7 @@ def every_setting() -> dict[str, SettingOption]:
 
     @click.command()
     @model_options
+    @keeping_options(keep="memory")
     @method_options
     @drafting_options()
     @sampling_options()

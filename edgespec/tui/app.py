@@ -52,6 +52,7 @@ class ChatApp(App[None]):
         model_name: str = "",
         system: str | None = None,
         settings: Mapping[str, Setting] | None = None,
+        resume: str | None = None,
         store: ChatStore | None = None,
         light: bool | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class ChatApp(App[None]):
         self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
+        self._resume = resume
         self._loading: LoadingScreen | None = None
         self._leaving = False
         self._tick_timer: Timer | None = None
@@ -120,6 +122,8 @@ class ChatApp(App[None]):
                 await self.switch_screen(chat)
                 if self._tick_timer is not None:
                     self._tick_timer.pause()
+                if self._resume is not None:
+                    await chat.resume(self._resume)
                 return
 
     def on_loading_screen_cancel_wanted(self) -> None:
@@ -158,14 +162,24 @@ def run_chat(
     model_name: str = "",
     system: str | None = None,
     settings: Mapping[str, Setting] | None = None,
+    resume: str | None = None,
     store: ChatStore | None = None,
     light: bool | None = None,
 ) -> None:
     """Run the chat until the person leaves.
 
+    resume: the id or a piece of the title of a saved chat to open, or `last`.
     Raises what `load` raised, CancelledError when loading was cancelled.
     """
-    app = ChatApp(load, model_name=model_name, system=system, settings=settings, store=store, light=light)
+    app = ChatApp(
+        load,
+        model_name=model_name,
+        system=system,
+        settings=settings,
+        resume=resume,
+        store=store,
+        light=light,
+    )
     # The model thread needs the interpreter after every pass; by default it would wait up to 5 ms
     # for the screen to let go of it, longer than a small model's pass takes.
     before = sys.getswitchinterval()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.session import Session
 
 __all__ = ["Archive"]
@@ -38,22 +38,20 @@ class Archive:
             return await asyncio.to_thread(self._store.load, chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Remove one chat, and with it the replies and prompts that later chats would have guessed from.
+        """Remove one chat, and with it what is kept of chats for later ones: to guess from, and as read.
 
-        Nobody knows any more which of those are of it: all go.
+        Nobody knows any more which of that is of it: all goes.
         """
         async with self._lock:
             await asyncio.to_thread(self._store.delete, chat_id)
-            await asyncio.to_thread(_forget_replies)
+            await asyncio.to_thread(_forget_texts)
 
 
-def _forget_replies() -> None:
-    from edgespec.texts import forget_replies
+def _forget_texts() -> None:
+    import edgespec
 
     try:
-        forget_replies()
-    except OSError as error:
-        raise ChatFileError(
-            f"the chat is deleted, but what was kept for guessing is not: {error.strerror or error}",
-            "delete the folder `replies` in edgespec's data folder",
-        ) from error
+        edgespec.forget("replies")
+        edgespec.forget("kept")
+    except EdgespecError as error:
+        raise ChatFileError(f"the chat is deleted, but {error.what}", error.next_step) from error

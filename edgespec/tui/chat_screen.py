@@ -14,6 +14,7 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.resuming import LAST, chosen
 from edgespec.tui.screens.confirm import ConfirmScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
@@ -184,18 +185,26 @@ class ChatScreen(ChatView):
 
     async def open_by_title(self, title: str) -> bool:
         """Open the newest chat whose title holds these words. False when there is none."""
+        if await self._open_chosen(title):
+            return True
+        await self.transcript.note(f"No saved chat has {title!r} in its title. F2 lists them.")
+        return False
+
+    async def resume(self, wanted: str) -> None:
+        """Go on with the last chat, or the one of that id or title; say so where there is none."""
+        if not await self._open_chosen(wanted):
+            said = "no saved chat yet" if wanted == LAST else f"no saved chat {wanted!r}"
+            await self.transcript.note(f"There is {said}: this is a new one. F2 lists them.")
+
+    async def _open_chosen(self, wanted: str) -> bool:
         try:
-            chats = await self.archive.list()
+            found = chosen(await self.archive.list(), wanted)
         except ChatFileError as error:
             await self.show_error(error)
-            return False
-        wanted = title.casefold()
-        found = next((c for c in chats if wanted in c.title.casefold() or wanted == c.id), None)
-        if found is None:
-            await self.transcript.note(f"No saved chat has {title!r} in its title. F2 lists them.")
-            return False
-        await self.open_chat(found)
-        return True
+            return True
+        if found is not None:
+            await self.open_chat(found)
+        return found is not None
 
     @on(Sidebar.Opened)
     async def _chat_chosen(self, event: Sidebar.Opened) -> None:

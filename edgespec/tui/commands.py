@@ -29,6 +29,7 @@ COMMANDS = (
     Command("system", "[text|none]", "see or change the system prompt"),
     Command("set", "[name value]", "sampling settings, all or one"),
     Command("show", "", "the model, the method and the settings in use", ("info",)),
+    Command("memory", "", "what takes memory, and what is kept of other chats"),
     Command("save", "[title]", "save the chat now, and give it a title"),
     Command("load", "[title]", "open a saved chat", ("open", "chats", "list")),
     Command("details", "", "show or hide speed, acceptance and time of each phase", ("stats",)),

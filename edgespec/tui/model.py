@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, ModelFacts, Piece, Reply, Stats
+    from edgespec import MemoryUse, MethodReport, ModelFacts, Piece, Reply, Stats
     from edgespec.chat.message import Message
 
 __all__ = ["ChatLike", "Load", "Progress", "RuntimeLike", "StreamLike"]
@@ -96,6 +96,9 @@ class RuntimeLike(Protocol):
 
     def memory_bytes(self) -> int:
         """Resident bytes of the process."""
+
+    def memory(self) -> MemoryUse:
+        """What takes memory, and what is kept of other chats."""
 
     def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ChatLike:
         """Open a conversation."""

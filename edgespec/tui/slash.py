@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgespec.errors import OptionError
 from edgespec.tui.commands import Typed, nearest
 from edgespec.tui.settings import default_text, field_named, parse, shown
-from edgespec.tui.texts import show_rows
+from edgespec.tui.texts import memory_rows, show_rows
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -119,6 +119,12 @@ async def _show(screen: ChatScreen, _argument: str) -> bool:
     return True
 
 
+async def _memory(screen: ChatScreen, _argument: str) -> bool:
+    rows = memory_rows(screen.runtime.memory())
+    await screen.transcript.add(Panel("Memory", Pairs(rows, stack_below=24)))
+    return True
+
+
 async def _save(screen: ChatScreen, argument: str) -> bool:
     await screen.save_as(_unquoted(argument))
     return True
@@ -174,6 +180,7 @@ _ACTIONS: dict[str, _Action] = {
     "system": _system,
     "set": _set,
     "show": _show,
+    "memory": _memory,
     "save": _save,
     "load": _load,
     "details": _details,

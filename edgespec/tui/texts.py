@@ -9,11 +9,11 @@ from edgespec.tui.numbers import bytes_text, count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, ModelFacts, Stats
+    from edgespec import MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.session import Session
 
-__all__ = ["error_text", "facts_line", "notices", "show_rows", "welcome_rows"]
+__all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
 
 
 def facts_line(facts: ModelFacts) -> str:
@@ -64,6 +64,25 @@ def show_rows(
     ]
     rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in session.settings]
     return [*rows, ("defaults", ", ".join(rest))]
+
+
+def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
+    """The answer to /memory."""
+    kept = use.kept
+    rows = [
+        ("weights", bytes_text(use.weight_bytes)),
+        ("caches", bytes_text(use.kv_bytes)),
+        ("process", bytes_text(use.resident_bytes)),
+        ("kept", f"{bytes_text(kept.memory_bytes)} in memory, of {bytes_text(kept.memory_limit_bytes)}"),
+    ]
+    if kept.disk_limit_bytes:
+        disk = f"{bytes_text(kept.disk_bytes)} of this model, of {bytes_text(kept.disk_limit_bytes)} for all"
+        rows.append(("on disk", disk))
+    rows.append(("of", count(kept.texts, "text")))
+    rows.append(
+        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
+    )
+    return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
 
 def error_text(error: Exception) -> tuple[str, str]:

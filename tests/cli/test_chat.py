@@ -53,7 +53,13 @@ def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.
 
 def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -> None:
     run("chat")
-    assert opened.options == {"model_name": "demo", "system": None, "settings": {}, "light": None}
+    assert opened.options == {
+        "model_name": "demo",
+        "system": None,
+        "settings": {},
+        "resume": None,
+        "light": None,
+    }
     run(
         "chat",
         "--temperature",

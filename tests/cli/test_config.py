@@ -286,6 +286,7 @@ def test_each_value_is_shown_with_its_place(run: Run, file: Path, monkeypatch: p
         "chat": {
             "target": {"value": "demo", "from": "file", "where": str(file)},
             "remember": {"value": True, "from": "default", "where": None},
+            "keep": {"value": "disk", "from": "default", "where": None},
         }
     }
     assert shown["variables"]["EDGESPEC_CONFIG_DIR"]["value"] == str(file.parent)

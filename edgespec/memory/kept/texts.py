@@ -357,7 +357,7 @@ class KeptTexts:
             part.used = clock
 
     def _note(self, error: Exception) -> None:
-        """A copy failed: the next one may be cancelled no more, or fit; a cache of a strange kind stays so."""
+        """A copy failed: another time it may fit, or not be cancelled; a cache of a strange kind stays so."""
         self._off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"texts are not kept: {error}" if self._off else self._notice
 

@@ -1,0 +1,71 @@
+"""What a runtime keeps of the texts it has read: where, and how much."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.checks import text
+from edgespec.costs import TargetCosts
+from edgespec.errors import OptionError
+from edgespec.files import sample_of
+from edgespec.learnt import identity_of
+from edgespec.memory import parse_size
+from edgespec.memory.kept import KeptDisk, KeptTexts, Worth, memory_bound
+
+__all__ = ["PLACES", "Keeping", "kept_texts"]
+
+PLACES = ("none", "memory", "disk")
+# Tokens that are read together cost less than single steps: so many times, until it was measured.
+_READ_FASTER = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """place: `none`, `memory`, or `disk`, which is both. Bytes of None: see `memory_bound`, `disk_bound`."""
+
+    place: str = "memory"
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+
+    @classmethod
+    def read(cls, place: str, memory: str | int | None, disk: str | int | None) -> Keeping:
+        """From the options of `load`. Raises OptionError."""
+        if text("keep", place, "none, memory or disk") not in PLACES:
+            raise OptionError(f"keep is {place!r}", f"choose one of {', '.join(PLACES)}")
+        sizes = (None if size is None else parse_size(size) for size in (memory, disk))
+        return cls(place, *sizes)
+
+
+def kept_texts(
+    keeping: Keeping, target: LanguageModel, options: LoadOptions, costs: TargetCosts, left_bytes: int
+) -> KeptTexts | None:
+    """What keeps the texts of a loaded target; None where nothing is to be kept.
+
+    left_bytes: what the budget leaves beside weights and caches.
+    """
+    if keeping.place == "none":
+        return None
+    disk = None
+    if keeping.place == "disk":
+        disk = KeptDisk(_identity(target, options, costs), keeping.disk_bytes)
+    most_bytes = memory_bound(left_bytes) if keeping.memory_bytes is None else keeping.memory_bytes
+    return KeptTexts(target, most_bytes, disk, worth=Worth(_guessed_seconds(target)))
+
+
+def _guessed_seconds(target: LanguageModel) -> float:
+    """What reading a token takes, by the bytes of the weights, until some were read."""
+    return target.facts.weight_bytes / 1e10 / _READ_FASTER
+
+
+def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -> str:
+    """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
+    told = [identity_of(target.facts), costs.how, repr(options.low_bits), target.facts.rollback]
+    if options.adapter is not None:
+        for path in sorted(Path(options.adapter).iterdir()):
+            with suppress(OSError):
+                told += [path.name, sample_of(path)]
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()
