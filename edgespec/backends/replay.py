@@ -208,14 +208,14 @@ class ReplayModel(UsualModel):
         self._check_size(context_tokens)
         self._end_round()
         # What is not there is no longer gone back to, whatever happens next.
-        self._ladder = []
+        self._ladder, held = [], self._inner.length
         try:
             self._inner.resize(context_tokens)
         finally:
-            if self._inner.length < self._first_known:
+            if self._inner.length < held:
                 self._first_known, self._known = 0, []
             self._take_checkpoint()
-        self._now_sized(self._inner.facts.context_tokens, self._inner.facts.kv_bytes)
+            self._now_sized(self._inner.facts.context_tokens, self._inner.facts.kv_bytes)
 
     def run_ahead(self, wanted: bool) -> None:
         self._inner.run_ahead(wanted)

@@ -60,7 +60,8 @@ class UsualModel(ABC):
         """The context has another size: `facts` and views say so."""
         self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
         for view in list(self._views):
-            view.resized()
+            if not view.closed:
+                view.resized()
 
     def check_open(self) -> None:
         """Raises ClosedError."""

@@ -51,6 +51,11 @@ class TargetView(ABC, Generic[L]):
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+        return self._closed
+
+    @property
     def length(self) -> int:
         return self._target.length
 

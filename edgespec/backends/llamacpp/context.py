@@ -143,6 +143,10 @@ class LlamaContext:
         """Whether there is no memory, for none could be made."""
         return not self._context
 
+    def _check_there(self) -> None:
+        if self.lost:
+            raise ContextFullError("there was no memory for the context", "close other programs and go on")
+
     @property
     def remembers(self) -> bool:
         """False for models without a memory of past tokens, which cannot generate."""
@@ -195,8 +199,7 @@ class LlamaContext:
     def _decode(self, batch: Batch) -> None:
         if self.interrupt.wanted:
             raise CancelledError("cancelled")
-        if self.lost:
-            raise ContextFullError("there was no memory for the context", "load the model again")
+        self._check_there()
         count = batch.native.n_tokens
         recent_errors(clear=True)
         status = self._lib.llama_decode(self._context, batch.native)
@@ -295,6 +298,7 @@ class LlamaContext:
 
     def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """The memory of a sequence as bytes: what its next token looks at."""
+        self._check_there()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
         copy = self._copies.take(size)
@@ -305,6 +309,7 @@ class LlamaContext:
 
     def set_state(self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
         """Put saved memory into an empty sequence; False when it does not fit this model and context."""
+        self._check_there()
         given = np.frombuffer(data, np.uint8)
         return bool(
             self._lib.llama_state_seq_set_data_ext(

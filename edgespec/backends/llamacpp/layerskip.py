@@ -195,7 +195,7 @@ class LayerSkipModel(UsualModel):
 
     @property
     def room(self) -> int:
-        return self._context.tokens - self.length
+        return min(self._lower.context.tokens, self._context.tokens) - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
@@ -321,6 +321,7 @@ class LayerSkipModel(UsualModel):
         finally:
             if any(context.lost for context in contexts):
                 self._cut(0)
+                self._now_sized(0, 0)
         self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:

@@ -42,12 +42,14 @@ from edgespec.errors import (
     MemoryBudgetError,
 )
 
-__all__ = ["LowBitView", "check_lends", "draft_at_low_bits"]
+__all__ = ["COPY_ROOM_TOKENS", "LowBitView", "check_lends", "draft_at_low_bits"]
 
 # Tokens of drafts that a window leaves room for, at least.
 _DRAFT_ROOM_TOKENS = 64
 # A window lets go of so many tokens at once.
 _WINDOW_STEP_TOKENS = 64
+# What a copy's context holds beside sinks and window.
+COPY_ROOM_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
 _ALL_TOKENS = 1 << 62
 # So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
 _HANDED_TOKENS = 256
@@ -112,7 +114,7 @@ def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) 
     """
     tokens = target.plan.tokens
     if how.window_tokens is not None:
-        looked_at = how.sink_tokens + how.window_tokens + _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
+        looked_at = how.sink_tokens + how.window_tokens + COPY_ROOM_TOKENS
         tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)

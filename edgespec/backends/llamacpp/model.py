@@ -218,6 +218,7 @@ class LlamaCppModel(UsualModel):
             self._chosen = False
             if context.lost:
                 self._cells.length = 0
+                self._now_sized(0, 0)
         self._now_sized(plan.tokens, plan.kv_bytes)
 
     def self_draft(self, how: SelfDraft) -> LanguageModel:

@@ -58,7 +58,7 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
     no memory for that either the context is lost, as it says.
     """
     former = context.plan
-    if plan == former:
+    if plan == former and not context.lost:
         return
     saved: Sequence[memoryview] = ()
     if length:
