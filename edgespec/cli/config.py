@@ -204,7 +204,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     """Write a value into the file, which keeps your comments.
 
     KEY is the name of an option, such as gpu_layers; chat.gpu_layers is for `edgespec chat` only. An option
-    that may be repeated takes several values.
+    that may be repeated takes several values. Write paths from / or ~ on: commands run in any folder.
     """
     path = _key_path(key)
     option = _option_at(path, ctx)

@@ -16,7 +16,14 @@ from click.core import ParameterSource
 
 from edgespec.cli.options import SAMPLING_NAMES, SettingOption, every_setting
 from edgespec.cli.settings_file import KeyPath, line_of
-from edgespec.errors import ConfigurationError, EdgespecError, OptionError
+from edgespec.errors import (
+    ConfigurationError,
+    DownloadError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.files import config_folder, read_regular, reason_of
 
 __all__ = [
@@ -336,7 +343,8 @@ def traced(error: EdgespecError, ctx: click.Context) -> EdgespecError:
             dashed = re.escape("--" + name.replace("_", "-"))
             is_about = bool(re.search(rf"^{name}\b|{dashed}\b", str(error)))
         else:
-            is_about = name in ("target", "draft") and str(found.value) in error.what
+            about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
+            is_about = about_a_model and name in ("target", "draft") and str(found.value) in error.what
         if is_about:
             return ConfigurationError(f"{error.what} ({name} is set in {found.where})", error.next_step)
     return error

@@ -48,3 +48,10 @@ def test_commands_options_names_and_methods_are_offered() -> None:
     assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
     assert offered("generate", "--method", "mod") == ["model", "model+suffix"]
     assert offered("generate", "--target", "./mod") == ["./mod"]
+
+
+def test_settings_are_offered_with_what_they_take() -> None:
+    assert offered("config", "un") == ["unset"]
+    assert offered("config", "set", "temp") == ["temperature"]
+    assert offered("config", "set", "method", "mod") == ["model", "model+suffix"]
+    assert offered("config", "set", "flash_attention", "") == ["auto", "on", "off"]

@@ -20,6 +20,7 @@ from edgespec.cli.doctor import _settings
 from edgespec.cli.options import MODEL_NAMES, SAMPLING_NAMES, every_setting
 from edgespec.cli.program import COMMANDS, program
 from edgespec.cli.settings import VARIABLES, Settings, settings_of, variable_of
+from edgespec.errors import CancelledError
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
 
@@ -251,6 +252,18 @@ def test_what_only_loading_finds_wrong_is_told_with_its_place(
     assert error.format(file=file) in said
     option = "--kv-type=q8" if "kv" in line else "--context=no"
     assert str(file) not in one_line_error(run("generate", option, "hi"), 2)
+
+
+def test_an_end_that_was_asked_for_is_no_fault_of_a_setting(
+    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cancelled(*args: object, **options: object) -> None:
+        raise CancelledError("loading demo was cancelled")
+
+    file.write_text('target = "demo"\n')
+    monkeypatch.setattr(edgespec, "load", cancelled)
+    result = run("generate", "hi")
+    assert (result.exit_code, result.stderr) == (130, "interrupted: loading demo was cancelled\n")
 
 
 def test_help_and_other_commands_work_beside_a_broken_file(run: Run, file: Path) -> None:
