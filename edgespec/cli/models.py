@@ -1,24 +1,46 @@
-"""`edgespec models`: the models edgespec knows by name, and what is known about one. Downloads nothing."""
+"""`edgespec models`: what is on this machine and what can be fetched, and what is known about one model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.models_shown import (
+    FORMATS,
+    capability_lines,
+    catalogue_row,
+    draft_json,
+    draft_lines,
+    entry_json,
+    entry_lines,
+    info_json,
+    info_lines,
+    loaded_json,
+    prepared_json,
+    shelf_row,
+    shelved_json,
+)
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import (
     ProgressLine,
+    is_terminal,
     note,
     print_json,
     print_table,
     printable,
     terminal_width,
 )
-from edgespec.errors import BackendMissingError, MemoryBudgetError, ModelFileError, ModelNotFoundError
+from edgespec.errors import (
+    BackendMissingError,
+    MemoryBudgetError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.files import size_text
 
 if TYPE_CHECKING:
@@ -29,55 +51,79 @@ __all__ = ["command"]
 
 _WIDE, _MEDIUM = 140, 90
 _LOOK_CONTEXT_TOKENS = 256
-_FORMATS = {
-    "gguf": "GGUF, run by llama.cpp",
-    "mlx": "MLX, run by mlx-lm",
-    "layerskip": "GGUF prepared for early exit, run by llama.cpp",
-}
 
 
 @click.group(
     "models",
     cls=HelpfulGroup,
-    short_help="List the models known by name, or show one.",
-    examples=("edgespec models list", "edgespec models show demo", "edgespec models show ./model.gguf"),
+    short_help="List the models that are here or known, or show one.",
+    examples=(
+        "edgespec models list",
+        "edgespec models show demo",
+        "edgespec models show ./model.gguf",
+        "edgespec models pull 8b-q4",
+        "edgespec models alias big 70b-q4",
+    ),
 )
 def command() -> None:
-    """The models edgespec knows by name. Nothing is downloaded here."""
+    """The models on this machine, whoever put them there, and those edgespec knows by name."""
 
 
 @command.command(
     "list",
     cls=HelpfulCommand,
-    short_help="List the models known by name.",
+    short_help="List the models that are here or known.",
     examples=("edgespec models list", "edgespec models list --json"),
 )
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the catalogue, the embedded models first, and your own aliases.
+    """List the catalogue, what is on this machine, and the names and pairs that are yours.
 
-    HERE names the quantisations that are on this machine; the others are downloaded when they are used.
+    HERE names the quantisations of the catalogue that are on this machine; the others are downloaded when
+    they are used. Below the catalogue is what Ollama, LM Studio and the Hugging Face cache hold, with what to
+    type for it: those models are used where they are, nothing is copied.
     """
-    from edgespec.catalog import load_catalogue
-    from edgespec.catalog.catalogue import user_aliases, user_aliases_path
+    from edgespec.catalog import load_catalogue, look
+    from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
-    own = user_aliases()
+    own, pairs, shelf = user_aliases(), user_pairs(), look()
     if as_json:
         print_json(
-            {"models": [_entry_json(entry) | _here_json(files) for entry, files in listed], "aliases": own}
+            {
+                "models": [entry_json(entry) | _here_json(files) for entry, files in listed],
+                "local": [shelved_json(shelved) for shelved in shelf.models],
+                "prepared": [prepared_json(prepared) for prepared in shelf.prepared],
+                "skipped": [{"name": skipped.name, "why": skipped.why} for skipped in shelf.skipped],
+                "aliases": own,
+                "pairs": pairs,
+            }
         )
         return
-    rows = [_row(entry, files) for entry, files in listed]
-    heads = ("NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE")
     width = terminal_width()
+    rows = [catalogue_row(entry, files) for entry, files in listed]
+    heads = ("NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE")
     shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
     print_table(heads[:shown], [row[:shown] for row in rows])
+    if shelf.models:
+        heads = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "KEPT BY", "WHERE")
+        shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
+        print_table(heads[:shown], [shelf_row(shelved)[:shown] for shelved in shelf.models])
+    if shelf.prepared:
+        print_table(
+            ("PREPARED", "SIZE", "OF"),
+            [(one.kind, size_text(one.size_bytes), str(one.source)) for one in shelf.prepared],
+        )
     if own:
         print_table(("YOUR ALIAS", "STANDS FOR"), sorted(own.items()))
-    else:
-        note(f"Names of your own go into {user_aliases_path()}.")
+    if pairs:
+        print_table(("YOUR PAIR", "DRAFT"), sorted(pairs.items()))
+    if not own and not pairs:
+        note(f"Names of your own go into {user_aliases_path()}: see `edgespec models alias --help`.")
+    if shelf.skipped:
+        what = ", ".join(one.name for one in shelf.skipped[:3]) + (", ..." if len(shelf.skipped) > 3 else "")
+        note(f"Left out as not usable: {what}. `edgespec models list --json` says why.")
 
 
 @command.command(
@@ -87,17 +133,22 @@ def list_models(as_json: bool) -> None:
     examples=(
         "edgespec models show demo",
         "edgespec models show 8b-q4 --json",
-        "edgespec models show ./my.gguf",
+        "edgespec models show ./my.gguf --probe",
     ),
 )
 @model_reference("reference")
+@click.option("--probe", is_flag=True, help="Load the model too, and say what it can do.")
 @json_option
-def show_model(reference: str, as_json: bool) -> None:
-    """Show what REF stands for, what the catalogue says, and the facts of its file if that is here."""
-    from edgespec.catalog import resolve
+def show_model(reference: str, probe: bool, as_json: bool) -> None:
+    """Show what REF stands for, what its files and the catalogue say of it, and what can draft for it.
+
+    Its files are looked into, not loaded. Drafts are compared by their tokens; what may be expected of one is
+    a guess by the sizes of both.
+    """
+    from edgespec.catalog import choose_draft, drafts_for, info_of, look, resolve
 
     found: Resolved | None = None
-    missing = ""
+    missing, problem = "", ""
     entry = _catalogued(reference)
     try:
         found = resolve(reference, allow_download=False)
@@ -106,11 +157,20 @@ def show_model(reference: str, as_json: bool) -> None:
         if entry is None:
             raise
         missing = error.what
-    facts, problem = None, ""
+    shelf = look(embedded=True)
+    info = facts = choice = None
+    options = []
     if found is not None:
         model_format = found.format
-        facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
+        try:
+            info = info_of(found, shelf.known)
+        except ModelFileError as error:
+            problem = str(error)
+        options, choice = drafts_for(found, shelf), choose_draft(found)
+        if probe:
+            facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
     if as_json:
+        model = (info_json(info) if info else {}) | (loaded_json(facts) if facts else {})
         print_json(
             {
                 "reference": reference,
@@ -119,26 +179,161 @@ def show_model(reference: str, as_json: bool) -> None:
                 "source": found.source if found else None,
                 "format": found.format if found else entry.format if entry else None,
                 "note": found.note if found else missing,
-                "catalogue": _entry_json(entry) if entry else None,
-                "model": _facts_json(facts) if facts else None,
+                "catalogue": entry_json(entry) if entry else None,
+                "model": model or None,
+                "drafts": [draft_json(option) for option in options],
+                "auto_draft": {
+                    "draft": choice.draft.name if choice and choice.draft else None,
+                    "why": choice.why if choice else missing,
+                },
                 "problem": problem,
             }
         )
         return
-    lines = [("reference", found.note if found else reference), *_entry_lines(entry)]
+    lines = [("reference", found.note if found else reference), *entry_lines(entry)]
     if found is not None:
-        lines.append(("format", _FORMATS[found.format]))
+        lines.append(("format", FORMATS[found.format]))
     elif entry is not None:
-        lines.append(("format", _FORMATS[entry.format]))
+        lines.append(("format", FORMATS[entry.format]))
     if found is None:
-        lines.append(("on this machine", f"no: `edgespec generate --target {reference} hello` downloads it"))
+        lines.append(("on this machine", f"no: `edgespec models pull {reference}` downloads it"))
+    if info is not None:
+        lines += info_lines(info, found.format if found else "gguf")
     if facts is not None:
-        lines += _facts_lines(facts, found.format if found else "gguf")
+        lines += capability_lines(facts)
+    if choice is not None:
+        lines += draft_lines(options, choice)
     if problem:
         lines.append(("problem", problem))
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:{width}}  {printable(value)}")
+
+
+@command.command(
+    "pull",
+    cls=HelpfulCommand,
+    short_help="Download a model.",
+    examples=("edgespec models pull 8b-q4", "edgespec models pull hf:user/repo:Q4_K_M"),
+)
+@model_reference("reference")
+@json_option
+def pull_model(reference: str, as_json: bool) -> None:
+    """Download REF into the Hugging Face cache, unless it is on this machine already.
+
+    What is interrupted is taken up where it stopped.
+    """
+    from edgespec.catalog import resolve
+
+    def fetch(stop: Stop) -> Resolved:
+        progress = ProgressLine(stop)
+        try:
+            return resolve(reference, progress=progress)
+        finally:
+            progress.clear()
+
+    found = interruptible(fetch)
+    if as_json:
+        print_json(
+            {"reference": reference, "path": str(found.path), "source": found.source, "note": found.note}
+        )
+    else:
+        click.echo(printable(found.note))
+
+
+@command.command(
+    "alias",
+    cls=HelpfulCommand,
+    short_help="Give a model a name of your own.",
+    examples=("edgespec models alias big hf:user/repo:Q4_K_M", "edgespec models alias fast llama3.2:1b"),
+)
+@click.argument("name")
+@model_reference("reference")
+@json_option
+def set_alias(name: str, reference: str, as_json: bool) -> None:
+    """Let NAME stand for REF. A name of yours wins over the catalogue's.
+
+    `edgespec models remove NAME` forgets it.
+    """
+    from edgespec.catalog.own_names import check_alias
+    from edgespec.cli.own_names import write_name
+
+    remark = check_alias(name.strip(), reference.strip())
+    write_name("aliases", name.strip(), reference.strip())
+    _said(f"{name} stands for {reference}", remark, {"alias": name, "reference": reference}, as_json)
+
+
+@command.command(
+    "pair",
+    cls=HelpfulCommand,
+    short_help="Choose the draft that --draft auto takes for a target.",
+    examples=(
+        "edgespec models pair 70b-q4 1b-q4",
+        "edgespec models pair 8b-q4 none",
+        "edgespec models pair 70b-q4 --remove",
+    ),
+)
+@model_reference("target")
+@click.argument("draft", metavar="DRAFT", required=False)
+@click.option("--remove", is_flag=True, help="Let edgespec choose again.")
+@json_option
+def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
+    """Choose DRAFT (or none) as what `--draft auto` takes for the target REF."""
+    from edgespec.catalog.own_names import check_pair
+    from edgespec.cli.own_names import write_name
+
+    if (draft is None) != remove:
+        raise click.UsageError("give a DRAFT, or --remove without one")
+    target = target.strip()
+    remark = check_pair(target, draft.strip()) if draft is not None else ""
+    write_name("pairs", target, draft.strip() if draft is not None else None)
+    what = (
+        f"{target} drafts with {draft}" if draft is not None else f"{target} has no draft of yours any more"
+    )
+    _said(what, remark, {"target": target, "draft": draft}, as_json)
+
+
+@command.command(
+    "remove",
+    cls=HelpfulCommand,
+    short_help="Forget a name of yours, or delete a download.",
+    examples=("edgespec models remove big", "edgespec models remove hf:user/repo:Q4_K_M --yes"),
+)
+@model_reference("reference")
+@click.option("--yes", is_flag=True, help="Delete a download without asking.")
+@json_option
+def remove_model(reference: str, yes: bool, as_json: bool) -> None:
+    """Forget an alias, or delete a model from the Hugging Face cache, which other programs may use as well.
+
+    What Ollama and LM Studio keep, and files of your own, are left to you.
+    """
+    from edgespec.catalog import resolve
+    from edgespec.catalog.removal import removal_of
+    from edgespec.cli.own_names import is_named, write_name
+
+    name = reference.strip()
+    if is_named("aliases", name):
+        write_name("aliases", name, None)
+        _said(f"{name} stands for nothing any more", "", {"removed": name, "freed_bytes": 0}, as_json)
+        return
+    found = resolve(name, allow_download=False)
+    removal = removal_of(found)
+    size = size_text(removal.size_bytes)
+    if not yes:
+        if as_json or not is_terminal(sys.stdin):
+            raise OptionError(f"{found.path} ({size}) would be deleted", "add --yes")
+        click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
+    freed_bytes = removal.carry_out()
+    _said(f"{name} is deleted: {size} freed", "", {"removed": name, "freed_bytes": freed_bytes}, as_json)
+
+
+def _said(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
+    """The result of a change, and what to know of it."""
+    if as_json:
+        print_json(value | {"remark": remark})
+        return
+    click.echo(printable(what))
+    note(remark)
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
@@ -195,89 +390,5 @@ def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[Model
         progress.clear()
 
 
-def _row(entry: ModelEntry, files: dict[str, str]) -> tuple[str, ...]:
-    return (
-        entry.name,
-        entry.format,
-        size_text(entry.approximate_file_bytes),
-        ", ".join(files) or "-",
-        ", ".join(entry.aliases) or "-",
-        entry.quantisation,
-        entry.drafts[0] if entry.drafts else "-",
-        str(entry.context_tokens),
-        entry.family,
-        entry.licence,
-    )
-
-
-def _entry_json(entry: ModelEntry) -> dict[str, Any]:
-    return {
-        "name": entry.name,
-        "format": entry.format,
-        "aliases": dict(entry.aliases),
-        "family": entry.family,
-        "parameters": entry.parameters,
-        "quantisation": entry.quantisation,
-        "file_bytes": entry.approximate_file_bytes,
-        "context_tokens": entry.context_tokens,
-        "licence": entry.licence,
-        "chat_template": entry.chat_template,
-        "embedded": bool(entry.embedded_file),
-        "gguf": entry.gguf_repository,
-        "mlx": entry.mlx_repository,
-        "drafts": list(entry.drafts),
-        "notice": entry.notice,
-    }
-
-
 def _here_json(files: dict[str, str]) -> dict[str, Any]:
     return {"on_this_machine": bool(files), "files": files}
-
-
-def _facts_json(facts: ModelFacts) -> dict[str, Any]:
-    return {
-        "architecture": facts.architecture,
-        "description": facts.description,
-        "parameters": facts.parameters,
-        "quantisation": facts.quantisation,
-        "file_bytes": facts.file_bytes,
-        "weight_bytes": facts.weight_bytes,
-        "trained_context_tokens": facts.trained_context_tokens,
-        "vocab_size": facts.vocab_size,
-        "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
-        "chat_template": facts.chat_template,
-        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
-        "rollback": facts.rollback,
-    }
-
-
-def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
-    if entry is None:
-        return []
-    lines = [
-        ("catalogue name", ", ".join((entry.name, *entry.aliases))),
-        ("family", f"{entry.family}, {entry.parameters / 1e9:.3g} B parameters"),
-        ("default file", f"{entry.quantisation}, about {size_text(entry.approximate_file_bytes)}"),
-        ("context", f"{entry.context_tokens} tokens"),
-        ("template", entry.chat_template),
-        ("drafts", ", ".join(entry.drafts) or "none recommended"),
-        ("source", entry.repository or "embedded"),
-        ("licence", entry.licence),
-    ]
-    return [*lines, ("notice", entry.notice)] if entry.notice else lines
-
-
-def _facts_lines(facts: ModelFacts, model_format: ModelFormat) -> list[tuple[str, str]]:
-    can = facts.capabilities
-    at = ", at f16" if model_format == "gguf" else ""
-    able = "drafts can be verified" + (", trees too" if can.tree else f", no trees: {can.reason}")
-    return [
-        ("file", f"{facts.architecture}, {facts.quantisation}, {size_text(facts.file_bytes)}"),
-        ("parameters", f"{facts.parameters:,}"),
-        ("trained context", f"{facts.trained_context_tokens} tokens"),
-        ("vocabulary", f"{facts.vocab_size} tokens"),
-        ("cache", f"{size_text(facts.kv_bytes * 1000 // facts.context_tokens)} for 1000 tokens{at}"),
-        ("chat template", "yes" if facts.chat_template else "no: use `edgespec generate --raw`"),
-        ("can do", able if can.rollback else f"plain decoding only: {can.reason}"),
-        ("takes back", facts.rollback),
-    ]

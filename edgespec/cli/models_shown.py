@@ -1,0 +1,223 @@
+"""What `edgespec models` prints of a model: rows, lines and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from edgespec.files import size_text
+
+if TYPE_CHECKING:
+    from edgespec import ModelFacts
+    from edgespec.catalog import Choice, DraftOption, ModelEntry, ModelFormat, ModelInfo, Shelved
+    from edgespec.prepare.store import Prepared
+
+__all__ = [
+    "FORMATS",
+    "capability_lines",
+    "catalogue_row",
+    "draft_json",
+    "draft_lines",
+    "entry_json",
+    "entry_lines",
+    "info_json",
+    "info_lines",
+    "loaded_json",
+    "prepared_json",
+    "shelf_row",
+    "shelved_json",
+]
+
+FORMATS = {
+    "gguf": "GGUF, run by llama.cpp",
+    "mlx": "MLX, run by mlx-lm",
+    "layerskip": "GGUF prepared for early exit, run by llama.cpp",
+}
+_KEPT_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
+_MOST_DRAFTS = 8
+
+
+def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
+    """A model of the catalogue, most important first."""
+    return (
+        entry.name,
+        entry.format,
+        size_text(entry.approximate_file_bytes),
+        ", ".join(files) or "-",
+        ", ".join(entry.aliases) or "-",
+        entry.quantisation,
+        entry.drafts[0] if entry.drafts else "-",
+        str(entry.context_tokens),
+        entry.family,
+        entry.licence,
+    )
+
+
+def shelf_row(shelved: Shelved) -> tuple[str, ...]:
+    """A model on this machine, most important first."""
+    return (
+        shelved.reference,
+        shelved.format,
+        size_text(shelved.info.size_bytes),
+        shelved.info.quantisation or "-",
+        count_text(shelved.info.parameters),
+        _KEPT_BY[shelved.place],
+        str(shelved.path),
+    )
+
+
+def count_text(count: int) -> str:
+    """A number of parameters for people."""
+    return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+
+
+def entry_json(entry: ModelEntry) -> dict[str, Any]:
+    """What the catalogue says."""
+    return {
+        "name": entry.name,
+        "format": entry.format,
+        "aliases": dict(entry.aliases),
+        "family": entry.family,
+        "parameters": entry.parameters,
+        "quantisation": entry.quantisation,
+        "file_bytes": entry.approximate_file_bytes,
+        "context_tokens": entry.context_tokens,
+        "licence": entry.licence,
+        "chat_template": entry.chat_template,
+        "embedded": bool(entry.embedded_file),
+        "gguf": entry.gguf_repository,
+        "mlx": entry.mlx_repository,
+        "drafts": list(entry.drafts),
+        "notice": entry.notice,
+    }
+
+
+def shelved_json(shelved: Shelved) -> dict[str, Any]:
+    """A model on this machine."""
+    return {
+        "reference": shelved.reference,
+        "kept_by": shelved.place,
+        "path": str(shelved.path),
+        "format": shelved.format,
+        "catalogue": shelved.entry.name if shelved.entry else None,
+        **info_json(shelved.info),
+    }
+
+
+def prepared_json(prepared: Prepared) -> dict[str, Any]:
+    """What `edgespec prepare` made."""
+    return {
+        "kind": prepared.kind,
+        "source": str(prepared.source),
+        "path": str(prepared.folder),
+        "bytes": prepared.size_bytes,
+    }
+
+
+def info_json(info: ModelInfo) -> dict[str, Any]:
+    """What the files of a model say."""
+    return {
+        "family": info.family,
+        "architecture": info.architecture,
+        "parameters": info.parameters,
+        "quantisation": info.quantisation,
+        "file_bytes": info.size_bytes,
+        "bytes_per_token": info.pass_bytes,
+        "kv_bytes_per_1000_tokens": info.kv_bytes * 1000,
+        "trained_context_tokens": info.context_tokens,
+        "vocab_size": info.vocab_size,
+        "vocabulary": info.vocabulary,
+        "chat_template": info.chat_template,
+        "licence": info.licence,
+        "experts": info.experts,
+        "experts_used": info.experts_used,
+        "heads": list(info.heads),
+    }
+
+
+def loaded_json(facts: ModelFacts) -> dict[str, Any]:
+    """What is known only of a model that was loaded."""
+    return {
+        "description": facts.description,
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
+        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
+        "rollback": facts.rollback,
+    }
+
+
+def draft_json(option: DraftOption) -> dict[str, Any]:
+    """A model that can draft for another."""
+    return {
+        "reference": option.reference,
+        "on_this_machine": option.path is not None,
+        "format": option.format,
+        "by": option.by,
+        "shared_tokens": option.shared_share,
+        "parameters": option.parameters,
+        "file_bytes": option.size_bytes,
+        "expected_speedup": round(option.speedup, 3),
+    }
+
+
+def entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
+    """What the catalogue says, for people."""
+    if entry is None:
+        return []
+    lines = [
+        ("catalogue name", ", ".join((entry.name, *entry.aliases))),
+        ("family", f"{entry.family}, {entry.parameters / 1e9:.3g} B parameters"),
+        ("default file", f"{entry.quantisation}, about {size_text(entry.approximate_file_bytes)}"),
+        ("context", f"{entry.context_tokens} tokens"),
+        ("template", entry.chat_template),
+        ("recommended", ", ".join(entry.drafts) or "no draft"),
+        ("source", entry.repository or "embedded"),
+        ("licence", entry.licence),
+    ]
+    return [*lines, ("notice", entry.notice)] if entry.notice else lines
+
+
+def info_lines(info: ModelInfo, form: ModelFormat) -> list[tuple[str, str]]:
+    """What the files of a model say, for people."""
+    experts = f", {info.experts_used} of {info.experts} experts for each token" if info.experts else ""
+    template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
+    lines = [
+        ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {size_text(info.size_bytes)}"),
+        ("parameters", f"{info.parameters:,}{experts}"),
+        (
+            "trained context",
+            f"{info.context_tokens} tokens" if info.context_tokens else "its files do not say",
+        ),
+        ("vocabulary", f"{info.vocab_size} tokens, {info.vocabulary[:12] or 'not comparable'}"),
+        ("cache", f"{size_text(info.kv_bytes * 1000)} for 1000 tokens, at f16"),
+        ("chat template", "yes" if info.chat_template else f"no: {template}"),
+    ]
+    if info.heads:
+        lines.append(("heads", ", ".join(info.heads)))
+    return [*lines, ("its licence", info.licence)] if info.licence else lines
+
+
+def capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
+    """What a loaded model can do, for people."""
+    can = facts.capabilities
+    able = "drafts can be verified" + (", trees too" if can.tree else f", no trees: {can.reason}")
+    return [
+        ("can do", able if can.rollback else f"plain decoding only: {can.reason}"),
+        ("takes back", facts.rollback),
+    ]
+
+
+def draft_lines(options: Sequence[DraftOption], choice: Choice) -> list[tuple[str, str]]:
+    """Which models can draft, and which of them `auto` takes, for people."""
+    lines = []
+    for option in options[:_MOST_DRAFTS]:
+        here = "" if option.path else ", not on this machine"
+        form = ", MLX" if option.format == "mlx" else ""
+        sizes = f"{count_text(option.parameters)} parameters, {size_text(option.size_bytes)}{form}"
+        gain = f"about {option.speedup:.1f}x may be expected{here}"
+        lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
+    if len(options) > _MOST_DRAFTS:
+        lines.append(("can draft", f"and {len(options) - _MOST_DRAFTS} more"))
+    taken = f"{choice.draft.name}: " if choice.draft else "none: "
+    return [*lines, ("--draft auto", taken + choice.why)]

@@ -1,0 +1,59 @@
+"""The file of a user's own names and pairs, changed line by line; the rest of it stays as it was written."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from typing import Literal
+
+from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
+from edgespec.cli.settings_file import NotEditableError, changed
+from edgespec.errors import ModelNotFoundError
+from edgespec.files import reason_of, write_private
+
+__all__ = ["Table", "is_named", "write_name"]
+
+Table = Literal["aliases", "pairs"]
+
+
+def is_named(table: Table, name: str) -> bool:
+    """Whether the user's file has that name, in any case."""
+    return name.lower() in _names(table)
+
+
+def write_name(table: Table, name: str, reference: str | None) -> None:
+    """Let a name stand for a reference, or for None, forget it.
+
+    Raises ModelNotFoundError where there is nothing to forget, naming the nearest, and where the file cannot
+    be changed.
+    """
+    names = _names(table)
+    if reference is None and name.lower() not in names:
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+        raise ModelNotFoundError(
+            f"there is no {'alias' if table == 'aliases' else 'pair for'} {name}",
+            f"did you mean {near[0]}?" if near else "`edgespec models list` shows all",
+        )
+    path = user_aliases_path()
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        spelled = next(
+            (one for one in tomllib.loads(text).get(table, {}) if one.lower() == name.lower()), name
+        )
+        literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
+        # A link stays one, and leads to the new text.
+        write_private(path.resolve(), changed(text, (table, spelled), literal).encode())
+    except (NotEditableError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"{path} is written in a form that is left to you", f"change {name} under [{table}] there"
+        ) from error
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path} cannot be written: {reason_of(error)}", "make it writable"
+        ) from error
+
+
+def _names(table: Table) -> Mapping[str, str]:
+    return user_aliases() if table == "aliases" else user_pairs()
