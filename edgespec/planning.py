@@ -12,7 +12,7 @@ from edgespec.backends.room import context_wanted, readable
 from edgespec.catalog import Resolved, load_catalogue, require_mlx
 from edgespec.drafters.windowed import window_for
 from edgespec.drafting_options import Drafting
-from edgespec.errors import MemoryBudgetError
+from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import (
     Budget,
     Choice,
@@ -21,13 +21,15 @@ from edgespec.memory import (
     MemoryPlan,
     Prefer,
     StepName,
+    find_budget,
     fitted,
     items_of,
 )
 from edgespec.pairing import Pair, for_draft, meant_for
 
-__all__ = ["Planned", "Wishes", "check_fits", "plan_pair"]
+__all__ = ["PREFERENCES", "Planned", "Wishes", "budget_for", "check_fits", "plan_pair"]
 
+PREFERENCES: Mapping[str, Prefer] = {"speed": "speed", "context": "context"}
 # What Python and the libraries take before any model: measured, with the terminal's interface.
 _PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 # Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
@@ -49,6 +51,19 @@ class Wishes:
 
     fixed: frozenset[StepName] = frozenset()
     prefer: Prefer = "speed"
+
+    @classmethod
+    def read(cls, prefer: str, options: LoadOptions, draft: str | None) -> Wishes:
+        """From what `load` was given: whatever is not left to us is fixed. Raises OptionError."""
+        if prefer not in PREFERENCES:
+            raise OptionError(f"prefer is {prefer!r}", f"choose one of {', '.join(PREFERENCES)}")
+        named: dict[StepName, bool] = {
+            "context": options.context_tokens is not None,
+            "kv_type": options.kv_type != "auto",
+            "draft": draft not in (None, "auto", "none"),
+            "gpu_layers": options.gpu_layers is not None,
+        }
+        return cls(frozenset(name for name, fixed in named.items() if fixed), PREFERENCES[prefer])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,15 @@ class Planned:
         """What was given up, for people; empty where nothing was."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {readable(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+
+
+def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
+    """The budget of a pair: given, or found; the memory of graphics cards only where they may be used."""
+    if pair.target.format == "mlx":
+        return find_budget(given_bytes)
+    from edgespec.backends.llamacpp.devices import cards
+
+    return find_budget(given_bytes, [(card.name, card.free_bytes) for card in cards()])
 
 
 def plan_pair(
@@ -122,7 +146,8 @@ def plan_pair(
     if pair.draft and not choice.draft:
         pair = replace(pair, draft=None, why_no_draft=f"the draft {pair.draft.name} does not fit the memory")
     how = replace(how, window_tokens=choice.draft_window) if choice.draft_window else how
-    beside = ("process", "headroom", "compute", "output")
+    # The headroom is there for what backends count more closely, such as a file's own header.
+    beside = ("process", "compute", "output")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left))
     return Planned(pair, how, chosen, choice.float32, plan, advice)

@@ -265,7 +265,8 @@ class TestOptions:
         options: dict[str, Any] = {"context": 16384, "draft_window": window}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None
-            needed = sum(each.file_bytes + each.kv_bytes for each in (runtime.target, runtime.draft))
+            assert runtime.plan is not None
+            needed = runtime.plan.total_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
             assert "sees the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

@@ -165,7 +165,7 @@ class TestOptions:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT) as runtime:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == runtime.context_tokens
-            target_bytes = runtime.target.weight_bytes + runtime.target.kv_bytes
-            short = target_bytes + runtime.draft.weight_bytes // 2
-        with pytest.raises(MemoryBudgetError, match="demo-mlx-draft"):
+            assert runtime.plan is not None
+            short = runtime.plan.total_bytes - runtime.draft.weight_bytes // 2
+        with pytest.raises(MemoryBudgetError, match="use --draft none"):
             edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, memory=short)

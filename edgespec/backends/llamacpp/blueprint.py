@@ -42,6 +42,7 @@ _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # The library rounds to hundredths of a MiB: of so many tokens a size is known to a byte a token.
 _MANY_TOKENS = 32768
+_LONG_TOKENS = 2**18
 _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
 
 
@@ -88,7 +89,7 @@ class GgufBlueprint:
         if remembers_by_state(weights) and self._states is None:
             self._states = _simulated_states(weights, options)
         plan = wished_context(weights, options, self._states)
-        buffers = simulated(weights, plan, options)
+        buffers = _of_any_length(weights, plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
         weights_there, cache_there = on_device(self._path, self.layers, options.gpu_layers)
@@ -158,6 +159,25 @@ class HalvesBlueprint:
         """See `Blueprint`."""
         while self._halves:
             library().llama_model_free(self._halves.pop())
+
+
+def _of_any_length(weights: Any, plan: ContextPlan, options: LoadOptions) -> Buffers:
+    """`simulated`, and for contexts whose bookkeeping alone would fill the memory, what it grows to."""
+    if plan.tokens <= _LONG_TOKENS:
+        return simulated(weights, plan, options)
+    half, whole = (
+        simulated(weights, replace(plan, tokens=tokens), options)
+        for tokens in (_LONG_TOKENS // 2, _LONG_TOKENS)
+    )
+
+    def grown(first: int, second: int) -> int:
+        return second + (second - first) * (plan.tokens - _LONG_TOKENS) // (_LONG_TOKENS // 2)
+
+    pairs = zip(half.compute, whole.compute, strict=True)
+    return Buffers(
+        grown(half.cache_bytes, whole.cache_bytes),
+        tuple((kind, grown(first, second)) for (kind, first), (_, second) in pairs),
+    )
 
 
 def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any) -> Buffers:
