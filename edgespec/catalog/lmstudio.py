@@ -52,9 +52,14 @@ def lmstudio_file(reference: str) -> Stored | None:
 
 def lmstudio_models() -> Iterator[Stored]:
     """Everything LM Studio has, what cannot be used included."""
+    seen: set[Path] = set()
     for folder, name, files in _repositories():
         models = models_among(files)
         for model in models:
+            file = (folder / model.files[0].name).resolve()
+            if file in seen:
+                continue  # a link leads to it a second time
+            seen.add(file)
             names = _names(name, model.files, files)
             if model.whole:
                 yield Stored("lmstudio", names, folder / model.files[0].name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _WIDE, _MEDIUM = 140, 90
+_CATALOGUE_HEADS: Sequence[str] = (
+    "NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE",
+)  # fmt: skip
+_SHELF_HEADS = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "KEPT BY", "WHERE")
 _LOOK_CONTEXT_TOKENS = 256
 
 
@@ -101,13 +106,12 @@ def list_models(as_json: bool) -> None:
             }
         )
         return
-    width = terminal_width()
+    width, heads = terminal_width(), _CATALOGUE_HEADS
     rows = [catalogue_row(entry, files) for entry, files in listed]
-    heads = ("NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE")
     shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
     print_table(heads[:shown], [row[:shown] for row in rows])
     if shelf.models:
-        heads = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "KEPT BY", "WHERE")
+        heads = _SHELF_HEADS
         shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
         print_table(heads[:shown], [shelf_row(shelved)[:shown] for shelved in shelf.models])
     if shelf.prepared:

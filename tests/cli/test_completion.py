@@ -42,7 +42,7 @@ def offered(*words: str) -> list[str]:
 
 def test_commands_options_names_and_methods_are_offered() -> None:
     assert offered("gen") == ["generate"]
-    assert offered("models", "") == ["list", "show"]
+    assert offered("models", "") == ["alias", "list", "pair", "pull", "remove", "show"]
     assert "--temperature" in offered("generate", "--te")
     assert offered("generate", "--target", "dem") == ["demo", "demo-draft", "demo-mlx", "demo-mlx-draft"]
     assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
