@@ -14,8 +14,9 @@ from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
+from edgespec.growing import FIRST_TOKENS
 from edgespec.keeping import Keeping, kept_texts
-from edgespec.memory import parse_size
+from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters
 from edgespec.pairing import Draft, find_pair, load_draft, load_target
 from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
@@ -45,6 +46,7 @@ def load(
     memory: str | int | None = None,
     prefer: str = "speed",
     context: int | None = None,
+    reserve_full_context: bool = False,
     threads: int | None = None,
     gpu_layers: int | None = None,
     kv_type: str = "auto",
@@ -75,9 +77,11 @@ def load(
     target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the recommended one
     if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
     "8GiB"; by default what is available. prefer: where that is short, "speed" gives up context before the
-    draft, "context" the draft before context; what is named here is never given up. context: tokens of prompt and reply together. adapter: a folder
-    with a LoRA or DoRA adapter for an MLX target, as mlx-lm writes them. methods: those that replies may ask
-    for besides `method`; what they need is loaded as well. draft_branches to max_loss: see `Drafting`.
+    draft, "context" the draft before context; what is named here is never given up. context: tokens
+    of prompt and reply together. reserve_full_context: take the memory for all of them at once; without it
+    the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter for an MLX target, as mlx-lm
+    writes them. methods: those that replies may ask for besides `method`; what they need is loaded as well.
+    draft_branches to max_loss: see `Drafting`.
     keep: where what was read of other texts than the last is kept, so that going back to one reads it no
     more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
     default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the free
@@ -106,8 +110,10 @@ def load(
         learn=learn,
         max_loss=max_loss,
     )
+    given_bytes = None if memory is None else parse_size(memory)
     options = LoadOptions(
         context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
+        first_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
         threads=None if threads is None else whole_number("threads", threads, 1, 1024),
         gpu_layers=None if gpu_layers is None else whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT),
         kv_type=text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
@@ -115,6 +121,7 @@ def load(
         mmap=flag("mmap", mmap),
         mlock=flag("mlock", mlock),
         max_branches=how.most_branches,
+        memory_bytes=available_bytes() if given_bytes is None else given_bytes,
         adapter=None if adapter is None else _adapter_folder(path_text("adapter", adapter)),
     )
     keeping = Keeping.read(keep, keep_memory, keep_disk)
@@ -125,15 +132,13 @@ def load(
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
         )
     wishes = Wishes.read(prefer, options, draft)
-    budget = budget_for(pair, parse_size(memory) if memory is not None else None)
+    budget = budget_for(pair, given_bytes)
     planned = plan_pair(pair, how, options, budget, wishes)
     check_fits(planned)
     return _loaded(planned, defaults, keeping, progress)
 
 
-def _loaded(
-    planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None
-) -> Runtime:
+def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
     with ExitStack() as undo:
@@ -175,10 +180,10 @@ def _loaded(
 
 
 def _left_bytes(options: LoadOptions, target: LanguageModel, draft: Draft | None) -> int:
-    """What the budget leaves beside weights and caches."""
+    """What the budget leaves beside weights and caches at their largest."""
     left_bytes = options.memory_bytes or 0
     for facts in (target.facts, *((draft.model.facts,) if draft else ())):
-        left_bytes -= facts.weight_bytes + facts.kv_bytes
+        left_bytes -= facts.weight_bytes + facts.most_kv_bytes
     return left_bytes
 
 

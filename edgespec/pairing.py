@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
@@ -14,6 +16,9 @@ from edgespec.errors import OptionError
 from edgespec.prepare.store import check, find
 
 __all__ = ["Draft", "Pair", "find_pair", "for_draft", "load_draft", "load_target", "meant_for"]
+
+
+FindModel = Callable[[str], Resolved]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +52,23 @@ def find_pair(
     how: Drafting,
     progress: Progress | None,
     options: LoadOptions | None = None,
+    find_model: FindModel | None = None,
 ) -> Pair:
     """Find the files, downloading what is missing; of drafts, `auto` takes what is here and fits `options`.
 
+    find_model: what finds one, where nothing is to be downloaded.
     A GGUF target that was prepared for early exit is taken in that form where a method asks for it.
     Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
     a method needs a draft model and there is none.
     """
-    found = resolve(target, progress=progress)
+    find_model = find_model or partial(resolve, progress=progress)
+    found = find_model(target)
     if found.format == "gguf" and "layerskip" in how.asked:
         prepared = find("layerskip", found.path)
         if prepared is not None:
             check(prepared, found.path)
             found = replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
-    found_draft, why, why_draft = _find_draft(found, draft, progress, options or LoadOptions())
+    found_draft, why, why_draft = _find_draft(found, draft, find_model, options or LoadOptions())
     if not found_draft and "model" in how.asked:
         asked = next(method for method in how.methods if "model" in method.split("+"))
         raise OptionError(f"method {asked!r} needs a draft model: {why}", "give --draft REF")
@@ -68,13 +76,13 @@ def find_pair(
 
 
 def _find_draft(
-    target: Resolved, draft: str | None, progress: Progress | None, options: LoadOptions
+    target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
     """The draft, or None and why not; and why it is this one."""
     if draft is None or draft == "none":
         return None, "no draft was wanted", ""
     if draft != "auto":
-        return resolve(draft, progress=progress), "", ""
+        return find_model(draft), "", ""
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
         return None, choice.why, ""
@@ -100,7 +108,7 @@ def load_draft(
 
     Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
     """
-    context_tokens = target.facts.context_tokens
+    context_tokens = target.facts.most_context_tokens
     drafting = for_draft(options, context_tokens, _left(options, target.facts))
     options = meant_for(found, pair.target, drafting)
 
@@ -115,6 +123,9 @@ def load_draft(
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        if window or compared.translation is not None:
+            # A window never grows, and a text of other tokens does not grow alike: all of it at once.
+            draft.resize(draft.facts.most_context_tokens)
         if how.learn:
             _check_learns(found, draft.facts, pair.target, compared.translation is None, window)
         said = [pair.why_draft, compared.explanation]
@@ -180,7 +191,7 @@ def _left(options: LoadOptions, target: ModelFacts) -> int | None:
     """The memory that a loaded target leaves."""
     if options.memory_bytes is None:
         return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.kv_bytes)
+    return max(0, options.memory_bytes - target.weight_bytes - target.most_kv_bytes)
 
 
 def for_draft(options: LoadOptions, context_tokens: int, memory_bytes: int | None) -> LoadOptions:

@@ -71,17 +71,18 @@ def make_request(
     facts: ModelFacts,
     how: Defaults,
     *,
+    context_tokens: int,
     max_tokens: int | None,
     seed: int | None,
     stop: Sequence[str],
     sampling: dict[str, Any],
 ) -> Request:
-    """A request that the model can serve. Raises OptionError and ContextFullError."""
+    """A request that the model can serve in so large a context. Raises OptionError and ContextFullError."""
     if not tokens:
         raise OptionError("the prompt is empty", "give at least one word")
-    if len(tokens) > facts.context_tokens:
+    if len(tokens) > context_tokens:
         raise ContextFullError(
-            f"the prompt is {len(tokens)} tokens long and the context holds {facts.context_tokens}",
+            f"the prompt is {len(tokens)} tokens long and the context holds {context_tokens}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
     if max_tokens is not None:
@@ -100,7 +101,7 @@ def make_request(
         tokens=tuple(tokens),
         params=params,
         seed=secrets.randbits(32) if seed is None else seed,
-        max_tokens=max_tokens or facts.context_tokens,
+        max_tokens=max_tokens or context_tokens,
         stop=_stop_strings(stop),
         how=how,
     )

@@ -65,8 +65,7 @@ class Runtime:
         kept: KeptTexts | None = None,
     ) -> None:
         vocabulary = target.vocabulary
-        self.target: ModelFacts = replace(target.facts, notice=notice) if notice else target.facts
-        self.draft: ModelFacts | None = draft.facts if draft else None
+        self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = vocabulary
         self._template: ChatTemplate | TemplateError | None = None
         if vocabulary.chat_template:
@@ -81,7 +80,18 @@ class Runtime:
         self.plan: MemoryPlan | None = plan
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters, kept)
+        self._session = Session(target, drafters, kept, draft)
+
+    @property
+    def target(self) -> ModelFacts:
+        """What is known about the target; its context and cache are as large as they are now."""
+        facts = self._target.facts
+        return replace(facts, notice=self._notice) if self._notice else facts
+
+    @property
+    def draft(self) -> ModelFacts | None:
+        """The same of the draft model, None where there is none."""
+        return self._draft.facts if self._draft else None
 
     @property
     def template(self) -> ChatTemplate | None:
@@ -115,8 +125,11 @@ class Runtime:
 
     @property
     def context_tokens(self) -> int:
-        """How many tokens prompt and reply may have together."""
-        return self.target.context_tokens
+        """How many tokens prompt and reply may have together.
+
+        The context may be smaller still, as `target.context_tokens` tells: it grows when a text needs it.
+        """
+        return self._session.context.limit_tokens
 
     def memory_bytes(self) -> int:
         """The memory this process holds now."""
@@ -199,7 +212,14 @@ class Runtime:
         how = self._defaults.but(method, draft_length, acceptance)
         report = self.method_for(how.method)
         request = make_request(
-            tokens, self.target, how, max_tokens=max_tokens, seed=seed, stop=stop, sampling=sampling
+            tokens,
+            self.target,
+            how,
+            context_tokens=self.context_tokens,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stop,
+            sampling=sampling,
         )
         stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
         return ReplyStream(

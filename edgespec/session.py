@@ -21,6 +21,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
+from edgespec.growing import ROUND_TOKENS, GrowingContext
 from edgespec.idle import Idle, resting_parts
 from edgespec.memory.kept import KeptTexts
 from edgespec.methods import Drafters
@@ -38,12 +39,19 @@ class Session:
     """Keeps target and drafters in step with the tokens they have seen.
 
     `plain_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
-    of other texts, to go back to.
+    of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
     """
 
-    def __init__(self, target: LanguageModel, drafters: Drafters, kept: KeptTexts | None = None) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafters: Drafters,
+        kept: KeptTexts | None = None,
+        draft: LanguageModel | None = None,
+    ) -> None:
         self.target = target
         self.kept = kept
+        self.context = GrowingContext(target, draft)
         self.drafters = drafters
         self._cached: list[int] = []
         # `_working` is held while a model runs, never while a caller looks at what came out.
@@ -174,13 +182,14 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """How the running or last reply by this method stands: what guesses, why, and what that gains.
 
-        With it what the drafters have learnt, and which learn no more.
+        With it what the drafters have learnt, which learn no more, and a context that found no memory.
         """
         drafter, report = self.drafters.choose(method)
         if drafter is None:
-            return report
+            return replace(report, note=self.context.notice)
         trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
-        report = replace(report, note=" · ".join(filter(None, (drafter.note(), *trouble))))
+        notes = (drafter.note(), *trouble, self.context.notice)
+        report = replace(report, note=" · ".join(filter(None, notes)))
         if account := drafter.account():
             return replace(
                 report,
@@ -207,7 +216,8 @@ class Session:
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
-                stats.cached_prompt_tokens = self._prefill(tokens, progress)
+                beyond = min(request.max_tokens, ROUND_TOKENS)
+                stats.cached_prompt_tokens = self._prefill(tokens, beyond, stats, progress)
                 self.target.run_ahead(drafter is None)
                 if drafter:
                     drafter.begin(tokens)
@@ -217,7 +227,7 @@ class Session:
             yield Step((), 0, "cancelled")
             return
         finally:
-            stats.prefill_seconds = now() - started
+            stats.prefill_seconds = now() - started - stats.growth_seconds
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
         self.target.follow(self.drafters.chain_model(request.how.method))
@@ -251,9 +261,14 @@ class Session:
             if step.finish_reason and drafter:
                 _count_memory(stats, drafter)
             yield step
+            if self.context.short and not (step.finish_reason or is_cancelled()):
+                stats.growth_seconds += self.context.make_room()
 
-    def _prefill(self, tokens: list[int], progress: Progress | None) -> int:
-        """Bring the target's cache to all tokens but the last; how many of them it held already."""
+    def _prefill(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
+        """Bring the target's cache to all tokens but the last; how many of them it held already.
+
+        beyond: so many tokens more should find room.
+        """
         # At every moment the target holds the beginning of `_cached`, or more than it: an interrupt may come
         # between any two steps.
         shared = min(common_prefix(self._cached, tokens), len(tokens) - 1)
@@ -261,6 +276,8 @@ class Session:
             self.kept.keep(self._cached, shared)
         self._cached = self._cached[:shared]
         self.target.truncate(shared)
+        stats.growth_seconds += self.context.hold(len(tokens) + beyond)
+        self.context.check_holds(len(tokens))
         if self.kept and (found := self.kept.find(tokens, self.target.length)):
             self._cached = []
             self.kept.restore(found, tokens, self.target.length)

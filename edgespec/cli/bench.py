@@ -198,7 +198,9 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
     Plan(tuple(texts), ways_of(methods or (), lengths), **settings)  # what makes no sense is refused at once
-    with loaded(stop, **pick(options, MODEL_NAMES), methods=methods or ()) as runtime:
+    # No reply is to wait for a cache that grows.
+    wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
+    with loaded(stop, **wanted, methods=methods or ()) as runtime:
         stop.then(runtime.cancel)
         plan = Plan(tuple(texts), ways_of(methods or _all_methods(runtime.drafters), lengths), **settings)
         progress = _Progress(stop)

@@ -38,9 +38,9 @@ _Item = TypeVar("_Item")
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
-    "target", "draft", "memory", "context", "threads", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window", "draft_sinks", "exit_layer",
-    "corpus", "remember", "learn", "max_loss",
+    "target", "draft", "memory", "context", "reserve_full_context", "threads", "gpu_layers", "kv_type",
+    "flash_attention", "mmap", "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window",
+    "draft_sinks", "exit_layer", "corpus", "remember", "learn", "max_loss",
 )  # fmt: skip
 KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
@@ -213,6 +213,8 @@ model_options = _apply([
            help="What weights and caches may take, such as 8GiB. [default: what is available]"),
     _model("--context", type=whole(1), metavar="N",
            help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
+    _model("--reserve-full-context", is_flag=True, show_default=False,
+           help="Take the memory for all of --context at once. Without it the caches grow with the text."),
     _model("--threads", type=whole(1), metavar="N",
            help="Threads to compute with. [default: one for each core; one for a tiny model]"),
     _model("--gpu-layers", type=whole(0), metavar="N",

@@ -17,7 +17,9 @@ class Stats:
     """Counts and times of one reply, updated once a round.
 
     Seconds are wall-clock. `overhead_seconds` is the engine's own time in the rounds: everything but
-    draft, verify, sampling and rollback. `ttft_seconds` runs from the request to the first token.
+    draft, verify, sampling and rollback. `growth_seconds` went into making the context larger, before and
+    between the rounds, and is no part of them nor of `prefill_seconds`. `ttft_seconds` runs from the request
+    to the first token.
     `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
     `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
     that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
@@ -39,6 +41,7 @@ class Stats:
     sampling_seconds: float = 0.0
     overhead_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    growth_seconds: float = 0.0
     ttft_seconds: float | None = None
     plain_step_seconds: float = 0.0
     ledger_credit_seconds: float | None = None

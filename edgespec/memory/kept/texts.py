@@ -125,7 +125,7 @@ class KeptTexts:
         if known:
             return sum(size for size, _ in known) / sum(count for _, count in known)
         facts = self._model.facts
-        return facts.kv_bytes / facts.context_tokens
+        return facts.most_kv_bytes / facts.most_context_tokens
 
     def _add(self, text: Tokens, base: Piece | None, shared: int) -> None:
         end = len(text)

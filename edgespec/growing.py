@@ -1,0 +1,106 @@
+"""The contexts of a target and its draft model: small at first, made larger when a text needs it."""
+
+from __future__ import annotations
+
+from time import perf_counter as now
+
+from edgespec.backends.base import LanguageModel
+from edgespec.errors import ContextFullError, MemoryBudgetError
+
+__all__ = ["FIRST_TOKENS", "GrowingContext"]
+
+# A context begins with so many tokens, which most replies never fill.
+FIRST_TOKENS = 2048
+# It is made larger before a round has less than this: as wide as a pass may be, so that none is cut short.
+ROUND_TOKENS = 256
+# What is left of a draft model's context where its memory is needed for the text itself.
+_LEAST_TOKENS = 256
+
+
+class GrowingContext:
+    """Makes both contexts larger between rounds, at least twice as large each time.
+
+    limit_tokens: what the context may become; where memory ran out, what it is. notice: then says so.
+    Caches keep what is in them: nothing is read again.
+    """
+
+    def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
+        self.limit_tokens = target.facts.most_context_tokens
+        self.notice = ""
+        self._target = target
+        self._draft = draft
+
+    @property
+    def short(self) -> bool:
+        """Whether the next round might have too little room, and may have more."""
+        return self._target.room < ROUND_TOKENS and self._target.facts.context_tokens < self.limit_tokens
+
+    def make_room(self) -> float:
+        """Make room for the next rounds, if there may be more. Returns the seconds that took."""
+        return self.hold(self._target.length + ROUND_TOKENS)
+
+    def hold(self, tokens: int) -> float:
+        """Let the context hold so many tokens, as far as it may. Returns the seconds that took.
+
+        No round is open. Where there is no memory for it, the context stays as it is, and is no longer asked
+        to grow.
+        """
+        size = self._target.facts.context_tokens
+        if min(tokens, self.limit_tokens) <= size:
+            return 0.0
+        started = now()
+        least = min(tokens, self.limit_tokens)
+        if not self._grown(max(least, min(2 * size, self.limit_tokens)), least):
+            size = self.limit_tokens = self._target.facts.context_tokens
+            self.notice = f"the context stays at {size} tokens: {self._why}"
+        self._let_draft_follow()
+        return now() - started
+
+    def check_holds(self, tokens: int) -> None:
+        """Raises ContextFullError for a prompt of so many tokens that found no memory."""
+        size = self._target.facts.context_tokens
+        if tokens > size:
+            raise ContextFullError(
+                f"the prompt is {tokens} tokens long and there is memory for {size}",
+                "shorten it, close other programs, or choose a smaller model",
+            )
+
+    def _grown(self, generous: int, least: int) -> bool:
+        for size in dict.fromkeys((generous, least)):
+            if self._resized(size):
+                return True
+        return self._gave_up_draft() and self._resized(least)
+
+    def _resized(self, size: int) -> bool:
+        try:
+            self._target.resize(size)
+        except MemoryBudgetError as error:
+            self._why = error.what
+            return False
+        return True
+
+    def _gave_up_draft(self) -> bool:
+        """Give the draft's cache up: without room it guesses no more. False where that frees nothing."""
+        draft, self._draft = self._draft, None
+        if draft is None:
+            return False
+        held = draft.facts.kv_bytes
+        draft.truncate(0)
+        draft.resize(_LEAST_TOKENS)
+        if freed := draft.facts.kv_bytes < held:
+            self.notice = f"{draft.facts.name} guesses no more: its memory is needed for the text"
+        return freed
+
+    def _let_draft_follow(self) -> None:
+        """Let the draft see as much, as long as there is memory for that; it guesses no more beyond."""
+        draft = self._draft
+        if draft is None:
+            return
+        size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
+        if size <= draft.facts.context_tokens:
+            return
+        try:
+            draft.resize(size)
+        except MemoryBudgetError as error:
+            self._draft = None
+            self.notice = f"{draft.facts.name} sees {draft.facts.context_tokens} tokens at most: {error.what}"
