@@ -1,0 +1,158 @@
+"""Files of kept texts: whole and right, or not used; bounded; and gone when they are to be forgotten."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends.base import Snapshot
+from edgespec.memory.kept import KeptDisk, disk_bound, forget_kept
+from edgespec.memory.kept.pieces import Tokens, digest_of, name_of
+
+TEXT = np.arange(50, dtype=np.int32)
+PLENTY = 1 << 30
+
+
+def put(disk: KeptDisk, text: Tokens, start: int = 0, *, seconds: float = 1.0, size: int = 300) -> str:
+    """A piece from `start` to the end of a text."""
+    name = name_of(text, start)
+    data = bytes(np.random.default_rng(len(text)).integers(0, 256, size, np.uint8))
+    assert disk.write(name, digest_of(text[:start]), text[start:], Snapshot(len(text), data, start), seconds)
+    return name
+
+
+def file_of(disk: KeptDisk, name: str) -> Path:
+    return disk.folder / f"{name}.kept"
+
+
+def test_a_piece_comes_back_as_it_was(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    names = [put(disk, TEXT[:30]), put(disk, TEXT, 30)]
+    again = KeptDisk("a model", PLENTY, tmp_path)
+    assert [piece.name for piece in again.stored()] == names
+    first, last = again.stored()
+    assert (first.start, first.after, last.start, last.after) == (0, "", 30, digest_of(TEXT[:30]))
+    assert np.array_equal(np.concatenate([first.tokens, last.tokens]), TEXT)
+    read = again.read(names[1])
+    assert read is not None
+    assert (read.start, read.length, len(read.data)) == (30, 50, 300)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_files_are_private(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path / "kept")
+    put(disk, TEXT)
+    for path in (tmp_path / "kept").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_never_used(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path_factory.mktemp("kept"))
+    name = put(disk, TEXT)
+    path = file_of(disk, name)
+    whole = path.read_bytes()
+    expected = disk.read(name)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    how = data.draw(st.sampled_from(["cut", "flip", "fill", "grow"]))
+    if how == "cut":
+        path.write_bytes(whole[:at])
+    elif how == "flip":
+        path.write_bytes(
+            whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
+        )
+    elif how == "fill":
+        path.write_bytes(whole[:at] + b"\0" * (len(whole) - at))
+    else:
+        path.write_bytes(whole + b"x")
+    changed = path.read_bytes() != whole
+    again = KeptDisk("a model", PLENTY, disk.folder.parent)
+    usable = [piece.name for piece in again.stored()]
+    assert not changed or again.read(name) is None
+    if not changed:
+        assert usable == [name]
+        assert again.read(name) == expected
+    else:
+        # Once it was looked into it is gone.
+        assert not path.exists()
+
+
+def test_what_goes_after_nothing_is_deleted(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    first = put(disk, TEXT[:30])
+    last = put(disk, TEXT, 30)
+    disk.remove([first])
+    assert KeptDisk("a model", PLENTY, tmp_path).stored() == []
+    assert not file_of(disk, last).exists()
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    name = put(disk, TEXT)
+    other = KeptDisk("another model", PLENTY, tmp_path)
+    assert other.stored() == []
+    other.folder.mkdir()
+    file_of(other, name).write_bytes(file_of(disk, name).read_bytes())
+    assert other.read(name) is None
+    assert other.stored() == []
+    assert len(disk.stored()) == 1
+
+
+def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", 6000, tmp_path)
+    shared = put(disk, TEXT[:20], seconds=1e-6)
+    cheap = put(disk, TEXT[5:40], seconds=1e-3)
+    dear = put(disk, TEXT, 20, seconds=10.0)
+    for seed in range(20):
+        put(disk, np.random.default_rng(seed).integers(100, 200, 40, np.int32), seconds=1.0, size=900)
+        assert disk.used_bytes() <= 6000
+    names = {piece.name for piece in disk.stored()}
+    assert {shared, dear} <= names
+    assert cheap not in names
+    assert not disk.write("x", "", TEXT, Snapshot(50, bytes(7000)), 1.0)
+
+
+def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.memory.kept.disk._LOCK_SECONDS", 0.05)
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    put(disk, TEXT[:20])
+    litter = disk.folder / ".half.kept.abc.tmp"
+    litter.write_bytes(b"half")
+    with FileLock(tmp_path / "lock"):
+        assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+        assert litter.exists()
+    put(disk, TEXT[:30])
+    assert not litter.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("in the way")
+    disk = KeptDisk("a model", PLENTY, tmp_path / "kept")
+    assert disk.stored() == []
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    assert "not kept in" in disk.notice
+
+
+def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    put(disk, TEXT)
+    assert forget_kept(tmp_path) > 300
+    assert disk.stored() == []
+    assert disk.forgotten
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    disk.begin_again()
+    put(disk, TEXT)
+    assert len(disk.stored()) == 1
+
+
+def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
+    bound = disk_bound(tmp_path / "not there yet")
+    assert 0 < bound <= 4 << 30

@@ -1,0 +1,243 @@
+"""Texts that are gone back to: the same replies, no more read than must be, within the bounds."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec import Runtime
+from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.errors import BackendError
+from edgespec.memory.kept import Worth, forget_kept, memory_bound
+from edgespec.methods import Drafters
+from tests.backends.rewindable import StateModel, replayed_table
+from tests.memory.kept.keeping import ask, keeper, keeping
+from tests.tables import table
+
+
+def words(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 7, count).tolist()  # type: ignore[no-any-return]
+
+
+SYSTEM = words(99, 120)
+CHATS = [SYSTEM + words(seed, 150) for seed in range(4)]
+
+
+class Act(NamedTuple):
+    chat: int
+    what: str
+    tokens: int
+
+
+acts = st.lists(
+    st.builds(
+        Act,
+        st.integers(0, 5),
+        st.sampled_from(["go on"] * 4 + ["edit", "quiet", "another run"]),
+        st.integers(1, 200),
+    ),
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(
+    history=acts,
+    most_bytes=st.sampled_from([0, 1200, 1 << 20]),
+    quota_bytes=st.sampled_from([None, 4000, 1 << 20]),
+)
+def test_every_reply_is_that_of_a_fresh_run(
+    cuts: bool, history: list[Act], most_bytes: int, quota_bytes: int | None
+) -> None:
+    """The memory is looked into besides: what comes out depends on its last tokens only."""
+    plain = Runtime(inner := made(cuts), None, Drafters(inner, None))
+    texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = None if quota_bytes is None else Path(name)
+
+        def begun() -> Runtime:
+            bounds = {"most_bytes": most_bytes, "quota_bytes": quota_bytes or 0}
+            return keeping(made(cuts), folder, **bounds)
+
+        runtime = begun()
+        for i, act in enumerate(history):
+            if act.what == "another run":
+                runtime.close()
+                runtime = begun()
+                continue
+            if act.what == "quiet":
+                runtime._session._keep_text(lambda: True)
+                continue
+            text = texts[act.chat]
+            if act.what == "edit":
+                text = text[: max(1, len(text) - act.tokens)]
+            prompt = text + words(i, act.tokens % 50 + 1)
+            options = {"seed": i, "max_tokens": act.tokens % 40 + 1, "temperature": 0.8 * (i % 2)}
+            reply = ask(runtime, prompt, **options)
+            assert reply.tokens == ask(plain, prompt, **options).tokens
+            assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
+            texts[act.chat] = prompt + list(reply.tokens)
+            use = runtime.memory().kept
+            assert use.memory_bytes <= most_bytes
+            if quota_bytes is not None and folder is not None:
+                files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+                assert sum(files) <= quota_bytes
+        runtime.close()
+
+
+def made(cuts: bool) -> LanguageModel:
+    return table(1) if cuts else replayed_table(StateModel(1, context_tokens=4096))
+
+
+def held(runtime: Runtime) -> list[int]:
+    model = runtime._session.target
+    known = getattr(model, "_known", None)
+    return list(model._tokens if known is None else model._inner._tokens + model._pending)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_no_more_is_read_than_is_new(folder: bool, tmp_path: Path) -> None:
+    """Four chats with one system prompt, in turn: it is read once, of a turn only what was said since."""
+    chats = [list(chat) for chat in CHATS]
+    with keeping(table(1), tmp_path if folder else None, most_bytes=0 if folder else 1 << 20) as runtime:
+        known: list[list[int]] = []
+        for turn in range(3):
+            for i, chat in enumerate(chats):
+                chat += words(10 * turn + i, 30)
+                reply = ask(runtime, chat, max_tokens=20, seed=turn)
+                shared = max((common(chat[:-1], text) for text in known), default=0)
+                # The last token of a reply is not in the cache when it ends.
+                assert reply.stats.cached_prompt_tokens >= shared - 1
+                chat += list(reply.tokens)
+                known.append(list(chat))
+        use = runtime.memory().kept
+        assert use.hits >= 8
+        assert use.tokens_not_read > 8 * 150
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_what_texts_begin_with_is_there_once() -> None:
+    with keeping(table(1)) as runtime:
+        for chat in (*CHATS, CHATS[0]):
+            ask(runtime, chat, max_tokens=5, seed=1)
+        kept = runtime._session.kept
+        assert kept
+        own = [len(text) - len(SYSTEM) for text in kept.texts()]
+        assert sum(len(piece.tokens) for piece in kept._forest) == len(SYSTEM) + sum(own)
+        assert len(own) == 4
+
+
+def test_a_memory_that_cannot_be_cut_is_kept_where_texts_part() -> None:
+    with keeping(replayed_table(StateModel(1, context_tokens=4096))) as runtime:
+        replies = [ask(runtime, chat, max_tokens=5, seed=1) for chat in CHATS]
+        # The second text shows where they part, the third one gains by it.
+        assert [reply.stats.cached_prompt_tokens for reply in replies] == [0, 0, len(SYSTEM), len(SYSTEM)]
+        said = [*CHATS[0], *replies[0].tokens]
+        again = ask(runtime, [*said, *words(5, 20)], max_tokens=5, seed=1)
+        assert again.stats.cached_prompt_tokens >= len(said) - 1
+
+
+def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    with keeping(table(1), tmp_path) as runtime:
+        for chat in CHATS:
+            ask(runtime, chat, max_tokens=5, seed=1)
+    with keeping(table(1), tmp_path) as runtime:
+        for chat in CHATS:
+            reply = ask(runtime, [*chat, 3], max_tokens=5, seed=1)
+            assert reply.stats.cached_prompt_tokens >= len(chat) - 1
+    with keeping(table(1), tmp_path, identity="another") as runtime:
+        assert ask(runtime, CHATS[0], max_tokens=5, seed=1).stats.cached_prompt_tokens == 0
+
+
+def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
+    model = table(1)
+    kept = keeper(model, tmp_path, available=1 << 40)
+    with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        for chat in CHATS:
+            ask(runtime, chat, max_tokens=5)
+        assert kept.use().memory_bytes > 0
+        kept._available = lambda: 100 << 20
+        reply = ask(runtime, [*CHATS[1], 3], max_tokens=5)
+        assert reply.stats.cached_prompt_tokens > len(CHATS[1]) - 2
+        assert kept.use().memory_bytes == 0
+        assert kept.use().disk_bytes > 0
+
+
+def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = table(1)
+    with keeping(model) as runtime:
+        expected = ask(runtime, CHATS[0], max_tokens=20, seed=1).tokens
+        ask(runtime, CHATS[1], max_tokens=20, seed=1)
+
+        def refused(_snapshot: Snapshot) -> None:
+            model.truncate(0)
+            raise BackendError("it does not fit", "read it again")
+
+        monkeypatch.setattr(model, "restore", refused)
+        again = ask(runtime, CHATS[0], max_tokens=20, seed=1)
+        assert again.tokens == expected
+        assert runtime.memory().kept.hits == 0
+
+
+def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = table(1)
+
+    def refused(_start: int = 0) -> Snapshot:
+        raise BackendError("a memory of a strange kind cannot be saved", "compute it again")
+
+    monkeypatch.setattr(model, "snapshot", refused)
+    with keeping(model) as runtime:
+        first = [ask(runtime, chat, max_tokens=20, seed=1).tokens for chat in CHATS]
+        assert first == [ask(runtime, chat, max_tokens=20, seed=1).tokens for chat in CHATS]
+        assert "strange kind" in runtime.memory().kept.notice
+
+
+def test_what_is_forgotten_is_read_again() -> None:
+    with keeping(table(1)) as runtime:
+        for chat in CHATS:
+            ask(runtime, chat, max_tokens=5)
+        runtime.forget()
+        assert runtime.memory().kept.texts == 0
+        assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens == 0
+
+
+def test_keeping_must_pay() -> None:
+    worth = Worth(1e-3)
+    assert worth.pays(100, 1e6)
+    assert not worth.pays(8, 0)
+    worth.note_read(100, 1e-4)
+    assert not worth.pays(100, 1e6)
+    worth.note_copied(1 << 30, 0.01)
+    assert worth.pays(100, 1e5)
+
+
+def test_memory_is_bounded_by_what_is_left() -> None:
+    assert memory_bound(-5) == 0
+    assert memory_bound(8 << 30) == 2 << 30
+    assert memory_bound(1 << 40) == 4 << 30
+
+
+def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: Path) -> None:
+    """A person who removes the open chat does not find it on the disk after leaving."""
+    with keeping(table(1), tmp_path) as runtime:
+        ask(runtime, CHATS[0], max_tokens=5)
+        ask(runtime, CHATS[1], max_tokens=5)
+        forget_kept(tmp_path)
+    assert list(tmp_path.rglob("*.kept")) == []
+    with keeping(table(1), tmp_path) as runtime:
+        ask(runtime, CHATS[1], max_tokens=5)
+        forget_kept(tmp_path)
+        runtime._session._keep_text(lambda: True)
+        ask(runtime, [1, *CHATS[2]], max_tokens=5)
+    kept = keeper(table(1), tmp_path).texts()
+    assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
