@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,11 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
         for turn, chat in enumerate((0, 1, 2, 0, 1, 2, 2, 1, 0)):
             method = ("none", *drafters)[turn % 4]
             chats[chat] += [50 + turn] * 4
-            said.append(
-                (list(chats[chat]), {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)})
-            )
-            reply = ask(runtime, chats[chat], method=method, **said[-1][1])
+            options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
+            prompt = list(chats[chat])
+            reply = ask(runtime, prompt, method=method, **options)
+            said.append((prompt, options, reply.tokens))
             chats[chat] += reply.tokens
-            said[-1] += (reply.tokens,)  # type: ignore[assignment]
         assert runtime.memory().kept.hits >= 5
         for prompt, options, tokens in said:
             runtime.forget()
@@ -140,9 +139,8 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
-    return
 
 
 @pytest.mark.usefixtures("always")
