@@ -1,0 +1,238 @@
+"""Which models can draft for a target, and which of them `auto` takes: by tokens, sizes and memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import edgespec
+from edgespec.backends.gguf_header import read_header
+from edgespec.catalog import Choice, DraftOption, catalogue, choose_draft, drafts_for, look, resolve
+from edgespec.catalog.catalogue import models_folder
+from edgespec.catalog.expected import expected_acceptance, expected_speedup
+from tests.backends.tiny_models import WORDS, write_llama
+from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio
+
+TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
+
+
+@pytest.fixture
+def lmstudio(own_home: Path) -> Path:
+    """LM Studio has the demo pair under other names, a model of other tokens, and one that is too large."""
+    folder = own_home / ".lmstudio" / "models"
+    add_to_lmstudio(folder, "maker/Large-GGUF/large-Q8_0.gguf", TARGET)
+    add_to_lmstudio(folder, "maker/Small-GGUF/small-Q8_0.gguf", DRAFT)
+    other = write_llama(own_home / "other.gguf")
+    add_to_lmstudio(folder, "maker/Small-Like-GGUF/small-like-F32.gguf", other)
+    return folder
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "aliases.toml"
+    monkeypatch.setattr(catalogue, "user_aliases_path", lambda: path)
+    return path
+
+
+def write_large(path: Path, parameters: int) -> None:
+    """A model with the demo's tokens and so many parameters, of which the disk holds only the header."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    tokens = read_header(TARGET).metadata["tokenizer.ggml.tokens"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    size_bytes = 2 * parameters
+    writer.add_tensor_info("blk.0.ffn_up.weight", (parameters,), np.dtype(np.float16), size_bytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, read_header(path).size_bytes + size_bytes)
+
+
+def drafts_of(reference: str) -> list[DraftOption]:
+    return drafts_for(resolve(reference, allow_download=False), look())
+
+
+def chosen(reference: str, memory_bytes: int | None = None) -> Choice:
+    return choose_draft(resolve(reference, allow_download=False), memory_bytes)
+
+
+def test_tokens_decide_and_not_names(lmstudio: Path) -> None:
+    (option,) = drafts_of("maker/Large-GGUF")
+    assert option.reference == "maker/Small-GGUF"
+    assert (option.shared_share, option.tokens, option.by) == (1.0, "the same tokens", "tokens")
+    assert drafts_of("maker/Small-GGUF") == []  # a larger one never drafts
+    assert drafts_of("maker/Small-Like-GGUF") == []
+
+
+def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
+    choice = chosen("maker/Large-GGUF")
+    assert choice.draft is not None
+    assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
+    assert choice.why == (
+        "maker/Small-GGUF drafts: it has the same tokens, and by its size about 1.5x plain decoding"
+        " may be expected"
+    )
+    assert not choice.usual
+    assert chosen("maker/Large-GGUF") == choice
+
+
+def test_the_loaded_runtime_says_why_and_replies_as_without(lmstudio: Path) -> None:
+    with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
+        assert runtime.draft is not None
+        assert "maker/Small-GGUF drafts: it has the same tokens" in runtime.target.notice
+        reply = runtime.generate("How do I list files?", max_tokens=12, seed=3)
+    with edgespec.load("demo", "none", context=256, threads=1, method="none") as runtime:
+        assert runtime.generate("How do I list files?", max_tokens=12, seed=3).tokens == reply.tokens
+
+
+def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
+    both = TARGET.stat().st_size + DRAFT.stat().st_size + (6144 + 768) * 1024
+    assert chosen("maker/Large-GGUF", both).draft is not None
+    choice = chosen("maker/Large-GGUF", both - 1)
+    assert choice.draft is None
+    assert choice.why.startswith("maker/Small-GGUF could draft, but its 4 MB do not fit")
+
+
+def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:
+    (lmstudio / "maker/Small-GGUF/small-Q8_0.gguf").unlink()
+    add_to_lmstudio(lmstudio, "maker/Small-MLX", models_folder() / "demo-mlx-draft")
+    (option,) = drafts_of("maker/Large-GGUF")
+    assert (option.format, option.shared_share) == ("mlx", 1.0)
+    choice = chosen("maker/Large-GGUF")
+    assert (choice.draft, choice.why) == (
+        None,
+        "no draft is known for maker/Large-GGUF: name one with --draft",
+    )
+
+
+def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -> None:
+    """A copy of the target at less than half its size is a draft, too; a dearer one is not taken."""
+    OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
+    options = drafts_of("maker/Large-GGUF")
+    assert {option.reference for option in options} == {"maker/Small-GGUF", "small:again"}
+    choice = chosen("maker/Large-GGUF")
+    assert choice.draft is not None
+    assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
+    assert choice.why.endswith("the best of 2")
+
+
+def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
+    folder = own_home / ".lmstudio" / "models"
+    words = tuple(f"▁word{i}" for i in range(1500))
+    large = write_llama(own_home / "large.gguf", words=(*WORDS, *words), layers=8)
+    small = write_llama(own_home / "small.gguf", words=(*WORDS, *words[:1450]))
+    poor = write_llama(own_home / "poor.gguf", words=(*WORDS, *words[:900]))
+    for name, path in (("large", large), ("small", small), ("poor", poor)):
+        add_to_lmstudio(folder, f"maker/{name}/{name}.gguf", path)
+    shares = {option.reference: option.shared_share for option in drafts_of("maker/large")}
+    tokens = 1500 + len(WORDS) + 259
+    assert shares == {
+        "maker/small": pytest.approx((tokens - 50) / tokens, abs=1e-3),
+        "maker/poor": pytest.approx((tokens - 600) / tokens, abs=1e-3),
+    }
+    choice = chosen("maker/large")
+    assert choice.draft is not None
+    assert choice.draft.name == "maker/small"
+    assert "it has 97.2 % of its tokens" in choice.why
+
+
+class TestTheCataloguesOwn:
+    """Repositories of the catalogue in the cache: the demo's files stand for the real ones."""
+
+    @pytest.fixture
+    def llamas(self, cache: Path, tmp_path: Path) -> None:
+        for size, file in (("8B", TARGET), ("1B", DRAFT)):
+            name = {"8B": "Meta-Llama-3.1-8B-Instruct", "1B": "Llama-3.2-1B-Instruct"}[size]
+            source = tmp_path / f"{name}-Q4_K_M.gguf"
+            shutil.copyfile(file, source)
+            add_to_hub(cache, f"bartowski/{name}-GGUF", source)
+
+    def test_the_recommended_one_is_taken_without_a_word(self, llamas: None) -> None:
+        choice = chosen("8b-q4")
+        assert choice.draft is not None
+        assert choice.draft.entry is not None
+        assert (choice.draft.entry.name, choice.usual) == ("llama-3.2-1b", True)
+
+    def test_they_stand_beside_what_others_keep(self, llamas: None, lmstudio: Path) -> None:
+        options = {option.reference: option for option in drafts_of("8b-q4")}
+        assert {option.by for option in options.values()} == {"tokens", "catalogue"}
+        assert options["maker/Small-GGUF"].path is not None
+        assert all(option.shared_share == 1.0 for option in options.values())
+
+    def test_the_tokens_of_a_catalogues_model_bring_its_family(self, llamas: None, lmstudio: Path) -> None:
+        """A large model that nobody lists has the tokens of one that is listed, with drafts that are not here."""
+        large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
+        large.parent.mkdir(parents=True)
+        write_large(large, parameters=8_000_000_000)
+        here = {option.reference: option.path is not None for option in drafts_of("me/Mine-GGUF")}
+        assert here["llama-3.2-3b"] is False
+        assert "llama-3.3-70b" not in here
+        assert "qwen3-0.6b" not in here
+
+    def test_where_it_is_not_here_it_is_named_and_not_fetched(self, cache: Path, tmp_path: Path) -> None:
+        source = tmp_path / "Llama-3.3-70B-Instruct-Q4_K_M.gguf"
+        shutil.copyfile(TARGET, source)
+        add_to_hub(cache, "bartowski/Llama-3.3-70B-Instruct-GGUF", source)
+        options = drafts_of("70b-q4")
+        assert [option.path for option in options] == [None] * len(options)
+        assert {"llama-3.2-3b", "llama-3.2-1b"} <= {option.reference for option in options}
+        choice = chosen("70b-q4")
+        assert choice.draft is None
+        assert choice.why == "the recommended draft is not on this machine: --draft llama-3.2-3b fetches it"
+
+
+class TestPairsOfTheUser:
+    def test_theirs_wins(self, lmstudio: Path, names: Path) -> None:
+        names.write_text('[pairs]\n"maker/large-gguf" = "demo-draft"\n')
+        for reference in (
+            "maker/Large-GGUF",
+            "lmstudio:maker/Large-GGUF",
+            str(resolve("maker/Large-GGUF").path),
+        ):
+            choice = chosen(reference)
+            assert choice.draft is not None
+            assert choice.draft.path == DRAFT
+            assert choice.why.startswith("you chose demo-draft for ")
+
+    def test_none_is_a_choice(self, names: Path) -> None:
+        names.write_text('[pairs]\ndemo = "none"\n')
+        choice = chosen("demo")
+        assert (choice.draft, choice.why) == (None, "you chose no draft for demo")
+
+    def test_one_that_is_not_here_is_not_fetched(self, names: Path) -> None:
+        names.write_text('[pairs]\ndemo = "1b-q4"\n')
+        choice = chosen("demo")
+        assert choice.draft is None
+        assert choice.why == "1b-q4, which you chose, is not on this machine: --draft 1b-q4 fetches it"
+
+
+def test_the_demo_has_its_own() -> None:
+    choice = chosen("demo")
+    assert choice.draft is not None
+    assert (choice.draft.name, choice.usual) == ("demo-draft", True)
+
+
+class TestExpectation:
+    def test_it_is_what_its_source_reports(self) -> None:
+        """Between temperatures 0 and 1, table 2 of arXiv 2211.17192, to within two points."""
+        for share, at_0, at_1 in ((0.007, 0.75, 0.62), (0.0227, 0.80, 0.68), (0.07, 0.82, 0.71)):
+            assert expected_acceptance(share) == pytest.approx((at_0 + at_1) / 2, abs=0.02)
+
+    @given(st.floats(1e-4, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 1.0))
+    def test_more_cost_or_fewer_tokens_never_bring_more(
+        self, size: float, cost: float, shared: float
+    ) -> None:
+        best = expected_speedup(size, cost)
+        assert best >= expected_speedup(size, cost, shared)
+        assert best >= expected_speedup(size, cost * 1.5)
+        assert best <= expected_speedup(min(1.0, size * 2), cost)
+        assert 0.0 <= expected_acceptance(size, shared) <= shared + 1e-12
