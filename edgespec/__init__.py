@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from edgespec.forgetting import forget
     from edgespec.loading import load
     from edgespec.memory.kept.texts import KeptUse
+    from edgespec.memory.plan import MemoryPlan
+    from edgespec.preview import Preview, plan
     from edgespec.reply import MethodReport, Piece, Reply
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.stream import ReplyStream
@@ -30,11 +32,13 @@ __all__ = [
     "Chat",
     "EdgespecError",
     "KeptUse",
+    "MemoryPlan",
     "MemoryUse",
     "Message",
     "MethodReport",
     "ModelFacts",
     "Piece",
+    "Preview",
     "Reply",
     "ReplyStream",
     "Runtime",
@@ -43,6 +47,7 @@ __all__ = [
     "__version__",
     "forget",
     "load",
+    "plan",
 ]
 
 __version__ = "0.1.0"
@@ -52,11 +57,13 @@ _HOMES = {
     "Chat": "edgespec.chat.conversation",
     "EdgespecError": "edgespec.errors",
     "KeptUse": "edgespec.memory.kept.texts",
+    "MemoryPlan": "edgespec.memory.plan",
     "MemoryUse": "edgespec.runtime",
     "Message": "edgespec.chat.message",
     "MethodReport": "edgespec.reply",
     "ModelFacts": "edgespec.backends.base",
     "Piece": "edgespec.reply",
+    "Preview": "edgespec.preview",
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
@@ -64,6 +71,7 @@ _HOMES = {
     "Stats": "edgespec.engine.stats",
     "forget": "edgespec.forgetting",
     "load": "edgespec.loading",
+    "plan": "edgespec.preview",
 }
 
 

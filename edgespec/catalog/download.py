@@ -25,7 +25,7 @@ from edgespec.files import size_text
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
-__all__ = ["Progress", "fetch"]
+__all__ = ["Listing", "Progress", "choose", "fetch", "listing_of", "translated"]
 
 Progress = Callable[[str, float], bool]
 """Called with what is going on and how far it is, 0 to 1; returning False cancels."""
@@ -65,9 +65,9 @@ def fetch(
             f"{repository}{_suffix(quantisation)} is not on this machine",
             "allow its download, or give the path of a file",
         )
-    with _translated(repository):
-        listing = _listing(repository)
-        files = _choose(repository, listing.files, quantisation)
+    with translated(repository):
+        listing = listing_of(repository)
+        files = choose(repository, listing.files, quantisation)
         folder = repository_folder(cache, repository)
         _check_disk(cache, repository, _absent(folder, listing, files))
         report = _Report(progress, sum(file.size_bytes for file in files))
@@ -75,7 +75,7 @@ def fetch(
     return paths[0] if holds_gguf(files) else _whole(paths[0].parent, repository)
 
 
-def _choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
+def choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
     """The files to fetch: of the GGUF model, or where the repository holds none, of the MLX one."""
     if holds_gguf(files):
         return choose_files(repository, files, quantisation)
@@ -104,21 +104,21 @@ def _suffix(quantisation: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class _Listing:
+class Listing:
     """The files of a repository at one commit, so that all of a model is of one state."""
 
     commit: str
     files: list[HubFile]
 
 
-def _listing(repository: str) -> _Listing:
+def listing_of(repository: str) -> Listing:
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
-    return _Listing(info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()])
+    return Listing(info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()])
 
 
-def _absent(folder: Path, listing: _Listing, files: list[HubFile]) -> list[HubFile]:
+def _absent(folder: Path, listing: Listing, files: list[HubFile]) -> list[HubFile]:
     """Those of the files that an earlier download did not finish."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
@@ -291,7 +291,7 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
 
 
 @contextmanager
-def _translated(repository: str) -> Iterator[None]:
+def translated(repository: str) -> Iterator[None]:
     """Turn what the hub's library, the network and the disk raise into one line each."""
     import httpx2
     from filelock import Timeout

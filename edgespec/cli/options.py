@@ -38,9 +38,9 @@ _Item = TypeVar("_Item")
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
-    "target", "draft", "memory", "context", "reserve_full_context", "threads", "gpu_layers", "kv_type",
-    "flash_attention", "mmap", "mlock", "adapter", "draft_branches", "draft_confidence", "draft_window",
-    "draft_sinks", "exit_layer", "corpus", "remember", "learn", "max_loss",
+    "target", "draft", "memory", "prefer", "context", "reserve_full_context", "threads", "gpu_layers",
+    "kv_type", "flash_attention", "mmap", "mlock", "adapter", "draft_branches", "draft_confidence",
+    "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn", "max_loss",
 )  # fmt: skip
 KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
@@ -211,6 +211,8 @@ model_options = _apply([
            help="The model that guesses ahead. auto: the recommended one, if it is on this machine."),
     _model("--memory", metavar="SIZE",
            help="What weights and caches may take, such as 8GiB. [default: what is available]"),
+    _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",
+           help="What to keep where memory is short: the draft model, or a long context."),
     _model("--context", type=whole(1), metavar="N",
            help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
     _model("--reserve-full-context", is_flag=True, show_default=False,

@@ -20,6 +20,7 @@ __all__ = ["COMMANDS", "Program", "program"]
 COMMANDS = (
     "chat",
     "generate",
+    "plan",
     "verify",
     "tune",
     "bench",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from edgespec.backends.room import readable
 from edgespec.errors import OptionError
 from edgespec.memory.limits import Limit, process_limits
 
@@ -50,13 +51,13 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
     """
     gpu_bytes = sum(free - _reserve(free) for _, free in cards)
-    on_cards = "".join(f"; {free:,} bytes free on {name}" for name, free in cards)
+    on_cards = "".join(f"; {readable(free)} free on {name}" for name, free in cards)
     if given_bytes is not None:
         return Budget(given_bytes, f"--memory{on_cards}", gpu_bytes)
     limits = process_limits()
     least = min(limits, key=lambda limit: limit.bytes)
     reserve = _reserve(least.bytes)
-    source = f"{least.what}, less {reserve:,} bytes for other programs{on_cards}"
+    source = f"{least.what}, less {readable(reserve)} for other programs{on_cards}"
     return Budget(least.bytes - reserve, source, gpu_bytes, limits)
 
 

@@ -85,6 +85,8 @@ def fitted(
     if ladder.plan(choice).fits:
         choice = _given_back(choice, passed, ladder)
         choice = _with_most_context(choice, start.context_tokens, ladder)
+    if start.draft and not choice.draft:
+        choice = replace(choice, draft_window=start.draft_window)
     return choice, replace(ladder.plan(choice), decisions=_decisions(start, choice, ladder))
 
 

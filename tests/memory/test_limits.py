@@ -127,7 +127,7 @@ class TestBudget:
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
         budget = find_budget()
         assert budget.bytes == 1900
-        assert budget.source == "the group /a, less 100 bytes for other programs"
+        assert budget.source == "the group /a, less 0.0 MiB for other programs"
         assert budget.limits == found
 
     def test_cards_with_memory_of_their_own_are_a_second_pool(self) -> None:

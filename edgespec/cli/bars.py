@@ -1,0 +1,91 @@
+"""A plan of memory as a picture: one bar for each memory, and what its parts are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from edgespec.files import size_text
+
+if TYPE_CHECKING:
+    from edgespec.preview import MemoryPlan, Pool, Preview
+
+__all__ = ["bar", "picture"]
+
+_COLOURS = {
+    "target weights": "blue",
+    "target cache": "cyan",
+    "draft weights": "magenta",
+    "draft cache": "bright_magenta",
+    "low-bit copy weights": "green",
+    "low-bit copy cache": "bright_green",
+}
+_OTHERS = "yellow"
+_FULL, _FREE, _OVER = "█", "░", "▒"
+_BAR_COLUMNS = 60
+_NAMES = {"memory": "memory", "gpu": "graphics cards"}
+
+
+def picture(preview: Preview) -> RenderableType:
+    """Everything about a plan, for a terminal."""
+    plan = preview.plan
+    pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
+    parts: list[RenderableType] = [
+        Text(f"{pair}: a context of {plan.context_tokens:,} tokens, its cache of type {plan.kv_type}")
+    ]
+    if not preview.draft:
+        parts.append(Text(f"no draft: {preview.why_no_draft}", "dim"))
+    for pool in plan.pools:
+        taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
+        parts += [
+            Text(),
+            bar(plan, pool),
+            Text(f"{size_text(taken)} of {size_text(budget)} {_NAMES[pool]}", "bold"),
+        ]
+    parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
+    if plan.decisions:
+        parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
+        parts += [
+            Text(f"  {each.what} (frees {size_text(each.bytes)}): {each.why}") for each in plan.decisions
+        ]
+    if not plan.fits:
+        parts += [Text(), Text(f"it does not fit: {preview.advice}", "bold red")]
+    return Group(*parts)
+
+
+def bar(plan: MemoryPlan, pool: Pool) -> Text:
+    """The items of one memory side by side; what is free after them, or what is too much."""
+    taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
+    scale = _BAR_COLUMNS / max(taken, budget, 1)
+    text = Text()
+    end, columns = 0, 0
+    for item in sorted(
+        (item for item in plan.items if item.pool == pool), key=lambda item: item.name not in _COLOURS
+    ):
+        end += item.bytes
+        wide = round(end * scale) - columns
+        columns += wide
+        text.append((_FULL if end <= budget else _OVER) * wide, _COLOURS.get(item.name, _OTHERS))
+    text.append(_FREE * (_BAR_COLUMNS - columns), "dim")
+    return text
+
+
+def _items(plan: MemoryPlan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    for item in plan.items:
+        of = plan.budget_bytes(item.pool)
+        where = " (on the card)" if item.pool == "gpu" else ""
+        table.add_row(
+            Text(_FULL, _COLOURS.get(item.name, _OTHERS)),
+            f"{item.name}{where}",
+            size_text(item.bytes),
+            f"{item.bytes / of:.1%}" if of > 0 else "-",
+        )
+    return table

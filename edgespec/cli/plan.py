@@ -1,0 +1,75 @@
+"""`edgespec plan`: what fits, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.options import json_option, model_options, pick
+from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
+
+if TYPE_CHECKING:
+    from edgespec.preview import Preview
+
+__all__ = ["command"]
+
+_NAMES = (
+    "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
+    "mlock",
+)  # fmt: skip
+_WIDTH = 100
+
+
+@click.command(
+    "plan",
+    cls=HelpfulCommand,
+    short_help="What a model would take in memory, before it is loaded.",
+    examples=(
+        "edgespec plan",
+        "edgespec plan --target 70b-q4 --memory 48GiB",
+        "edgespec plan --target 8b-q4 --draft 1b-q4 --context 32768 --prefer context",
+    ),
+)
+@json_option
+@model_options
+def command(as_json: bool, **options: Any) -> int:
+    """What a model and its draft would take in memory, item by item, and what would be given up to fit.
+
+    Nothing is loaded, and nothing downloaded: of a model that is not here its metadata is read from the hub.
+    Every load goes by the same plan. What is asked for by an option is never given up.
+    """
+    preview = interruptible(lambda stop: _preview(stop, options))
+    if as_json:
+        print_json(
+            {"target": preview.target, "draft": preview.draft}
+            | preview.plan.to_json()
+            | ({"advice": preview.advice} if preview.advice else {})
+        )
+    else:
+        for line in preview.notes:
+            note(line)
+        _print(preview)
+    return DONE
+
+
+def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
+    from edgespec.preview import plan
+
+    progress = ProgressLine(stop)
+    try:
+        return plan(**pick(options, _NAMES), progress=progress)
+    finally:
+        progress.clear()
+
+
+def _print(preview: Preview) -> None:
+    from rich.console import Console
+
+    from edgespec.cli.bars import picture
+
+    console = Console(width=min(terminal_width() or _WIDTH, _WIDTH), highlight=False)
+    console.print(picture(preview))

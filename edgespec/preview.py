@@ -1,0 +1,78 @@
+"""What loading would take and decide, without loading: from what is here, or from what the hub says of it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.footprint import Pool
+from edgespec.catalog import Resolved
+from edgespec.catalog.remote_header import resolve_metadata
+from edgespec.checks import flag, text, whole_number
+from edgespec.drafting_options import Drafting
+from edgespec.memory import MemoryPlan, available_bytes, parse_size
+from edgespec.pairing import find_pair
+from edgespec.planning import Planned, Wishes, budget_for, plan_pair
+
+__all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
+
+_NO_LIMIT = (1 << 31) - 1
+
+
+class Preview:
+    """The plan of a pair. note, draft_note: what the references came to. advice: where it does not fit."""
+
+    def __init__(self, planned: Planned) -> None:
+        pair = planned.pair
+        self.target: str = pair.target.name
+        self.draft: str | None = pair.draft.name if pair.draft else None
+        self.notes: tuple[str, ...] = tuple(each.note for each in (pair.target, pair.draft) if each)
+        self.why_no_draft: str = pair.why_no_draft
+        self.plan: MemoryPlan = planned.plan
+        self.advice: str = planned.advice
+
+
+def plan(
+    target: str = "demo",
+    draft: str | None = "auto",
+    *,
+    memory: str | int | None = None,
+    prefer: str = "speed",
+    context: int | None = None,
+    gpu_layers: int | None = None,
+    kv_type: str = "auto",
+    flash_attention: str = "auto",
+    mmap: bool = True,
+    mlock: bool = False,
+    method: str = "auto",
+    draft_window: int | None = None,
+    draft_sinks: int = 4,
+    progress: Progress | None = None,
+) -> Preview:
+    """What `load` with the same options would take and decide.
+
+    Nothing is loaded and no model downloaded: of one that is not here its metadata is read from the hub.
+    Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so.
+    """
+    text("target", target, "a path, user/repo:quant or a name such as demo")
+    how = Drafting(methods=(method,), window_tokens=draft_window, sink_tokens=draft_sinks)
+    given_bytes = None if memory is None else parse_size(memory)
+    options = LoadOptions(
+        context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
+        gpu_layers=None if gpu_layers is None else whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT),
+        kv_type=text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
+        flash_attention=text("flash_attention", flash_attention, "auto, on or off"),
+        mmap=flag("mmap", mmap),
+        mlock=flag("mlock", mlock),
+        max_branches=how.most_branches,
+        memory_bytes=available_bytes() if given_bytes is None else given_bytes,
+    )
+    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+
+        def find(reference: str) -> Resolved:
+            return resolve_metadata(reference, Path(folder), progress)
+
+        pair = find_pair(target, draft, how, progress, options, find)
+        wishes = Wishes.read(prefer, options, draft)
+        return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))

@@ -1,0 +1,104 @@
+"""`edgespec plan`: the contract of its JSON, the picture, and models that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from edgespec.catalog import resolve
+from tests.backends.tiny_models import write_llama
+from tests.catalog.conftest import use_endpoint
+from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
+from tests.cli.conftest import Run
+
+
+def test_the_contract(run: Run) -> None:
+    done = run("plan", "--memory", "1GiB", "--context", "512", "--json")
+    assert done.exit_code == 0
+    said = json.loads(done.stdout)
+    assert said["budget_bytes"] == 2**30
+    assert said["fits"] is True
+    assert said["context"] == 512
+    assert said["decisions"] == []
+    kinds = {item["kind"] for item in said["items"]}
+    assert kinds == {"weights", "cache", "compute", "output", "process", "headroom"}
+    assert sum(item["bytes"] for item in said["items"]) == said["total_bytes"] <= 2**30
+    assert all(set(item) == {"name", "kind", "bytes"} for item in said["items"])
+    assert [item for item in said["items"] if item["name"] == "draft weights"]
+
+
+def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
+    done = run("plan", "--memory", "20MiB", "--json")
+    assert done.exit_code == 0
+    said = json.loads(done.stdout)
+    assert said["fits"] is False
+    assert "give more with --memory" in said["advice"]
+    assert {tuple(each) for each in said["decisions"]} == {("what", "why", "bytes")}
+
+
+def test_what_is_given_up_is_told(run: Run) -> None:
+    done = run("plan", "--memory", "120MiB", "--draft", "none", "--prefer", "context", "--json")
+    said = json.loads(done.stdout)
+    assert said["fits"]
+    assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
+    assert said["kv_type"] == "q8_0"
+    assert "a cache of type q8_0 (frees 3 MB)" in run("plan", "--memory", "120MiB", "--draft", "none").stdout
+
+
+def test_the_picture(run: Run) -> None:
+    done = run("plan", "--memory", "200MiB")
+    assert done.exit_code == 0
+    assert "demo with demo-draft: a context of 1,024 tokens" in done.stdout
+    assert "of 210 MB memory" in done.stdout
+    assert "█" in done.stdout
+    assert "░" in done.stdout
+    over = run("plan", "--memory", "50MiB")
+    assert "▒" in over.stdout
+    assert "it does not fit" in over.stdout
+
+
+def test_options_of_no_use(run: Run) -> None:
+    assert run("plan", "--prefer", "beauty").exit_code == 2
+    assert run("plan", "--memory", "lots").exit_code == 2
+
+
+class TestNotHere:
+    @pytest.fixture
+    def hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StandInHub:
+        """A hub with one model, in one part and in two, and the same model's MLX form in another."""
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        whole = write_llama(tmp_path / "tiny-Q4_K_M.gguf").read_bytes()
+        hub = StandInHub(files={"tiny-Q4_K_M.gguf": whole + bytes(30_000_000)})
+        hub.start()
+        use_endpoint(monkeypatch, hub.url)
+        return hub
+
+    def test_its_metadata_is_read_and_nothing_else(self, run: Run, hub: StandInHub, tmp_path: Path) -> None:
+        done = run("plan", "--target", REPOSITORY, "--draft", "none", "--context", "512", "--json")
+        hub.stop()
+        assert done.exit_code == 0, done.output
+        here = tmp_path / "tiny-Q4_K_M.gguf"
+        same = run("plan", "--target", str(here), "--draft", "none", "--context", "512", "--json")
+        assert json.loads(done.stdout)["items"] == json.loads(same.stdout)["items"]
+        assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+    def test_an_mlx_model(
+        self, run: Run, hub: StandInHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        folder = resolve("demo-mlx").path
+        hub.files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        done = run("plan", "--target", REPOSITORY, "--draft", "none", "--json")
+        hub.stop()
+        assert done.exit_code == 0, done.output
+        same = run("plan", "--target", "demo-mlx", "--draft", "none", "--json")
+        assert json.loads(done.stdout)["items"] == json.loads(same.stdout)["items"]
+
+    def test_a_hub_that_cannot_be_reached(self, run: Run, hub: StandInHub) -> None:
+        hub.stop()
+        done = run("plan", "--target", REPOSITORY)
+        assert done.exit_code == 1
+        assert "cannot be reached" in done.output
