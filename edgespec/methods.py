@@ -139,6 +139,7 @@ class Drafters:
                 limits=Limits(able.max_width, able.max_branches if able.tree else 1),
                 curve=costs.v,
                 may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
+                may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
             )
             self._guarded[names] = GuardedDrafter(
                 combined,

@@ -64,7 +64,7 @@ class CombinedDrafter(Drafter):
     may have been drawn by chance, and dropping it by what was drawn would bias rejection mode.
     can_branch: False for a target that verifies chains only; then the most promising chain is taken.
     limits: what a pass of the target takes. curve: v(m). may_lose: seconds that the next round may lose
-    against a plain one. clock: seconds.
+    against a plain one; may_try: what of that is for guesses that do not seem to pay. clock: seconds.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class CombinedDrafter(Drafter):
         limits: Limits | None = None,
         curve: Curve = gentle,
         may_lose: Callable[[], float] = lambda: inf,
+        may_try: Callable[[], float] = lambda: inf,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
@@ -83,7 +84,7 @@ class CombinedDrafter(Drafter):
         self._limits = limits or Limits()
         self._curve = curve
         self._clock = clock
-        self._may_lose = may_lose
+        self._may_lose, self._may_try = may_lose, may_try
         self._plain_seconds = Mean()
         self._proposed_at: float | None = None
         self._asked: dict[Member, _Said] = {}
@@ -99,6 +100,11 @@ class CombinedDrafter(Drafter):
     @property
     def parts(self) -> tuple[Drafter, ...]:
         return tuple(member.drafter for member in self._members)
+
+    @property
+    def looks_up(self) -> bool:
+        """Do some of its guesses cost no passes of a model?"""
+        return any(member.lookup for member in self._members)
 
     @property
     def speaking(self) -> tuple[str, ...]:
@@ -127,13 +133,20 @@ class CombinedDrafter(Drafter):
             member.drafter.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        return self.propose_within(sampler, acceptance, draft_length, draft_length)
+
+    def propose_within(
+        self, sampler: Sampler, acceptance: Acceptance, draft_length: int, levels: int
+    ) -> TokenTree:
+        """Propose where those whose guesses cost passes of a model may make so many `levels` only."""
         asked = self._asked = {}
         self.read_seconds = 0.0
         for member in sorted(self._members, key=lambda member: not member.lookup):
-            if self._wanted(member, draft_length) and self._read(member):
+            if member.lookup or (levels and self._ready(member, levels)):
                 started = self._clock()
-                said = member.drafter.propose(sampler, acceptance, draft_length)
-                member.record.asked(said, self._clock() - started)
+                length = draft_length if member.lookup else levels
+                said = member.drafter.propose(sampler, acceptance, length)
+                member.asked(said, length, self._clock() - started)
                 asked[member] = _Said(said, member.record.chances(said))
         self.drafted_levels = max(
             (max(said.tree.depths) for member, said in asked.items() if not member.lookup), default=0
@@ -149,23 +162,31 @@ class CombinedDrafter(Drafter):
         """Those that were asked, as a method names them."""
         return [member for member in self._members if member in self._asked]
 
-    def _wanted(self, member: Member, draft_length: int) -> bool:
-        """Is a drafter to be asked: because it is likely to pay, or to see whether it does by now?"""
-        gain = self._gain(member, draft_length)
+    def _ready(self, member: Member, levels: int) -> bool:
+        """Is a drafter to be asked: because it is likely to pay, or to see whether it does by now?
+
+        It has then read what it has to.
+        """
+        gain = self._gain(member, levels)
         if gain > 1.0:
-            member.probe.paid()
-            return True
+            if levels > member.refused_levels:
+                member.probe.paid()
+            elif member.probe.due(self._cost(member, 1) + self._curve(2) - 1.0):
+                member.drafter.dare()
+            return self._read(member)
         # Beside guesses of others a try would cost what those bring.
         if sum(self._said().reached) > _WORTH_WAITING:
             return False
         # What seems to be nearly worth it loses next to nothing when it is tried.
-        levels, rows = (1, 1) if member.drafter.adapts else (None, round(member.record.rows.value))
-        price = (1.0 - gain) * (self._cost(member, levels) + self._curve(1 + rows))
+        depth, rows = (1, 1) if member.drafter.adapts else (None, round(member.record.rows.value))
+        price = max(1.0 - gain, 0.0) * (self._cost(member, depth) + self._curve(1 + rows))
+        if member.probe.rare and price * self._plain_seconds.value > self._may_try():
+            return False
         if not member.probe.due(price):
             return False
         member.record.doubt()
         member.drafter.dare()
-        return True
+        return self._read(member)
 
     def _read(self, member: Member) -> bool:
         """Let a drafter read what it has to; False while that may not be paid for."""
@@ -241,7 +262,7 @@ class CombinedDrafter(Drafter):
     def _gain(self, member: Member, draft_length: int) -> float:
         """What asking a drafter is likely to make of the round's worth: more than 1 pays."""
         record = member.record
-        if member.lookup or (not self._known(member) and not record.silent):
+        if not self._known(member) and not record.silent:
             return inf
         if not self._known(member):
             return 0.0

@@ -156,17 +156,19 @@ class GuardedDrafter(Drafter):
         self._started, self._timed = self._clock(), True
         self._look_around()
         tree = TokenTree.chain(self._tokens[-1])
-        levels = 0
+        levels = length = 0
         if self._wants():
             if not self._following:
                 self._drafter.begin(self._tokens)
                 self._following = True
-            levels = self._affordable(draft_length)
+            levels = self._affordable(draft_length, self._worst_level_seconds, self._drafter.reading_seconds)
+            # Guesses that are looked up take no more than their rows.
+            length = self._affordable(draft_length, 0.0, 0.0) if self._drafter.looks_up else levels
             self._short_rounds += levels == 0 < draft_length
-        self._asked = levels > 0
+        self._asked = length > 0
         if self._asked:
             self._asked_rounds += 1
-            tree = self._cut(self._drafter.propose(sampler, acceptance, levels))
+            tree = self._cut(self._drafter.propose_within(sampler, acceptance, length, levels))
             if tree.drafted:
                 self._spoke |= dict.fromkeys(self._drafter.speaking)
         self._proposed = self._clock()
@@ -193,11 +195,11 @@ class GuardedDrafter(Drafter):
             return False
         return self._patience.asks()
 
-    def _affordable(self, draft_length: int) -> int:
+    def _affordable(self, draft_length: int, level_seconds: float, reading_seconds: float) -> int:
         """How many levels may be drafted, so that the ledger bears it if all of it is wrong."""
-        most = self.may_lose_seconds - self._drafter.reading_seconds
+        most = self.may_lose_seconds - reading_seconds
         for levels in range(draft_length, 0, -1):
-            if levels * self._worst_level_seconds + self._worst_extra(levels + 1) <= most:
+            if levels * level_seconds + self._worst_extra(levels + 1) <= most:
                 return levels
         return 0
 

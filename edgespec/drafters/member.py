@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.probe import Probe
 from edgespec.drafters.record import Mean, Record
+from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "Member"]
 
@@ -31,10 +32,17 @@ class Member:
         self.drafter = drafter
         self.record = Record(drafter.lookup)
         self.probe = Probe()
+        # Asked for so many levels it found that none would pay; to guess so few it has to be dared.
+        self.refused_levels = 0
         # Those of another kind begin with what was learnt last.
         self._by_kind: dict[str, Record] = {}
         # Seconds of reading a token.
         self._reading = Mean()
+
+    def asked(self, said: TokenTree, levels: int, seconds: float) -> None:
+        """Asked for so many levels it said this, which took so long."""
+        self.record.asked(said, seconds)
+        self.refused_levels = levels if self.drafter.adapts and not said.drafted else 0
 
     @property
     def lookup(self) -> bool:

@@ -211,6 +211,7 @@ class _Chances:
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
     _PRIOR_TRIES = 4.0
+    _DOUBTED_TRIES = 2.0
     _TYPICAL = 0.7
 
     def __init__(self, ranks: int) -> None:
@@ -248,8 +249,8 @@ class _Chances:
 
     def doubt(self) -> None:
         """What was seen may hold no more."""
-        self._seen.doubt(self._PRIOR_TRIES)
-        self._any.doubt(self._PRIOR_TRIES)
+        self._seen.doubt(self._DOUBTED_TRIES)
+        self._any.doubt(self._DOUBTED_TRIES)
 
     def fade(self) -> None:
         """Forget a little of everything."""

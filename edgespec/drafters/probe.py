@@ -21,6 +21,11 @@ class Probe:
         self._first, self._most = first, most
         self._interval = self._waited = first
 
+    @property
+    def rare(self) -> bool:
+        """Has it been tried several times, and did not pay?"""
+        return self._interval >= 8 * self._first
+
     def due(self, price: float) -> bool:
         """A round more in which it does not pay. True when it is to be tried in this one.
 

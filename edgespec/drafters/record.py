@@ -110,7 +110,7 @@ class Record:
     # They weigh as much as so many tries, which a few rounds outweigh.
     _PRIOR_TRIES = 4.0
     # After a long time without a guess what was seen weighs no more than so many tries.
-    _DOUBTED_TRIES = 4.0
+    _DOUBTED_TRIES = 2.0
 
     def __init__(self, lookup: bool) -> None:
         prior = (self._PRIOR if lookup else self._CREDIT)[:, None] * self._PRIOR_TRIES

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 __all__ = ["Account", "Ledger", "Terms"]
 
+# Tries may take this share of a reply's plain time beside what it may lose in any case.
+_TRYING_RATE = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -63,6 +66,10 @@ class Ledger:
     def may_lose_seconds(self, plain_seconds: float) -> float:
         """What may still be lost from here, with the tokens emitted so far; below zero: too much was."""
         return self.credit_seconds + (self.terms.rate * self.tokens + self.terms.steps) * plain_seconds
+
+    def may_try_seconds(self, plain_seconds: float) -> float:
+        """What of that may go into guesses that do not seem to pay, so that short replies are left alone."""
+        return self.credit_seconds + (self.terms.rate + _TRYING_RATE) * self.tokens * plain_seconds
 
     @property
     def worst_loss(self) -> float:

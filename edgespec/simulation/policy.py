@@ -38,6 +38,7 @@ def policy(
         can_branch=True,
         curve=costs.v,
         may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
+        may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
         clock=world.clock,
     )
     return GuardedDrafter(combined, ledger, costs, clock=world.clock, replies=replies)

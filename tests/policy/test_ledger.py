@@ -94,6 +94,16 @@ def test_tokens_earn_what_may_be_lost() -> None:
     assert allows(ledger, 1.5)
 
 
+def test_tries_take_a_share_of_the_tokens_and_what_was_won() -> None:
+    ledger = Ledger(Terms(rate=0.02, steps=2.0))
+    assert ledger.may_try_seconds(1.0) == 0.0
+    ledger.plain(20)
+    assert ledger.may_try_seconds(0.5) == pytest.approx(0.03 * 20 * 0.5)
+    ledger.drafted(4, 1.0, 0.5)
+    assert ledger.may_try_seconds(0.5) == pytest.approx(0.03 * 24 * 0.5 + 1.0)
+    assert ledger.may_try_seconds(0.5) < ledger.may_lose_seconds(0.5)
+
+
 @pytest.mark.parametrize("terms", [(-0.1, 2.0), (0.1, -1.0), (float("nan"), 2.0)])
 def test_terms_make_sense(terms: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="cannot lose"):

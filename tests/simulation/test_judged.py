@@ -78,6 +78,19 @@ def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: Machine) -
     assert found.left_steps >= -1e-6
 
 
+@pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
+def test_a_lookup_is_verified_where_a_draft_cannot_be_afforded(name: str) -> None:
+    """Most of what the ledger lends would go into drafting, where wide passes are dear."""
+    texts = [passages(stationary(0.3, 200, seed), 0.4, 30, seed) for seed in range(8)]
+    assert judged(BY_NAME[name], Case("copied", texts)).auto >= 1.05
+
+
+def test_a_draft_that_finds_its_guesses_worthless_is_dared_to_make_some() -> None:
+    """Short drafts do not pay there, long ones do: it never finds out by itself."""
+    texts = [stationary(0.95, 200, seed) for seed in range(8)]
+    assert judged(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
+
+
 @EVERY
 def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(machine: Machine) -> None:
     texts = [stationary(0.7, 200, seed) for seed in SEEDS[:3]]
