@@ -6,6 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL
@@ -13,6 +14,7 @@ from pathlib import Path
 
 __all__ = [
     "cache_folder",
+    "clear_litter",
     "config_folder",
     "data_folder",
     "log_folder",
@@ -106,6 +108,15 @@ def write_private(path: Path, payload: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def clear_litter(folder: Path, older_seconds: float = 3600.0) -> None:
+    """Delete what `write_private` left half written in a folder when its process was killed, long ago."""
+    with suppress(OSError):
+        for path in folder.glob(".*.tmp"):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - older_seconds:
+                    path.unlink()
 
 
 @contextmanager

@@ -247,6 +247,14 @@ class Runtime:
         """
         self._session.forget()
 
+    def save_texts(self) -> None:
+        """Where texts are kept on disk, put there now what was read since.
+
+        That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot be
+        kept is read again.
+        """
+        self._session.save_texts()
+
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 

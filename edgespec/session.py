@@ -152,11 +152,11 @@ class Session:
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
-        self._keep_text(wanted)
+        self.save_texts(wanted)
         if self._resting:
             self.rest(wanted)
 
-    def _keep_text(self, wanted: Callable[[], bool]) -> None:
+    def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
         if not self.kept or not self.kept.saves:
             return

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edgespec.chat.message import Message, Role
 from edgespec.errors import ChatFileError
-from edgespec.files import data_folder, reason_of, write_private
+from edgespec.files import clear_litter, data_folder, reason_of, write_private
 
 __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 
@@ -101,6 +101,8 @@ class ChatStore:
         # Lone surrogates can reach us through a paste; they have no UTF-8 form.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
         payload = text.encode("utf-8", "replace") + b"\n"
+        if not path.exists():
+            clear_litter(self.folder)
         try:
             write_private(path, payload)
         except OSError as error:

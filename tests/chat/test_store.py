@@ -191,3 +191,16 @@ def test_the_title_comes_from_the_first_user_message() -> None:
 def test_chats_are_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     assert ChatStore().folder == tmp_path / "chats"
+
+
+def test_what_a_killed_program_left_half_written_goes_in_time(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    old, new = tmp_path / ".one.json.abc.tmp", tmp_path / ".two.json.def.tmp"
+    for path in (old, new):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    now = datetime.now(UTC)
+    store.save(SavedChat("a", (), now, now))
+    assert not old.exists()
+    assert new.exists()
+    assert [chat.id for chat in store.list()] == ["a"]

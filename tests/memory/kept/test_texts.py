@@ -73,7 +73,7 @@ def test_every_reply_is_that_of_a_fresh_run(
                 runtime = begun()
                 continue
             if act.what == "quiet":
-                runtime._session._keep_text(lambda: True)
+                runtime.save_texts()
                 continue
             text = texts[act.chat]
             if act.what == "edit":
@@ -237,7 +237,7 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[1], max_tokens=5)
         forget_kept(tmp_path)
-        runtime._session._keep_text(lambda: True)
+        runtime.save_texts()
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).texts()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
