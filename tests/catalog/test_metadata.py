@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ DEMO, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target",
 MLX = models_folder() / "demo-mlx"
 
 
-def written(path: Path, architecture: str, tensors: dict[str, tuple[int, ...]], **values: int) -> Path:
+def written(path: Path, architecture: str, tensors: Mapping[str, tuple[int, ...]], **values: int) -> Path:
     """A GGUF file of zeros with these tensors (slowest dimension first), and numbers of its architecture."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():

@@ -1,0 +1,178 @@
+"""A newcomer with models of Ollama's and LM Studio's sees them, uses them, and keeps every byte as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgespec.catalog.catalogue import models_folder
+from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
+from tests.cli.conftest import Run, json_of, one_line_error
+
+TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
+
+
+@pytest.fixture
+def newcomer(own_home: Path) -> Path:
+    """A home folder with an Ollama store, an LM Studio folder, and something broken in each."""
+    ollama = OllamaStore(own_home / ".ollama" / "models")
+    ollama.add("helper", "11m", TARGET.read_bytes())
+    ollama.add("someone/guesser", "latest", DRAFT.read_bytes())
+    ollama.add("broken", "latest", b"nothing")
+    folder = own_home / ".lmstudio" / "models"
+    add_to_lmstudio(folder, "maker/Helper-GGUF/helper-Q8_0.gguf", TARGET)
+    add_to_lmstudio(folder, "mlx-community/Helper-8bit", models_folder() / "demo-mlx")
+    (folder / "maker" / "Half-GGUF").mkdir()
+    (folder / "maker" / "Half-GGUF" / "half-Q8_0.gguf").write_bytes(TARGET.read_bytes()[:1_000_000])
+    return own_home
+
+
+def test_a_newcomer_sees_and_uses_what_is_there_without_copying_a_byte(run: Run, newcomer: Path) -> None:
+    stores = [newcomer / ".ollama", newcomer / ".lmstudio"]
+    before = [snapshot_of(store) for store in stores]
+    listed = json_of(run("models", "list", "--json"))
+    local = {model["reference"]: model for model in listed["local"]}
+    assert local.keys() == {
+        "helper:11m", "someone/guesser:latest", "maker/Helper-GGUF", "mlx-community/Helper-8bit",
+    }  # fmt: skip
+    assert {model["kept_by"] for model in local.values()} == {"ollama", "lmstudio"}
+    assert local["helper:11m"]["quantisation"] == "Q8_0"
+    assert local["helper:11m"]["file_bytes"] == TARGET.stat().st_size
+    assert local["mlx-community/Helper-8bit"]["format"] == "mlx"
+    assert {model["name"] for model in listed["skipped"]} == {"broken:latest", "maker/Half-GGUF"}
+    text = run("models", "list").stdout
+    for reference in local:
+        assert reference in text
+    asked = ("generate", "List files", "-n", "12", "--seed", "1", "--json")
+    plain = json_of(run(*asked, "--target", "demo", "--method", "none"))
+    for reference in ("helper:11m", "maker/Helper-GGUF"):
+        reply = json_of(run(*asked, "--target", reference, "--method", "model"))
+        assert reply["tokens"] == plain["tokens"]
+        # The small one of Ollama's has the same tokens: it drafts without being asked.
+        assert reply["draft"] == "someone/guesser:latest"
+    assert [snapshot_of(store) for store in stores] == before
+    kept = [path for path in newcomer.rglob("*") if path.is_file() and path.stat().st_size > 1_000_000]
+    assert all(any(path.is_relative_to(store) for store in stores) for path in kept)
+
+
+def test_show_names_the_drafts_by_their_tokens(run: Run, newcomer: Path) -> None:
+    shown = json_of(run("models", "show", "helper:11m", "--json"))
+    assert shown["source"] == "ollama"
+    assert shown["note"].startswith("helper:11m -> Ollama's helper:11m: ")
+    assert (shown["model"]["vocab_size"], shown["model"]["licence"]) == (8192, "cc-by-4.0")
+    drafts = {draft["reference"]: draft for draft in shown["drafts"]}
+    assert drafts.keys() == {"someone/guesser:latest", "demo-draft", "demo-mlx-draft"}
+    assert all(draft["shared_tokens"] == 1.0 for draft in drafts.values())
+    assert shown["auto_draft"]["draft"] == "someone/guesser:latest"
+    text = run("models", "show", "helper:11m").stdout
+    assert (
+        "--draft auto     someone/guesser:latest: someone/guesser:latest drafts: it has the same tokens"
+        in text
+    )
+
+
+def test_several_models_of_one_name_are_refused_in_one_line(run: Run, newcomer: Path) -> None:
+    add_to_lmstudio(newcomer / ".lmstudio/models", "someone/guesser/other-Q8_0.gguf", TARGET)
+    line = one_line_error(run("models", "show", "someone/guesser"), 1)
+    assert "means 2 different models on this machine: " in line
+    assert "ollama:someone/guesser:latest" in line
+    assert "lmstudio:someone/guesser" in line
+
+
+class TestNamesOfOnesOwn:
+    @pytest.fixture
+    def file(self, own_home: Path) -> Path:
+        return own_home / ".config" / "edgespec" / "aliases.toml"
+
+    def test_an_alias_is_set_used_and_removed(self, run: Run, file: Path) -> None:
+        file.parent.mkdir(parents=True)
+        file.write_text('# mine\n[aliases]\nold = "demo"  # kept\n\n[pairs]\nold = "none"\n')
+        result = run("models", "alias", "my.fast:one", "demo-draft")
+        assert result.stdout == "my.fast:one stands for demo-draft\n"
+        assert json_of(run("models", "show", "MY.fast:one", "--json"))["catalogue"]["name"] == "demo-draft"
+        run("models", "alias", "OLD", "demo-draft")
+        text = file.read_text()
+        assert text.startswith('# mine\n[aliases]\nold = "demo-draft"  # kept\n')
+        assert json_of(run("models", "remove", "my.fast:one", "--json"))["removed"] == "my.fast:one"
+        assert json_of(run("models", "list", "--json"))["aliases"] == {"old": "demo-draft"}
+
+    def test_a_file_is_made_where_there_is_none(self, run: Run, file: Path) -> None:
+        assert json_of(run("models", "alias", "tiny", "demo", "--json"))["remark"] == ""
+        assert file.read_text() == '[aliases]\ntiny = "demo"\n'
+        remark = json_of(run("models", "alias", "big", "70b-q4", "--json"))["remark"]
+        assert "is not on this machine" in remark
+
+    @pytest.mark.parametrize(
+        ("name", "reference", "status", "line"),
+        [
+            ("auto", "demo", 2, "cannot be a name"),
+            ("./x", "demo", 2, "cannot be a name"),
+            ("a/b", "demo", 2, "cannot be a name"),
+            ("", "demo", 2, "cannot be a name"),
+            ("mine", "dmo", 1, "no model is called dmo; did you mean demo"),
+            ("mine", "./none.gguf", 1, "there is no file"),
+            ("mine", "mine", 2, "would lead back to itself"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(
+        self, run: Run, file: Path, name: str, reference: str, status: int, line: str
+    ) -> None:
+        assert line in one_line_error(run("models", "alias", name, reference), status)
+        assert not file.exists()
+
+    def test_a_pair_is_set_used_and_removed(self, run: Run, file: Path) -> None:
+        assert run("models", "pair", "demo", "none").stdout == "demo drafts with none\n"
+        assert json_of(run("models", "show", "demo", "--json"))["auto_draft"] == {
+            "draft": None, "why": "you chose no draft for demo",
+        }  # fmt: skip
+        assert json_of(run("generate", "hi", "-n", "2", "--json"))["draft"] is None
+        assert json_of(run("models", "list", "--json"))["pairs"] == {"demo": "none"}
+        assert "did you mean demo?" in one_line_error(run("models", "pair", "dmo", "--remove"), 1)
+        run("models", "pair", "demo", "--remove")
+        assert json_of(run("models", "show", "demo", "--json"))["auto_draft"]["draft"] == "demo-draft"
+        assert "give a DRAFT, or --remove" in one_line_error(run("models", "pair", "demo"), 2)
+        assert "no model is called dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
+        assert "are no pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
+
+    def test_a_file_in_a_form_of_ones_own_is_left_alone(self, run: Run, file: Path) -> None:
+        file.parent.mkdir(parents=True)
+        file.write_text('aliases = {mine = "demo"}\n')
+        line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
+        assert "is written in a form that is left to you; change mine under [aliases] there" in line
+        assert file.read_text() == 'aliases = {mine = "demo"}\n'
+
+
+class TestRemove:
+    def test_a_model_of_the_cache_goes_and_what_others_use_stays(self, run: Run, tmp_path: Path) -> None:
+        cache = tmp_path / "cache"
+        add_to_hub(cache, "maker/One-GGUF", DRAFT, TARGET)
+        add_to_hub(cache, "maker/One-GGUF", TARGET, commit="2" * 40)
+        reference = f"hf:maker/One-GGUF:{DRAFT.name}"
+        assert "add --yes" in one_line_error(run("models", "remove", reference), 2)
+        removed = json_of(run("models", "remove", reference, "--yes", "--json"))
+        assert removed["freed_bytes"] == DRAFT.stat().st_size
+        assert "not on this machine" in one_line_error(run("models", "show", reference), 1)
+        # The other one is in two snapshots: only the newer one's link goes.
+        run("models", "remove", f"hf:maker/One-GGUF:{TARGET.name}", "--yes")
+        assert json_of(run("models", "show", f"hf:maker/One-GGUF:{TARGET.name}", "--json"))["on_this_machine"]
+
+    @pytest.mark.parametrize(
+        ("reference", "line"),
+        [
+            ("demo", "it comes with edgespec"),
+            ("helper:11m", "use `ollama rm`"),
+            ("maker/Helper-GGUF", "LM Studio keeps it"),
+            (str(DRAFT), "it is a file of yours"),
+        ],
+    )
+    def test_what_is_not_ours_stays(self, run: Run, newcomer: Path, reference: str, line: str) -> None:
+        before = snapshot_of(newcomer)
+        assert line in one_line_error(run("models", "remove", reference, "--yes"), 2)
+        assert {name: at for name, at in snapshot_of(newcomer).items() if name in before} == before
+
+
+def test_pull_says_where_it_is(run: Run, newcomer: Path) -> None:
+    assert run("models", "pull", "helper:11m").stdout.startswith("helper:11m -> Ollama's helper:11m: ")
+    assert json_of(run("models", "pull", "demo", "--json"))["source"] == "embedded"
+    assert "offline mode is on" in one_line_error(run("models", "pull", "8b-q4"), 1)
