@@ -16,6 +16,7 @@ _NORMAL, _BYTE = 1, 6
 # Rows of the embedding and of a head of attention; sizes of a feed-forward block and of a recurrent state.
 _SIZE, _HEAD, _FEED_FORWARD = 32, 16, 64
 _INNER, _STATE, _RANK, _KERNEL = 64, 8, 4, 4
+_EXPERTS = 4
 
 Tensors: TypeAlias = dict[str, NDArray[np.float32]]
 
@@ -145,6 +146,30 @@ def write_llama(
     tensors = _ends(random, vocab)
     for layer in range(layers):
         tensors |= _attention(random, layer, heads_kv=2) | _norms_and_feed_forward(random, layer)
+    _finish(writer, tensors)
+    return path
+
+
+def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+    """A mixture of four experts, of which two work on each token; two heads of attention share their keys."""
+    random = np.random.default_rng(seed)
+    writer = _open(path, "llama", layers=2)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_expert_count(_EXPERTS)
+    writer.add_expert_used_count(2)
+    vocab = _vocabulary(writer, WORDS, template)
+    tensors = _ends(random, vocab)
+    for layer in range(2):
+        tensors |= _attention(random, layer)
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": _ones(_SIZE),
+            f"blk.{layer}.ffn_norm.weight": _ones(_SIZE),
+            f"blk.{layer}.ffn_gate_inp.weight": _weights(random, _EXPERTS, _SIZE),
+            f"blk.{layer}.ffn_gate_exps.weight": _weights(random, _EXPERTS, _FEED_FORWARD, _SIZE),
+            f"blk.{layer}.ffn_up_exps.weight": _weights(random, _EXPERTS, _FEED_FORWARD, _SIZE),
+            f"blk.{layer}.ffn_down_exps.weight": _weights(random, _EXPERTS, _SIZE, _FEED_FORWARD),
+        }
     _finish(writer, tensors)
     return path
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.memory import find_budget, limits, resident_bytes
+from edgespec.memory import find_budget, resident_bytes
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 
 GIB = 2**30
@@ -99,7 +99,7 @@ class TestMac:
     def _says(self, monkeypatch: pytest.MonkeyPatch, text: str, total: int) -> Limit:
         done = subprocess.CompletedProcess([], 0, stdout=text)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-        monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: type("M", (), {"total": total}))
+        monkeypatch.setattr("psutil.virtual_memory", lambda: type("M", (), {"total": total}))
         found = apple_limit()
         assert found is not None
         return found

@@ -36,6 +36,8 @@ _F16 = KvTypes("f16", "f16")
 # for a lower half so much at most, or as much as the fewest rows take that are worth a pass.
 _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
+# A saved cell begins with its position, and its sequence.
+_CELL_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,8 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
+        # What is kept of a cell beside its keys and values is not in the cache.
+        per_token = max(0, per_token - _CELL_BYTES)
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
         return States(state, per_token, context.undo_tokens > 0 and not context.window)
     finally:

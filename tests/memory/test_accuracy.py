@@ -1,0 +1,160 @@
+"""What is planned from metadata against what the libraries then say they took, and a hard limit on both."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.blueprint import GgufBlueprint, HalvesBlueprint, buffers_in
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.native import overheard
+from edgespec.catalog import resolve
+from edgespec.prepare.layerskip import prepare_layerskip
+from tests.backends import tiny_models
+
+WRITERS: list[Callable[[Path], Path]] = [
+    tiny_models.write_llama,
+    tiny_models.write_moe,
+    tiny_models.write_mamba,
+    tiny_models.write_gemma2,
+    tiny_models.write_gemma3,
+    tiny_models.write_jamba,
+    tiny_models.write_lfm2,
+]
+_REAL = re.compile(r"(KV|RS) buffer size = *([\d.]+) MiB")
+_WEIGHTS = re.compile(r"model buffer size = *([\d.]+) MiB")
+# The library rounds each of its numbers to hundredths of a MiB, and pads each buffer.
+_ROUNDING_BYTES = 3 * 2**20 // 100
+
+
+def _near(planned: int, real: float) -> bool:
+    return abs(planned - real) <= max(0.01 * real, _ROUNDING_BYTES)
+
+
+def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
+    return (
+        sum(float(found[found.lastindex or 1]) for line in lines if (found := pattern.search(line))) * 2**20
+    )
+
+
+def _last_load(lines: list[str]) -> list[str]:
+    """What was said from the last context on: others are made to see what a model can do."""
+    starts = [i for i, line in enumerate(lines) if "n_seq_max" in line]
+    return lines[starts[-1] :]
+
+
+def _check(path: Path, **options: object) -> None:
+    how = LoadOptions(**options)  # type: ignore[arg-type]
+    blueprint = GgufBlueprint(str(path), path.name)
+    try:
+        planned = blueprint.footprint(how)
+    finally:
+        blueprint.close()
+    with overheard() as lines:
+        model = llamacpp.load(str(path), path.name, how)
+        model.prefill([1, 2, 3])
+    real = _last_load(lines)
+    facts = model.facts
+    model.close()
+    assert planned.context_tokens == facts.context_tokens
+    assert _near(planned.of("weights"), facts.weight_bytes)
+    weights = lines[: lines.index(real[0])]
+    assert _near(planned.of("weights"), _taken(weights, _WEIGHTS))
+    assert _near(planned.of("cache"), _taken(real, _REAL))
+    assert _near(planned.of("compute"), sum(size for _, size in buffers_in(real).compute))
+    assert _near(facts.kv_bytes, _taken(real, _REAL))
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
+@pytest.mark.parametrize("context_tokens", [512, 40_000])
+def test_every_kind_of_memory(write: Callable[[Path], Path], context_tokens: int, tmp_path: Path) -> None:
+    _check(write(tmp_path / "tiny.gguf"), context_tokens=context_tokens)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q8_0/f16", "q4_0"])
+@pytest.mark.parametrize("context_tokens", [2048, 131_072])
+def test_every_type_of_cache(kv_type: str, context_tokens: int) -> None:
+    _check(resolve("demo").path, kv_type=kv_type, context_tokens=context_tokens)
+
+
+@pytest.mark.parametrize("options", [{"max_branches": 64}, {"flash_attention": "off"}, {"mmap": False}])
+def test_other_options(options: dict[str, object]) -> None:
+    _check(resolve("demo").path, context_tokens=2048, **options)
+
+
+def test_halves_of_a_model(tmp_path: Path) -> None:
+    folder = prepare_layerskip(resolve("demo").path, exit_layer=4).folder
+    how = LoadOptions(context_tokens=4096)
+    blueprint = HalvesBlueprint(str(folder), "demo")
+    try:
+        planned = blueprint.footprint(how)
+    finally:
+        blueprint.close()
+    with overheard() as lines:
+        model = load_layerskip(str(folder), "demo", how)
+    facts = model.facts
+    model.close()
+    buffers = sum(size for _, size in buffers_in(lines).compute)
+    assert _near(planned.of("cache"), _taken(lines, _REAL))
+    assert _near(planned.of("cache"), facts.kv_bytes)
+    assert _near(planned.of("weights"), facts.weight_bytes)
+    assert _near(planned.of("compute"), buffers)
+
+
+_LIMITED = """
+import json, resource, sys
+import edgespec, psutil
+from edgespec.backends.llamacpp.native import library
+
+library()
+limit = psutil.Process().memory_info().vms + 450 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+path, context, kv_type = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+try:
+    how = {"threads": 1, "method": "none", "keep": "none", "reserve_full_context": True}
+    with edgespec.load(path, "none", context=context, kv_type=kv_type, **how) as runtime:
+        reply = runtime.generate("hello " * 500, max_tokens=4, temperature=0.0, raw=True)
+        print(json.dumps([runtime.plan.to_json(), reply.stats.generated_tokens, runtime.context_tokens]))
+except edgespec.EdgespecError as error:
+    print(json.dumps([type(error).__name__, error.what, error.next_step]))
+"""
+
+
+def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
+    """What comes of loading the demo in a process whose address space is limited."""
+    program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), str(context_tokens), kv_type]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is not kept elsewhere")
+class TestHardLimit:
+    def test_what_was_planned_to_fit_runs(self) -> None:
+        plan, generated, context = _limited(65_536)
+        assert "address space" in plan["budget_from"]
+        assert plan["fits"]
+        assert [each["what"] for each in plan["decisions"]] == ["a cache of type q8_0"]
+        assert generated == 4
+        assert context == plan["context"] == 65_536
+
+    def test_what_would_not_is_refused_before_anything_is_taken(self) -> None:
+        kind, what, next_step = _limited(65_536, "f16")
+        assert kind == "MemoryBudgetError"
+        assert "a context of 65,536 tokens" in what
+        least = int(next_step.split()[2])
+        assert 32_768 <= least < 65_536
+        plan, generated, _ = _limited(least, "f16")
+        assert plan["fits"]
+        assert plan["total_bytes"] > plan["budget_bytes"] * 0.95
+        assert generated == 4
