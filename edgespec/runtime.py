@@ -250,8 +250,8 @@ class Runtime:
     def save_texts(self) -> None:
         """Where texts are kept on disk, put there now what was read since.
 
-        That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot be
-        kept is read again.
+        That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot
+        be kept is read again.
         """
         self._session.save_texts()
 

@@ -76,7 +76,7 @@ def _litter(folder: Path) -> list[Path]:
     return list(folder.rglob("*.tmp"))
 
 
-def _forked(work: Callable[[], None]) -> int:
+def _forked(work: Callable[[], object]) -> int:
     """Do this in a child process; its number."""
     sys.stdout.flush()
     child = os.fork()

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""A day of chats in a memory that holds three of them: is every reply right, and how much is read again?
+
+    python scripts/day_of_chats.py                                  # the demo
+    python scripts/day_of_chats.py --target MODEL --longest 20000 --context 24576 --method auto
+
+There are some chats, six of them open at a time, one of which is taken at random for a turn; now and then one
+is left for good and another begins. They have one system prompt, and a document of some length each. The
+memory for texts holds three of the longest; what is over that goes to disk. Every turn is taken again by a
+runtime that keeps nothing and reads all.
+
+unequal: replies that are not those of the fresh run. read: prompt tokens the model read. least: those that no
+text before had, which a memory without bounds would read. whole: what reading every prompt would come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import edgespec
+from edgespec import Reply, Runtime
+
+SYSTEM_TOKENS = 80
+
+
+def main() -> int:
+    """Say as JSON how the day went; 1 where a reply was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--target", default="demo")
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--method", default="auto")
+    parser.add_argument("--chats", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=160)
+    parser.add_argument("--shortest", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=3000)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["EDGESPEC_DATA_DIR"] = folder
+        told = _day(asked)
+    sys.stdout.write(json.dumps(told, indent=1) + "\n")
+    return 1 if told["unequal"] else 0
+
+
+def _day(asked: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"draft": asked.draft, "context": asked.context, "method": asked.method}
+    with edgespec.load(asked.target, keep="none", **options) as fresh:
+        three = 3 * asked.longest * fresh.target.kv_bytes // fresh.target.context_tokens
+        with edgespec.load(asked.target, keep="disk", keep_memory=three, **options) as runtime:
+            return {**_talked(runtime, fresh, asked), "memory_for_texts_bytes": three}
+
+
+def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict[str, Any]:
+    luck = random.Random(asked.seed)
+    vocab = runtime.target.vocab_size
+    system = _words(asked.seed, SYSTEM_TOKENS, vocab)
+    # Lengths from the shortest to the longest, as many short as long ones by their logarithm.
+    lengths = np.geomspace(asked.shortest, asked.longest, asked.chats).astype(int).tolist()
+    luck.shuffle(lengths)
+    waiting = [system + _words(1000 + i, length - SYSTEM_TOKENS, vocab) for i, length in enumerate(lengths)]
+    opened = [waiting.pop() for _ in range(min(6, len(waiting)))]
+    before: list[list[int]] = []
+    told = {"turns": 0, "unequal": 0, "read": 0, "least": 0, "whole": 0, "most_memory_bytes": 0}
+    for turn in range(asked.turns):
+        if waiting and turn and turn % max(1, asked.turns // asked.chats) == 0:
+            opened[luck.randrange(len(opened))] = waiting.pop()
+        place = luck.randrange(len(opened))
+        chat = opened[place] + _words(5000 + turn, luck.randint(5, 40), vocab)
+        if len(chat) + asked.max_tokens >= asked.context:
+            chat = chat[: asked.shortest]
+        how: dict[str, Any] = {"seed": turn, "max_tokens": asked.max_tokens, "temperature": 0.8 * (turn % 2)}
+        reply = _asked(runtime, chat, **how)
+        fresh.forget()
+        told["unequal"] += reply.tokens != _asked(fresh, chat, method="none", **how).tokens
+        told["turns"] += 1
+        told["whole"] += len(chat)
+        told["read"] += len(chat) - reply.stats.cached_prompt_tokens
+        told["least"] += len(chat) - max((_shared(chat, text) for text in before), default=0)
+        told["most_memory_bytes"] = max(told["most_memory_bytes"], runtime.memory().kept.memory_bytes)
+        opened[place] = chat + list(reply.tokens)
+        before.append(opened[place])
+    kept = runtime.memory().kept
+    return {
+        **told,
+        "hits": kept.hits,
+        "disk_bytes": kept.disk_bytes,
+        "texts": kept.texts,
+        "notice": kept.notice,
+    }
+
+
+def _words(seed: int, count: int, vocab: int) -> list[int]:
+    return np.random.default_rng(seed).integers(vocab // 8, vocab, count).tolist()  # type: ignore[no-any-return]
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _asked(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:
+    stream = runtime.stream_tokens(tokens, **options)
+    for _ in stream:
+        pass
+    return stream.reply
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""A day of chats, in small: every reply is right, and hardly more is read than was new."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "day_of_chats.py"
+
+
+def day(*options: str) -> dict[str, Any]:
+    """What the script told."""
+    command = [sys.executable, str(SCRIPT), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout)
+    assert isinstance(told, dict)
+    return told
+
+
+SMALL = ("--chats", "8", "--turns", "16", "--longest", "600", "--context", "1024", "--max-tokens", "8")
+
+
+@pytest.mark.parametrize("options", [SMALL, pytest.param((), marks=pytest.mark.long)], ids=["small", "whole"])
+def test_a_day(options: tuple[str, ...]) -> None:
+    told = day(*options, "--draft", "none", "--method", "suffix")
+    assert told["unequal"] == 0
+    assert told["most_memory_bytes"] <= told["memory_for_texts_bytes"]
+    assert told["hits"] > 0
+    # What takes less to read than to copy is read again: the last tokens of replies, and what is short.
+    assert told["least"] <= told["read"] <= told["least"] + told["whole"] // 4
