@@ -29,6 +29,7 @@ class GrowingContext:
         self.notice = ""
         self._target = target
         self._draft = draft
+        self._draft_follows = draft is not None
 
     @property
     def short(self) -> bool:
@@ -51,7 +52,9 @@ class GrowingContext:
         started = now()
         least = min(tokens, self.limit_tokens)
         if not self._grown(max(least, min(2 * size, self.limit_tokens)), least):
-            size = self.limit_tokens = self._target.facts.context_tokens
+            size = self._target.facts.context_tokens
+            # Where not even the former size was to be had again, the next prompt may find memory.
+            self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context stays at {size} tokens: {self._why}"
         self._let_draft_follow()
         return now() - started
@@ -81,7 +84,7 @@ class GrowingContext:
 
     def _gave_up_draft(self) -> bool:
         """Give the draft's cache up: without room it guesses no more. False where that frees nothing."""
-        draft, self._draft = self._draft, None
+        draft, self._draft, self._draft_follows = self._draft, None, False
         if draft is None:
             return False
         held = draft.facts.kv_bytes
@@ -94,7 +97,7 @@ class GrowingContext:
     def _let_draft_follow(self) -> None:
         """Let the draft see as much, as long as there is memory for that; it guesses no more beyond."""
         draft = self._draft
-        if draft is None:
+        if draft is None or not self._draft_follows:
             return
         size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
         if size <= draft.facts.context_tokens:
@@ -102,5 +105,5 @@ class GrowingContext:
         try:
             draft.resize(size)
         except MemoryBudgetError as error:
-            self._draft = None
+            self._draft_follows = False
             self.notice = f"{draft.facts.name} sees {draft.facts.context_tokens} tokens at most: {error.what}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -512,3 +513,42 @@ class TestViews:
         with pytest.raises(CapabilityError, match="no memory of its own"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()
+
+
+class TestInterrupted:
+    """A KeyboardInterrupt may come at any call: the cache is what it was, whatever size it has by then."""
+
+    @pytest.mark.parametrize("name", ["full", "hybrid", "halves, window"])
+    def test_at_any_call(self, name: str, tmp_path: Path) -> None:
+        model, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+        for one in (model, whole):
+            one.prefill(tokens_for(one, 100))
+        calls = 0
+
+        def at_call(frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            path = Path(frame.f_code.co_filename)
+            # What C calls back cannot raise.
+            if event in ("call", "c_call") and "edgespec/backends" in str(path) and path.name != "native.py":
+                calls -= 1
+                if calls == 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        wanted, interrupted = 1, True
+        while interrupted:
+            interrupted, calls = False, wanted
+            sys.setprofile(at_call)
+            try:
+                model.resize(SMALL if wanted % 2 else 512)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.setprofile(None)
+            assert model.length == 100
+            assert model.room in (SMALL - 100, 512 - 100)
+            wanted += 1 + wanted // 8
+        assert wanted > 30
+        check_step(Twins(model, whole, KINDS[name].rounding))
+        model.close()
+        whole.close()
