@@ -11,7 +11,7 @@ from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import Choice, DraftOption, choose_draft, drafts_for
 from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
-from edgespec.catalog.reference import Resolved, draft_for, resolve
+from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "Shelf",
     "Shelved",
     "choose_draft",
-    "draft_for",
     "drafts_for",
     "info_of",
     "load_catalogue",

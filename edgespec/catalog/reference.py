@@ -14,7 +14,6 @@ from edgespec.catalog.catalogue import (
     ModelEntry,
     ModelFormat,
     load_catalogue,
-    recommended_drafts,
     user_aliases,
     user_aliases_path,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "Reference",
     "Resolved",
     "StoreReference",
-    "draft_for",
     "parse",
     "resolve",
 ]
@@ -154,23 +152,6 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
             return _of_hub(asked, meaning, allow_download, progress)
         case NameReference(name, tag):
             return _named(asked, name, tag, allow_download, progress)
-
-
-def draft_for(
-    target: Resolved, *, allow_download: bool = False, progress: Progress | None = None
-) -> Resolved | None:
-    """The draft to use when none was named: the best recommended one that is on this machine.
-
-    With `allow_download` the best of all is fetched when none is here. None when the catalogue recommends
-    none, or none is here. Raises DownloadError and CancelledError while fetching.
-    """
-    names = recommended_drafts(target.entry) if target.entry else []
-    for name in names:
-        try:
-            return resolve(name, allow_download=False)
-        except (ModelNotFoundError, ModelFileError):
-            continue
-    return resolve(names[0], progress=progress) if names and allow_download else None
 
 
 def _follow_user_aliases(asked: str) -> Reference:

@@ -31,11 +31,19 @@ class StandInHub:
     token: str = ""
     cut_after_bytes: list[int] = field(default_factory=list)
     """The next downloads break off after so many bytes, one entry each."""
+    stall_after_bytes: list[int] = field(default_factory=list)
+    """The next downloads go silent after so many bytes, one entry each, until the server stops."""
     damaged: bool = False
+    takes_ranges: bool = True
+    elsewhere: str = ""
+    """Where the bytes are: another host that a download is sent on to, as the real hub does."""
     gone: set[str] = field(default_factory=set)
     """Files that are listed and cannot be had."""
     requests: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
+    tokens: dict[str, set[str]] = field(default_factory=dict)
+    """What was sent as Authorization, by the name of the host that was asked."""
+    stopped: threading.Event = field(default_factory=threading.Event)
     url: str = ""
     _server: ThreadingHTTPServer | None = None
 
@@ -51,6 +59,7 @@ class StandInHub:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self) -> None:
+        self.stopped.set()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -72,6 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, body: bool) -> None:
         hub, path = self.hub, urlsplit(self.path).path
         hub.requests.append(f"{self.command} {path}")
+        host = self.headers.get("Host", "").partition(":")[0]
+        hub.tokens.setdefault(host, set()).add(self.headers.get("Authorization", ""))
+        if hub.elsewhere and path.startswith("/cdn/"):
+            self._file(hub.files[path.removeprefix("/cdn/")], body=body)
+            return
         if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
             self._refuse(401, "GatedRepo")
         elif hub.status != 200:
@@ -82,6 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif found := re.match(f"/{REPOSITORY}/resolve/(?:main|{COMMIT})/(.+)", path):
             if found.group(1) in hub.gone:
                 self._refuse(404, "EntryNotFound")
+            elif hub.elsewhere:
+                self._send_on(found.group(1))
             else:
                 self._file(hub.files[found.group(1)], body=body)
         else:
@@ -101,6 +117,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def _send_on(self, name: str) -> None:
+        data = self.hub.files[name]
+        headers = {
+            "X-Repo-Commit": COMMIT,
+            "X-Linked-ETag": f'"{_etag(data)}"',
+            "X-Linked-Size": str(len(data)),
+            "Location": f"{self.hub.elsewhere}/cdn/{name}",
+        }
+        self._send(b"", headers, status=302)
+
     def _file(self, data: bytes, *, body: bool) -> None:
         hub = self.hub
         headers = {
@@ -112,8 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(b"", headers)
             return
         start = 0
-        if asked := self.headers.get("Range"):
+        asked = self.headers.get("Range")
+        if asked:
             hub.ranges.append(asked)
+        if asked and hub.takes_ranges:
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         sent = data[start:]
@@ -123,4 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.cut_after_bytes:
             sent = sent[: hub.cut_after_bytes.pop(0)]
             self.close_connection = True
+        if hub.stall_after_bytes:
+            sent = sent[: hub.stall_after_bytes.pop(0)]
+            self._send(sent, headers, status=206 if start else 200)
+            self.wfile.flush()
+            hub.stopped.wait(20)
+            self.close_connection = True
+            return
         self._send(sent, headers, status=206 if start else 200)

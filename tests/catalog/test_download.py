@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 
-from edgespec.catalog import download
 from edgespec.catalog.download import fetch
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
@@ -84,6 +90,75 @@ def test_a_connection_that_is_always_cut_fails_and_a_later_run_resumes(hub: Stan
     kept = partial_files(cache)[0].stat().st_size
     assert kept > 0
     hub.ranges.clear()
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    assert hub.ranges == [f"bytes={kept}-"]
+
+
+def test_a_connection_that_goes_silent_is_taken_up_where_it_stopped(
+    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    hub.stall_after_bytes = [600_000]
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    (taken_up,) = hub.ranges
+    assert taken_up != "bytes=0-"
+
+
+def test_a_download_is_sent_on_and_the_token_is_not(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub answers with the address of a server for large files, which may be anybody's."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
+    hub.cut_after_bytes = [600_000]
+    path = fetch(REPOSITORY, None)
+    assert path.read_bytes() == hub.files[Q4]
+    assert path.resolve().name == hashlib.sha256(hub.files[Q4]).hexdigest()
+    assert "Bearer secret" in hub.tokens["127.0.0.1"]
+    assert hub.tokens["localhost"] == {""}
+
+
+def test_a_server_that_knows_no_ranges_sends_it_all_again(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
+    hub.takes_ranges = False
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    assert len(hub.ranges) == 1
+
+
+def test_a_leftover_with_other_bytes_is_refused_and_not_kept(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
+    (leftover,) = partial_files(cache)
+    leftover.write_bytes(bytes(leftover.stat().st_size))
+    with pytest.raises(DownloadError, match="came damaged: its checksum"):
+        fetch(REPOSITORY, None)
+    assert not partial_files(cache)
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+
+
+def test_a_leftover_that_is_whole_is_checked_and_taken(hub: StandInHub, cache: Path) -> None:
+    with pytest.raises(CancelledError):
+        fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
+    partial_files(cache)[0].write_bytes(hub.files[Q4])
+    hub.requests.clear()
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
+    assert not any(request.startswith("GET") and "resolve" in request for request in hub.requests)
+
+
+def test_a_process_that_is_killed_leaves_no_model_and_a_later_one_goes_on(
+    hub: StandInHub, cache: Path
+) -> None:
+    hub.stall_after_bytes = [600_000]
+    code = f"from edgespec.catalog.download import fetch; fetch({REPOSITORY!r}, None)"
+    settings = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | settings) as process:
+        deadline = time.monotonic() + 30
+        while not any(path.stat().st_size for path in partial_files(cache)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.kill()
+    kept = partial_files(cache)[0].stat().st_size
+    assert 0 < kept < len(hub.files[Q4])
+    with pytest.raises(ModelNotFoundError, match="is not on this machine"):
+        fetch(REPOSITORY, None, allow_download=False)
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
     assert hub.ranges == [f"bytes={kept}-"]
 
@@ -179,13 +254,22 @@ def test_a_disk_too_small_is_seen_before_the_first_byte(
     assert not any("resolve" in request for request in hub.requests)
 
 
-def test_a_disk_that_fills_up(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(download, "_stream", full)
-    with pytest.raises(DownloadError, match="is full; free some space"):
-        fetch(REPOSITORY, None)
+def test_a_disk_that_fills_up_keeps_what_came(
+    hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota on the size of files is the one way to fill a disk without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
+    monkeypatch.setattr(errno, "ENOSPC", errno.EFBIG)
+    try:
+        with pytest.raises(DownloadError, match="is full; free some space"):
+            fetch(REPOSITORY, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert 0 < partial_files(cache)[0].stat().st_size <= 600_000
+    assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
 def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path) -> None:

@@ -169,7 +169,7 @@ class TestTheCataloguesOwn:
         assert all(option.shared_share == 1.0 for option in options.values())
 
     def test_the_tokens_of_a_catalogues_model_bring_its_family(self, llamas: None, lmstudio: Path) -> None:
-        """A large model that nobody lists has the tokens of one that is listed, with drafts that are not here."""
+        """A large model that nobody lists has the tokens of one that is listed."""
         large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
         large.parent.mkdir(parents=True)
         write_large(large, parameters=8_000_000_000)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
-from edgespec.catalog import download, draft_for, mlx_files, resolve
+from edgespec.catalog import choose_draft, download, mlx_files, resolve
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.download import fetch
 from edgespec.catalog.mlx_files import lacking
@@ -130,7 +130,7 @@ class TestEmbedded:
 
     def test_it_is_known_by_name_and_by_path(self) -> None:
         target = resolve("demo-mlx", allow_download=False)
-        draft = draft_for(target)
+        draft = choose_draft(target).draft
         assert draft is not None
         assert [model.path.name for model in (target, draft)] == ["demo-mlx", "demo-mlx-draft"]
         assert (target.format, target.source, draft.format) == ("mlx", "embedded", "mlx")
@@ -311,6 +311,6 @@ class TestDownload:
             for file in whole:
                 (folder / file).write_text("{}")
         target = resolve("70b-mlx", allow_download=False)
-        draft = draft_for(target)
+        draft = choose_draft(target).draft
         assert draft is not None
         assert (target.format, draft.name, draft.format) == ("mlx", "llama-3.2-1b-mlx", "mlx")

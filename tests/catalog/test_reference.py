@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.catalog import catalogue, draft_for, resolve
+from edgespec.catalog import catalogue, choose_draft, resolve
 from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
@@ -53,7 +53,7 @@ def test_what_is_no_reference_says_how_to_write_one(text: str) -> None:
 
 def test_the_demo_pair_is_embedded() -> None:
     target = resolve("demo", allow_download=False)
-    draft = draft_for(target)
+    draft = choose_draft(target).draft
     assert draft is not None
     assert [model.path.name for model in (target, draft)] == ["demo-target-q8_0.gguf", "demo-draft-q8_0.gguf"]
     assert target.source == "embedded"
@@ -66,7 +66,7 @@ def test_the_demo_by_its_path_is_still_the_demo() -> None:
     embedded = resolve("demo")
     by_path = resolve(os.path.relpath(embedded.path))
     assert by_path.entry == embedded.entry
-    draft = draft_for(by_path)
+    draft = choose_draft(by_path).draft
     assert draft is not None
     assert draft.name == "demo-draft"
 
@@ -228,11 +228,11 @@ def test_a_name_with_a_quantisation_asks_for_that_one() -> None:
 def test_no_draft_where_none_is_here_or_none_is_known(tmp_path: Path) -> None:
     model = tmp_path / "other.gguf"
     model.touch()
-    assert draft_for(resolve(str(model))) is None
+    assert choose_draft(resolve(str(model))).draft is None
     cached = tmp_path / "cache/models--bartowski--Llama-3.2-3B-Instruct-GGUF/snapshots/abc"
     cached.mkdir(parents=True)
     (cached / "Llama-3.2-3B-Instruct-Q4_K_M.gguf").touch()
-    assert draft_for(resolve("3b-q4")) is None
+    assert choose_draft(resolve("3b-q4")).draft is None
 
 
 def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
@@ -243,8 +243,8 @@ def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
     target = tmp_path / "cache/models--bartowski--Llama-3.3-70B-Instruct-GGUF/snapshots/abc"
     target.mkdir(parents=True)
     (target / "Llama-3.3-70B-Instruct-Q4_K_M.gguf").touch()
-    by_name = draft_for(resolve("70b-q4"))
-    by_repository = draft_for(resolve("hf:bartowski/Llama-3.3-70B-Instruct-GGUF"))
+    by_name = choose_draft(resolve("70b-q4")).draft
+    by_repository = choose_draft(resolve("hf:bartowski/Llama-3.3-70B-Instruct-GGUF")).draft
     assert by_name is not None
     assert by_name == by_repository
     assert by_name.name == "llama-3.2-3b"
