@@ -324,8 +324,9 @@ class TestHistories:
             elif what == "snapshot":
                 saved = (model.snapshot(), whole.snapshot(), list(kept))
             elif what == "restore":
-                model.restore(saved[pick % 2])
-                whole.restore(saved[1 - pick % 2])
+                first, second = saved[:2] if pick % 2 else (saved[1], saved[0])
+                model.restore(first)
+                whole.restore(second)
                 kept = list(saved[2])
             elif what == "resize":
                 model.resize(max(len(kept) + 64, seed % LARGE))

@@ -55,6 +55,17 @@ def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
     assert said == [said[0]] * 4
 
 
+def test_the_context_grows_unless_all_of_it_is_taken_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.loading.FIRST_TOKENS", 256)
+    long = "Repeat: " + "tar -xzf archive.tar.gz " * 15
+    grown = answer(run, long)
+    whole = answer(run, "--reserve-full-context", long)
+    assert grown["tokens"] == whole["tokens"]
+    assert grown["stats"]["growth_seconds"] > 0.0 == whole["stats"]["growth_seconds"]
+
+
 @pytest.mark.parametrize("args", [["-"], []])
 def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
     assert answer(run, *args, input=QUESTION + "\n")["tokens"] == answer(run, QUESTION)["tokens"]
