@@ -43,7 +43,7 @@ class Keeping:
 def kept_texts(
     keeping: Keeping, target: LanguageModel, options: LoadOptions, costs: TargetCosts, left_bytes: int
 ) -> KeptTexts | None:
-    """What keeps the texts of a loaded target; None where nothing is to be kept.
+    """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
     left_bytes: what the budget leaves beside weights and caches.
     """
@@ -63,7 +63,8 @@ def _guessed_seconds(target: LanguageModel) -> float:
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -> str:
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
-    told = [identity_of(target.facts), costs.how, repr(options.low_bits), target.facts.rollback]
+    stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
+    told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback]
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):

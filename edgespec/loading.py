@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def load(
     remember: bool = False,
     learn: bool = False,
     max_loss: float | None = None,
+    measure_costs: bool = True,
     keep: str = "memory",
     keep_memory: str | int | None = None,
     keep_disk: str | int | None = None,
@@ -81,11 +83,11 @@ def load(
     of prompt and reply together. reserve_full_context: take the memory for all of them at once; without it
     the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter for an MLX target, as mlx-lm
     writes them. methods: those that replies may ask for besides `method`; what they need is loaded as well.
-    draft_branches to max_loss: see `Drafting`.
+    draft_branches to measure_costs: see `Drafting`.
     keep: where what was read of other texts than the last is kept, so that going back to one reads it no
     more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
-    default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the free
-    disk.
+    default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the
+    free disk.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
@@ -109,6 +111,7 @@ def load(
         remember=remember,
         learn=learn,
         max_loss=max_loss,
+        measure_costs=flag("measure_costs", measure_costs),
     )
     given_bytes = None if memory is None else parse_size(memory)
     options = LoadOptions(
@@ -148,7 +151,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
         if pair.draft:
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
-        costs = TargetCosts(model, options)
+        costs = TargetCosts(model, options, how.measure_costs)
         made = outfit(pair.target, model, draft, how, FreeCosts() if _eager.get() else costs, progress)
         drafters = Drafters(
             model,
@@ -163,6 +166,9 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
         undo.callback(drafters.close)
         for method in how.methods:
             drafters.choose(method)  # what is missing is said now, not with the first reply
+        as_loaded = replace(
+            planned.target_options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked
+        )
         entry = pair.target.entry
         notices = (entry.notice if entry else "", planned.notice, model.facts.notice, *made.notices)
         runtime = Runtime(
@@ -173,7 +179,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
-            kept=kept_texts(keeping, model, options, costs, _left_bytes(options, model, draft)),
+            kept=kept_texts(keeping, model, as_loaded, costs, _left_bytes(options, model, draft)),
         )
         undo.pop_all()
         return runtime

@@ -91,3 +91,21 @@ def test_a_model_that_does_not_load_is_one_line(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
     monkeypatch.setattr(edgespec.tui.app, "run_chat", run_chat)
     assert one_line_error(run("chat"), 1) == "it is damaged; get another"
+
+
+def test_a_chat_to_go_on_with_is_the_last_or_a_named_one(run: Run, opened: Opened) -> None:
+    for words, wanted in ((["--resume"], "last"), (["--resume", "apples"], "apples"), ([], None)):
+        assert run("chat", *words, "--draft", "none").exit_code == 0
+        assert opened.options["resume"] == wanted
+
+
+def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
+    run("chat")
+    opened.load(print)
+    assert (loaded["keep"], loaded["keep_memory"], loaded["keep_disk"]) == ("disk", None, None)
+    run("chat", "--keep", "none", "--keep-memory", "1GiB", "--keep-disk", "2GB")
+    opened.load(print)
+    assert (loaded["keep"], loaded["keep_memory"], loaded["keep_disk"]) == ("none", "1GiB", "2GB")
+    assert "is not one of" in one_line_error(run("chat", "--keep", "cloud"), 2)

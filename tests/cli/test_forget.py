@@ -13,12 +13,15 @@ from edgespec.learnt import LearntFile
 from tests.cli.conftest import Run, json_of, one_line_error
 
 
+KINDS = {".replies", ".npz", ".json", ".kept"}
+
+
 @pytest.fixture(autouse=True)
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder with a remembered reply, something learnt, and a chat."""
+    """A data folder with a remembered reply, something learnt, what was read, and a chat."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    with edgespec.load("demo", "none", context=256, threads=1, remember=True) as runtime:
-        runtime.generate("How do I list files?", max_tokens=8, seed=1, method="suffix")
+    with edgespec.load("demo", "none", context=256, threads=1, remember=True, keep="disk") as runtime:
+        runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
     LearntFile("swift", "a model").save({"layers": np.arange(3)})
     chat = data_folder() / "chats" / "one.json"
     chat.parent.mkdir()
@@ -27,15 +30,20 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(folder: Path) -> set[str]:
-    return {path.suffix for path in folder.rglob("*") if path.suffix in (".replies", ".npz", ".json")}
+    return {path.suffix for path in folder.rglob("*") if path.suffix in KINDS}
 
 
 @pytest.mark.parametrize(
     ("what", "left"),
-    [([], {".json"}), (["replies"], {".npz", ".json"}), (["learnt"], {".replies", ".json"})],
+    [
+        ([], {".json"}),
+        (["replies"], KINDS - {".replies"}),
+        (["learnt"], KINDS - {".npz"}),
+        (["kept"], KINDS - {".kept"}),
+    ],
 )
 def test_what_is_named_goes(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:
-    assert kept(own_data) == {".replies", ".npz", ".json"}
+    assert kept(own_data) == KINDS
     assert json_of(run("forget", *what, "--json"))["freed_bytes"] > 0
     assert kept(own_data) == left
     assert run("forget", *what).stdout.endswith(": 0 kB freed\n")

@@ -112,6 +112,7 @@ async def driving(
     size: tuple[int, int] = (80, 24),
     system: str | None = None,
     settings: Mapping[str, Setting] | None = None,
+    resume: str | None = None,
     light: bool | None = None,
     wait: bool = True,
 ) -> AsyncIterator[Driver]:
@@ -121,6 +122,7 @@ async def driving(
         model_name="demo",
         system=system,
         settings=settings,
+        resume=resume,
         store=ChatStore(folder / "chats"),
         light=light,
     )

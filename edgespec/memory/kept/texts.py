@@ -207,8 +207,11 @@ class KeptTexts:
             if self._off:
                 return None
             piece, shared = self._forest.longest(text, whole=not self._cuts)
+            while piece and piece.end > self._model.facts.context_tokens:
+                piece = piece.parent
             if piece is None:
                 return None
+            shared = min(shared, piece.end)
             # It is copied once, not away and back.
             size_bytes = sum(part.size_bytes for part in piece.chain()) / 2
             return piece if self.worth.pays(shared - held, size_bytes) else None

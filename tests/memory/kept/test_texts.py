@@ -241,3 +241,16 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).texts()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
+
+
+def test_a_text_longer_than_the_context_is_left_where_it_is(tmp_path: Path) -> None:
+    with keeping(table(1), tmp_path) as runtime:
+        for chat in (CHATS[0], CHATS[1], CHATS[0]):
+            ask(runtime, chat, max_tokens=5)
+    small = table(1, context_tokens=200)
+    with keeping(small, tmp_path) as runtime:
+        reply = ask(runtime, CHATS[0][:180], max_tokens=5)
+        # What all of them begin with fits.
+        assert reply.stats.cached_prompt_tokens == len(SYSTEM)
+    with keeping(table(1), tmp_path) as runtime:
+        assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens >= len(CHATS[0]) - 1

@@ -1,0 +1,78 @@
+"""Going on with a saved chat, and what is kept of chats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.files import data_folder
+from tests.tui.driving import driving
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+
+async def two_chats(folder: Path) -> list[str]:
+    """Their ids, the newest first."""
+    runtime = ScriptedRuntime(scripts=[Script(text="One."), Script(text="Two.")])
+    async with driving(loading(runtime), folder) as d:
+        await d.say("About apples")
+        await d.press("ctrl+n")
+        await d.say("About pears")
+        return [path.stem for path in sorted(d.saved(), key=lambda path: -path.stat().st_mtime_ns)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"), [("last", "About pears"), ("apples", "About apples"), ("ID", "About apples")]
+)
+async def test_a_chat_is_gone_on_with(wanted: str, shown: str, tmp_path: Path) -> None:
+    _, oldest = await two_chats(tmp_path)
+    resume = oldest if wanted == "ID" else wanted
+    runtime = ScriptedRuntime(scripts=[Script(text="More.")])
+    async with driving(loading(runtime), tmp_path, resume=resume) as d:
+        await d.said(shown)
+        await d.say("Go on")
+        assert len(d.saved()) == 2
+        assert len(d.chat.session.lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"), [("last", "no saved chat yet"), ("plums", "no saved chat 'plums'")]
+)
+async def test_where_there_is_none_a_new_one_begins(wanted: str, says: str, tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume=wanted) as d:
+        await d.said(says)
+        assert d.chat.session.lines == []
+
+
+async def test_what_takes_memory_is_told(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.send("/memory")
+        await d.said("12,345 tokens not read again")
+        assert "3 texts" in d.transcript()
+
+
+async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo, as a person has it; a chat that is removed takes with it what was read of it."""
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+
+    def load(progress: object) -> edgespec.Runtime:
+        assert progress
+        return edgespec.load("demo", "none", method="none", keep="disk", threads=1, context=512)
+
+    settings: dict[str, str | int | float | bool | list[str]] = {"max_tokens": 24, "seed": 1}
+    async with driving(load, tmp_path, settings=settings, system="Be brief.") as d:
+        await d.say("How do I list files by size?")
+        first = d.chat.stats
+    assert list(data_folder().rglob("*.kept"))
+    async with driving(load, tmp_path, settings=settings, resume="last") as d:
+        await d.said("How do I list files by size?")
+        await d.say("And by name?")
+        again = d.chat.stats
+        assert first
+        assert again
+        assert again.cached_prompt_tokens >= first.prompt_tokens
+        await d.chat.archive.delete(d.chat.session.id)
+    assert not list(data_folder().rglob("*.kept"))
