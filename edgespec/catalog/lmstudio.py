@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from edgespec.catalog.hub_files import HubFile, choose_files
 from edgespec.catalog.mlx_files import lacking
-from edgespec.catalog.stored import Stored, files_below, models_among
+from edgespec.catalog.stored import Stored, child, files_below, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
@@ -18,14 +19,21 @@ _DEPTH = 3
 _MOST_SETTINGS_BYTES = 1 << 22
 
 
+class _Repository(NamedTuple):
+    """A folder of LM Studio's, its name, the GGUF files in it, and whether it may be an MLX model."""
+
+    folder: Path
+    name: str
+    files: list[HubFile]
+    has_config: bool
+
+
 def lmstudio_model(repository: str, quantisation: str | None = None) -> Stored | None:
     """The model LM Studio has of `publisher/repository`, or None. quantisation: as in `choose_files`.
 
     Raises ModelNotFoundError, naming them, where it has several that could be meant.
     """
-    for folder, name, files in _repositories():
-        if name.lower() != repository.lower():
-            continue
+    for folder, name, files, has_config in _repository(repository):
         models = models_among(files)
         if models:
             with suppress(ModelNotFoundError):
@@ -38,7 +46,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> Stored |
                     f" {', '.join(model.files[0].name for model in fits)}",
                     f"name the file, such as lmstudio:{name}/{fits[0].files[0].name}",
                 )
-        elif quantisation is None and (folder / "config.json").is_file():
+        elif quantisation is None and has_config:
             return _of_folder(folder, name)
     return None
 
@@ -53,7 +61,7 @@ def lmstudio_file(reference: str) -> Stored | None:
 def lmstudio_models() -> Iterator[Stored]:
     """Everything LM Studio has, what cannot be used included."""
     seen: set[Path] = set()
-    for folder, name, files in _repositories():
+    for folder, name, files, has_config in _repositories():
         models = models_among(files)
         for model in models:
             file = (folder / model.files[0].name).resolve()
@@ -71,7 +79,7 @@ def lmstudio_models() -> Iterator[Stored]:
                     None,
                     problem=f"{missing} of its {model.files[0].part_count} parts are missing",
                 )
-        if not models and (folder / "config.json").is_file():
+        if not models and has_config:
             yield _of_folder(folder, name)
 
 
@@ -102,23 +110,39 @@ def _is(file: HubFile, quantisation: str) -> bool:
     return wanted in (file.quantisation.lower(), file.name.lower(), file.name.rsplit("/", 1)[-1].lower())
 
 
-def _repositories() -> Iterator[tuple[Path, str, list[HubFile]]]:
-    """Each publisher/repository: its folder, its name, and the GGUF files in it."""
+def _repository(name: str) -> Iterator[_Repository]:
+    """The folders that LM Studio has for publisher/repository."""
+    publisher, _, repository = name.partition("/")
     for root in _folders():
-        for publisher in _inside(root):
-            for folder in _inside(publisher):
-                files = [path for path in files_below(folder, _DEPTH) if path.suffix.lower() == ".gguf"]
-                named = [HubFile(path.relative_to(folder).as_posix()) for path in files]
-                yield folder, f"{publisher.name}/{folder.name}", named
+        found = child(root, publisher)
+        folder = child(found, repository) if found else None
+        if found and folder and folder.is_dir():
+            files = [path.relative_to(folder).as_posix() for path in files_below(folder, _DEPTH)]
+            yield _read(folder, f"{found.name}/{folder.name}", files)
 
 
-def _inside(folder: Path) -> list[Path]:
-    """The folders in a folder, none where it cannot be read."""
-    try:
-        found = [path for path in folder.iterdir() if not path.name.startswith(".") and path.is_dir()]
-    except OSError:
-        return []
-    return sorted(found)
+def _repositories() -> Iterator[_Repository]:
+    """Everything LM Studio has, by publisher and repository."""
+    for root in _folders():
+        found: dict[str, list[str]] = {}
+        # One walk, so that a root that is somebody's whole disk is given up soon.
+        for path in files_below(root, _DEPTH + 2):
+            if _matters(path.name):
+                publisher, _, rest = path.relative_to(root).as_posix().partition("/")
+                repository, _, file = rest.partition("/")
+                if file:
+                    found.setdefault(f"{publisher}/{repository}", []).append(file)
+        for name, files in sorted(found.items()):
+            yield _read(root / name, name, files)
+
+
+def _matters(name: str) -> bool:
+    return name == "config.json" or name.lower().endswith(".gguf")
+
+
+def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
+    models = [HubFile(file) for file in files if file.lower().endswith(".gguf")]
+    return _Repository(folder, name, models, "config.json" in files)
 
 
 def _folders() -> list[Path]:

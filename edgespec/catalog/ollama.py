@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.catalog.stored import Stored, files_below
+from edgespec.catalog.stored import Stored, child, files_below
 from edgespec.files import reason_of
 
 __all__ = ["ollama_model", "ollama_models"]
@@ -27,12 +27,16 @@ def ollama_model(name: str, tag: str | None = None) -> Stored | None:
 
     name: `llama3.2`, `user/name`, or with the registry before it, as in `hf.co/user/repo`.
     """
-    places = {"/".join(_place(name)).lower(), name.lower()}
-    wanted = {f"{place}/{(tag or 'latest').lower()}" for place in places}
     for folder in _folders():
-        for manifest, place in _manifests(folder):
-            if place.lower() in wanted:
-                return _stored(folder, manifest, place)
+        root = at = folder / "manifests"
+        for part in (*_place(name), tag or "latest"):
+            found = child(at, part)
+            if found is None:
+                break
+            at = found
+        else:
+            if at.is_file():
+                return _stored(folder, at, at.relative_to(root).as_posix())
     return None
 
 

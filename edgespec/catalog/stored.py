@@ -11,7 +11,7 @@ from typing import Literal
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.hub_files import HubFile, is_model_file
 
-__all__ = ["GgufModel", "Store", "Stored", "files_below", "models_among"]
+__all__ = ["GgufModel", "Store", "Stored", "child", "files_below", "models_among"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
 # A shelf of this many files is somebody's whole disk.
@@ -51,6 +51,20 @@ def models_among(files: Sequence[HubFile]) -> list[GgufModel]:
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
     return [GgufModel(tuple(parts)) for parts in models.values()]
+
+
+def child(folder: Path, name: str) -> Path | None:
+    """What is called `name` in a folder, in this or, where there is none, in another case."""
+    if name in ("", ".", ".."):
+        return None
+    try:
+        if (folder / name).exists():
+            return folder / name
+        with os.scandir(folder) as found:
+            near = sorted(entry.name for entry in found if entry.name.lower() == name.lower())
+    except (OSError, ValueError):
+        return None
+    return folder / near[0] if near else None
 
 
 def files_below(folder: Path, depth: int) -> Iterator[Path]:
