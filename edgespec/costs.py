@@ -57,14 +57,16 @@ class FreeCosts:
 class TargetCosts:
     """The cost curve of one loaded target, kept in the user's data folder.
 
-    It holds for the same file on the same machine, with the same options and backend. notice: what went wrong
-    with keeping it. Measuring empties the target's memory.
+    It holds for the same file on the same machine, with the same options and backend. measures: False does
+    without where none was kept, and assumes that each row costs a twentieth of a plain step until replies
+    tell. notice: what went wrong with keeping it. Measuring empties the target's memory.
     """
 
     bounded = True
 
-    def __init__(self, model: LanguageModel, options: LoadOptions) -> None:
+    def __init__(self, model: LanguageModel, options: LoadOptions, measures: bool = True) -> None:
         self._model = model
+        self._measures = measures
         self.how = _how_run(options)
 
     @property
@@ -83,7 +85,7 @@ class TargetCosts:
         self._model.truncate(0)
         kept = _read(self._notes.load())
         if kept is None or not _holds(kept, self._model):
-            return self.renew(progress)
+            return self.renew(progress) if self._measures else _assumed(self._model)
         self._model.truncate(0)
         return kept
 
@@ -104,6 +106,13 @@ def _holds(curve: CostCurve, model: LanguageModel) -> bool:
     """Does a plain step still take about as long?"""
     now = measure(model, widths=(), repeats=1, budget_seconds=0.0).plain_step_seconds
     return 1 / _DRIFT < now / curve.plain_step_seconds < _DRIFT
+
+
+def _assumed(model: LanguageModel) -> CostCurve:
+    """A curve of plain steps only; see `CostCurve.v` for wider passes."""
+    curve = measure(model, widths=(), repeats=1, budget_seconds=0.0)
+    model.truncate(0)
+    return curve
 
 
 def _how_run(options: LoadOptions) -> str:

@@ -41,7 +41,8 @@ class Drafting:
     never. exit_layer: layers that draft in early exit on MLX; None measures. corpus: texts to look guesses
     up in. remember: keep replies, and what is new of their prompts, for later guesses. learn: train the
     draft between replies. max_loss: the most that a reply may lose by guessing, as a share of its time; None
-    is 2 % for `auto` and no bound for drafters that are named.
+    is 2 % for `auto` and no bound for drafters that are named. measure_costs: find out at load what passes
+    cost where that is not known; otherwise replies do.
     Raises OptionError for a wrong value, and for an option that none of these methods reads.
     """
 
@@ -55,6 +56,7 @@ class Drafting:
     remember: bool = False
     learn: bool = False
     max_loss: float | None = None
+    measure_costs: bool = True
 
     def __post_init__(self) -> None:
         flag("remember", self.remember)

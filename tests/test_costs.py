@@ -77,6 +77,16 @@ def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curve
     assert curve.plain_step_seconds == (now_seconds if curves == 2 else 0.1)
 
 
+def test_where_measuring_is_not_wanted_what_was_kept_serves_or_each_row_costs_a_little(clock: Clock) -> None:
+    model = table(5)
+    assumed = TargetCosts(model, LoadOptions(), measures=False).curve()
+    assert (clock.curves, model.length) == (0, 0)
+    assert assumed.v(5) == pytest.approx(1.2)
+    target_curve(model, LoadOptions())
+    assert TargetCosts(model, LoadOptions(), measures=False).curve().v(4) == pytest.approx(1.5)
+    assert clock.curves == 1
+
+
 def test_a_damaged_file_is_measured_again(clock: Clock, tmp_path: Path) -> None:
     kept, _ = target_curve(table(5), LoadOptions())
     (file,) = tmp_path.rglob("costs-*.npz")

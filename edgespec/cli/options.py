@@ -41,6 +41,7 @@ MODEL_NAMES = (
     "target", "draft", "memory", "prefer", "context", "reserve_full_context", "threads", "gpu_layers",
     "kv_type", "flash_attention", "mmap", "mlock", "adapter", "draft_branches", "draft_confidence",
     "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn", "max_loss",
+    "measure_costs",
 )  # fmt: skip
 KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
@@ -264,6 +265,9 @@ def drafting_options(*, remember: bool = False, measuring: bool = False) -> Deco
                   help="The most a reply may lose by guessing: a share of its time, and 2 plain steps. Given,"
                        " it holds for named drafters too. [default: 2% for auto; named drafters guess"
                        " whatever it costs]"),
+        _drafting("--measure-costs/--no-measure-costs", default=True,
+                  help="Take a second or two at the first load of a model to measure what wide passes cost"
+                       " here. Without, replies find it out."),
     ])  # fmt: skip
 
 
