@@ -288,7 +288,7 @@ def check_fits(planned: Planned) -> None:
     largest = sorted(parts, key=lambda item: -item.bytes)[:3]
     named = ", ".join(f"{item.name} {readable(item.bytes)}" for item in largest)
     raise MemoryBudgetError(
-        f"{planned.pair.target.name} with a context of {plan.context_tokens:,} tokens takes"
+        f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens takes"
         f" {readable(plan.taken_bytes(pool))}{where} and {readable(plan.budget_bytes(pool))} are there"
         f" ({plan.budget.source}): {named}",
         planned.advice,

@@ -32,13 +32,15 @@ __all__ = ["MemoryUse", "Runtime"]
 class MemoryUse:
     """What a runtime takes, in bytes. kv_bytes: of the caches of target and draft, where they are now.
 
-    resident_bytes: what the process holds, mapped weights included as far as they were read.
+    resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
+    planned before anything was loaded.
     """
 
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
     kept: KeptUse
+    plan: MemoryPlan | None = None
 
 
 _DEFAULTS = Defaults()
@@ -144,6 +146,7 @@ class Runtime:
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
             kept=kept.use() if kept else KeptUse(),
+            plan=self.plan,
         )
 
     def known_texts(self) -> Iterable[Sequence[int]]:

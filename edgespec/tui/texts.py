@@ -9,7 +9,7 @@ from edgespec.tui.numbers import bytes_text, count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import MemoryUse, MethodReport, ModelFacts, Stats
+    from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.session import Session
 
@@ -73,6 +73,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         ("weights", bytes_text(use.weight_bytes)),
         ("caches", bytes_text(use.kv_bytes)),
         ("process", bytes_text(use.resident_bytes)),
+        *_plan_rows(use.plan),
         ("kept", f"{bytes_text(kept.memory_bytes)} in memory, of {bytes_text(kept.memory_limit_bytes)}"),
     ]
     if kept.disk_limit_bytes:
@@ -83,6 +84,21 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
+
+
+def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
+    """What was planned, against what there was, and what was given up."""
+    if plan is None:
+        return []
+    rows = [
+        (
+            "planned" if pool == "memory" else "on cards",
+            f"{bytes_text(plan.taken_bytes(pool))} of {bytes_text(plan.budget_bytes(pool))}",
+        )
+        for pool in plan.pools
+    ]
+    rows.append(("budget", plan.budget.source))
+    return [*rows, *(("given up", f"{each.what}: {each.why}") for each in plan.decisions)]
 
 
 def error_text(error: Exception) -> tuple[str, str]:
