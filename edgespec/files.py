@@ -90,8 +90,8 @@ def read_regular(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def write_private(path: Path, payload: bytes) -> None:
-    """Put `payload` where older content may be, for its owner's eyes only. Raises OSError.
+def write_private(path: Path, *payload: bytes) -> None:
+    """Put `payload`, part after part, where older content may be, for its owner's eyes only. Raises OSError.
 
     A folder that has to be made for it is private, too; one that is there is left as it is.
     """
@@ -100,7 +100,7 @@ def write_private(path: Path, payload: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(payload)
+            file.writelines(payload)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

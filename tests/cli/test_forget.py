@@ -12,7 +12,6 @@ from edgespec.files import data_folder
 from edgespec.learnt import LearntFile
 from tests.cli.conftest import Run, json_of, one_line_error
 
-
 KINDS = {".replies", ".npz", ".json", ".kept"}
 
 

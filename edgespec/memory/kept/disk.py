@@ -68,8 +68,11 @@ def kept_folder() -> Path:
 def disk_bound(folder: Path | None = None) -> int:
     """The bytes that may be kept on disk unless the user says: 4 GiB, or a tenth of what is free if less."""
     folder = folder or kept_folder()
-    place = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
+    try:
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
+    except OSError:
+        return 0
     return min(_MOST_BYTES, int(free * _SHARE_OF_FREE))
 
 
@@ -115,23 +118,23 @@ class KeptDisk:
             header, head_bytes = self._header(path)
             with path.open("rb") as file:
                 file.seek(head_bytes)
-                payload = file.read()
+                text = file.read(4 * (header["end"] - header["start"]))
+                data = file.read()
         except (OSError, ValueError, MemoryError):
             return None
-        tokens_bytes = 4 * (header["end"] - header["start"])
-        if len(payload) != tokens_bytes + header["data_bytes"] or _sums(payload) != header["sums"]:
+        if crc32(text) != header["tokens_sum"] or _sums(data) != header["sums"]:
             _delete(path)
             return None
         with suppress(OSError):
             os.utime(path)
-        return Snapshot(header["end"], payload[tokens_bytes:], header["start"])
+        return Snapshot(header["end"], data, header["start"])
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
         """Put a piece on disk, making room for it; False where that cannot be.
 
         after: the digest of the text before it.
         """
-        payload = np.ascontiguousarray(tokens, "<i4").tobytes() + snapshot.data
+        text = np.ascontiguousarray(tokens, "<i4").tobytes()
         header = {
             "identity": self._identity,
             "name": name,
@@ -140,12 +143,13 @@ class KeptDisk:
             "end": snapshot.length,
             "data_bytes": len(snapshot.data),
             "seconds": seconds,
-            "tokens_sum": crc32(payload[: 4 * len(tokens)]),
-            "sums": _sums(payload),
+            "tokens_sum": crc32(text),
+            "sums": _sums(snapshot.data),
         }
         told = json.dumps(header).encode()
-        whole = b"".join((_MAGIC, _SIZES.pack(len(told), crc32(told)), told, payload))
-        if len(whole) > self.quota_bytes:
+        parts = (_MAGIC, _SIZES.pack(len(told), crc32(told)), told, text, snapshot.data)
+        size_bytes = sum(map(len, parts))
+        if size_bytes > self.quota_bytes:
             return False
         try:
             private_folder(self._root)
@@ -153,9 +157,9 @@ class KeptDisk:
                 if self.forgotten:
                     return False
                 self._clear_litter()
-                self._make_room(len(whole), self._chain(after))
+                self._make_room(size_bytes, self._chain(after))
                 private_folder(self.folder)
-                write_private(self._path(name), whole)
+                write_private(self._path(name), *parts)
         except (Timeout, NotImplementedError):  # the latter: a file system without locks
             return False
         except OSError as error:

@@ -107,12 +107,11 @@ class KeptTexts:
             if base:
                 self._touch(base)
             lost = len(text) - (max(have, shared) if self._cuts else have)
-            if not self._fits(lost, len(text) - have):
-                return
-            try:
-                self._add(text, base, shared)
-            except (EdgespecError, MemoryError) as error:
-                self._note(error)
+            if self._fits(lost, len(text) - have):
+                try:
+                    self._add(text, base, shared)
+                except (EdgespecError, MemoryError) as error:
+                    self._note(error)
             self._make_room()
 
     def _fits(self, lost: int, more: int) -> bool:
@@ -206,6 +205,7 @@ class KeptTexts:
         with self._lock:
             if self._off:
                 return None
+            self._make_room()
             piece, shared = self._forest.longest(text, whole=not self._cuts)
             while piece and piece.end > self._model.facts.context_tokens:
                 piece = piece.parent
