@@ -76,8 +76,8 @@ def load(
 ) -> Runtime:
     """Load a target and its draft.
 
-    target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the recommended one
-    if it is on this machine, `none` takes none. memory: the budget for weights and caches, such as
+    target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the best one on this
+    machine, by its tokens and its size, `none` takes none. memory: the budget for weights and caches, such as
     "8GiB"; by default what is available. prefer: where that is short, "speed" gives up context before the
     draft, "context" the draft before context; what is named here is never given up. context: tokens
     of prompt and reply together. reserve_full_context: take the memory for all of them at once; without it
