@@ -14,7 +14,7 @@ from edgespec.catalog.ollama import ollama_model, ollama_models
 from edgespec.catalog.stored import Stored
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
-__all__ = ["elsewhere", "in_ollama", "in_store", "on_path", "same_model"]
+__all__ = ["elsewhere", "in_ollama", "in_store", "names_here", "on_path", "same_model"]
 
 
 def in_store(store: Literal["ollama", "lmstudio"], name: str) -> Stored:
@@ -63,6 +63,11 @@ def same_model(paths: Sequence[Path]) -> bool:
 def in_ollama() -> list[str]:
     """The names of all that Ollama has and that can be used."""
     return [one.names[0] for one in ollama_models() if one.path]
+
+
+def names_here() -> list[str]:
+    """The shortest names of all that Ollama and LM Studio have and that can be used."""
+    return [*in_ollama(), *(one.names[0] for one in lmstudio_models() if one.path)]
 
 
 def _in_ollama(name: str) -> Stored | None:

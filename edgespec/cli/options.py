@@ -140,17 +140,19 @@ def _as_mapping(
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Names of the catalogue and of the user; files when none begins like that."""
+    """Names of the user, the catalogue, Ollama and LM Studio; files when none begins like that."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
+    from edgespec.catalog.stores import names_here
     from edgespec.errors import EdgespecError
 
     try:
         own = list(user_aliases())
     except EdgespecError:
         own = []
-    names = [name for name in (*own, *load_catalogue().names) if name.startswith(typed.lower())]
-    return [CompletionItem(name) for name in names] or [CompletionItem(typed, type="file")]
+    known = (*own, *load_catalogue().names, *names_here())
+    names = [name for name in known if name.lower().startswith(typed.lower())]
+    return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(typed, type="file")]
 
 
 def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -209,7 +211,8 @@ model_options = _apply([
            help="The model whose words you get: a .gguf file or an MLX folder, user/repo:quant, or a name"
                 " (see `edgespec models`)."),
     _model("--draft", metavar="REF|auto|none", default="auto", shell_complete=_complete_model,
-           help="The model that guesses ahead. auto: the recommended one, if it is on this machine."),
+           help="The model that guesses ahead. auto: the best one on this machine, by its tokens and its size"
+                " (see `edgespec models show`)."),
     _model("--memory", metavar="SIZE",
            help="What weights and caches may take, such as 8GiB. [default: what is available]"),
     _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",

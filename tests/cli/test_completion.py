@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from click.shell_completion import ShellComplete
 
+from edgespec.catalog.catalogue import models_folder
 from edgespec.cli.program import program
+from tests.catalog.stores import OllamaStore
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -48,6 +50,16 @@ def test_commands_options_names_and_methods_are_offered() -> None:
     assert "llama-3.1-8b" in offered("models", "show", "llama-3.1")
     assert offered("generate", "--method", "mod") == ["model", "model+suffix"]
     assert offered("generate", "--target", "./mod") == ["./mod"]
+
+
+def test_what_other_programs_keep_is_offered(own_home: Path) -> None:
+    model = (models_folder() / "demo-draft-q8_0.gguf").read_bytes()
+    OllamaStore(own_home / ".ollama" / "models").add("Homemade", "latest", model)
+    folder = own_home / ".lmstudio" / "models" / "maker" / "One-GGUF"
+    folder.mkdir(parents=True)
+    (folder / "one-Q8_0.gguf").write_bytes(model)
+    assert offered("models", "show", "home") == ["Homemade:latest"]
+    assert offered("generate", "--draft", "maker/") == ["maker/One-GGUF"]
 
 
 def test_settings_are_offered_with_what_they_take() -> None:
