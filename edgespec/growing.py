@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.memory import MemoryPlan
 
-__all__ = ["FIRST_TOKENS", "GrowingContext"]
+__all__ = ["FIRST_TOKENS", "ROUND_TOKENS", "GrowingContext", "room_to_grow"]
 
 # A context begins with so many tokens, which most replies never fill.
 FIRST_TOKENS = 2048
@@ -15,11 +17,26 @@ FIRST_TOKENS = 2048
 ROUND_TOKENS = 256
 # What is left of a draft model's context where its memory is needed for the text itself.
 _LEAST_TOKENS = 256
+# Of what a plan leaves, so much is never taken by copies of other texts.
+_UNTAKEN_SHARE = 3 / 4
+
+
+def room_to_grow(plan: MemoryPlan) -> bool:
+    """Whether memory is left for the copy of a cache that is made larger: one at a time, half of it at most.
+
+    Where a plan fills what was given, the context is better taken at once.
+    """
+    caches: Counter[str] = Counter()
+    for item in plan.items:
+        if item.kind == "cache":
+            caches[item.role] += item.bytes
+    return max(caches.values(), default=0) / 2 <= _UNTAKEN_SHARE * plan.left_bytes("memory")
 
 
 class GrowingContext:
     """Makes both contexts larger between rounds, at least twice as large each time.
 
+    What is copied meanwhile is no more than half of what the largest context takes.
     limit_tokens: what the context may become; where memory ran out, what it is. notice: then says so.
     Caches keep what is in them: nothing is read again.
     """
@@ -51,7 +68,10 @@ class GrowingContext:
             return 0.0
         started = now()
         least = min(tokens, self.limit_tokens)
-        if not self._grown(max(least, min(2 * size, self.limit_tokens)), least):
+        generous = max(least, 2 * size)
+        if 2 * generous > self.limit_tokens:
+            generous = self.limit_tokens
+        if not self._grown(generous, least):
             size = self._target.facts.context_tokens
             # Where not even the former size was to be had again, the next prompt may find memory.
             self.limit_tokens = size or self.limit_tokens

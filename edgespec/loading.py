@@ -15,7 +15,7 @@ from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
-from edgespec.growing import FIRST_TOKENS
+from edgespec.growing import FIRST_TOKENS, room_to_grow
 from edgespec.keeping import Keeping, kept_texts
 from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters
@@ -138,6 +138,8 @@ def load(
     budget = budget_for(pair, given_bytes)
     planned = plan_pair(pair, how, options, budget, wishes)
     check_fits(planned)
+    if not room_to_grow(planned.plan):
+        planned = replace(planned, options=replace(planned.options, first_tokens=None))
     return _loaded(planned, defaults, keeping, progress)
 
 

@@ -13,6 +13,11 @@ says it set aside to compute in, more than with `none`; it is part of the differ
 touched yet. The row of `none` compares the target's weights and cache
 with what its process holds more than before it loaded them. `learn` is `model` with --learn; after each reply
 every process rests for a moment.
+
+    scripts/bench_memory.py --plan --target FILE --contexts 2048,32768 --kv-types auto,q8_0
+
+compares the plan instead: weights, caches, buffers and logits as `edgespec plan` tells them with the most that
+the process holds more than before, once a text has filled a part of the context.
 """
 
 from __future__ import annotations
@@ -79,6 +84,8 @@ class Measured:
     peak: Held
     drafted_tokens: int
     tokens: tuple[int, ...]
+    planned: int = 0
+    kv_type: str = "auto"
 
 
 class Buffers(logging.Handler):
@@ -145,6 +152,8 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
     )
+    parser.add_argument("--plan", action="store_true", help="compare the plan of each method and type")
+    parser.add_argument("--kv-types", default="auto", help="with --plan")
     parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -153,6 +162,9 @@ def main() -> None:
         return
     methods = ["none", *(method for method in args.methods.split(",") if method != "none")]
     found = []
+    if args.plan:
+        _compare_plans(methods, args.contexts.split(","), args.kv_types.split(","))
+        return
     for context in args.contexts.split(","):
         rows = [row for method in methods if (row := _in_a_process(method, context))]
         found += rows
@@ -175,9 +187,12 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
             args.target,
             args.draft if needs_draft else "none",
             context=context,
+            reserve_full_context=True,
             method=name,
             learn=method == "learn",
             exit_layer=args.exit_layer if "layerskip" in name else None,
+            kv_type=args.kv_types,
+            keep="none",
             **args.options,
         ) as runtime,
     ):
@@ -198,8 +213,20 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
         planned = (stats.draft_weight_bytes, stats.draft_kv_bytes + stats.draft_other_bytes)
         if method == "none":
             planned = (runtime.target.weight_bytes, runtime.target.kv_bytes)
+    beside = ("process", "headroom")
+    items = runtime.plan.items if runtime.plan else ()
     return Measured(
-        method, context, *planned, buffers.bytes, started, loaded, watch.most, drafted, tuple(tokens)
+        method,
+        context,
+        *planned,
+        buffers.bytes,
+        started,
+        loaded,
+        watch.most,
+        drafted,
+        tuple(tokens),
+        sum(item.bytes for item in items if item.kind not in beside),
+        args.kv_types,
     )
 
 
@@ -224,12 +251,25 @@ def _prompt(path: Path, vocabulary: Any, count: int) -> list[int]:
     return (tokens * (count // len(tokens) + 1))[:count]
 
 
-def _in_a_process(method: str, context: str) -> Measured | None:
+def _compare_plans(methods: list[str], contexts: list[str], kv_types: list[str]) -> None:
+    print("| method | context | cache | planned MiB | measured MiB | planned / measured |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for method in methods:
+        for context in contexts:
+            for kv_type in kv_types:
+                if row := _in_a_process(method, context, "--kv-types", kv_type):
+                    held_bytes = (row.peak - row.started).all
+                    cells = f"{row.planned / _MIB:,.1f} | {held_bytes / _MIB:,.1f}"
+                    share = row.planned / held_bytes
+                    print(f"| {method} | {context} | {kv_type} | {cells} | {share:.3f} |", flush=True)
+
+
+def _in_a_process(method: str, context: str, *more: str) -> Measured | None:
     """What `_measure` finds in a fresh process; nothing is kept from one to the next."""
     with tempfile.TemporaryDirectory() as data:
         # Of an option that is given twice the last one counts.
         done = subprocess.run(
-            [sys.executable, *sys.argv, "--contexts", context, "--inside", method],
+            [sys.executable, *sys.argv, "--contexts", context, "--inside", method, *more],
             capture_output=True,
             text=True,
             check=False,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Reply, Runtime
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.tabular import TabularModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.growing import GrowingContext, room_to_grow
+from edgespec.memory import Budget, Item, MemoryPlan
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
@@ -248,3 +255,42 @@ class TestNoMemory:
             again = ended(runtime, PROMPT[:100], max_tokens=30)
             assert again.tokens == plain
             assert again.stats.drafted_tokens > 0
+
+
+class TestTheBudget:
+    """A cache that is made larger is copied in part: where there is no memory for that it is made whole."""
+
+    @staticmethod
+    def plan(left_bytes: int, *caches: tuple[str, int]) -> MemoryPlan:
+        items = tuple(Item(role, f"{role} cache", "cache", size) for role, size in caches)
+        budget = Budget(left_bytes + sum(size for _, size in caches), "given")
+        return MemoryPlan(budget, 4096, "f16", items)
+
+    def test_it_grows_where_a_copy_of_half_of_it_fits(self) -> None:
+        assert room_to_grow(self.plan(400, ("target", 600)))
+        assert not room_to_grow(self.plan(399, ("target", 600)))
+        assert room_to_grow(self.plan(400, ("target", 600), ("draft", 500)))
+        assert not room_to_grow(self.plan(400, ("target", 300), ("target", 301)))
+        assert room_to_grow(self.plan(0))
+
+    def test_all_is_taken_at_once_otherwise(self) -> None:
+        with edgespec.load("demo", None, context=1024) as runtime:
+            assert runtime.plan is not None
+            least = runtime.plan.total_bytes
+        for more, expected in ((0, 1024), (1 << 30, FIRST)):
+            with edgespec.load("demo", None, context=1024, memory=least + more) as runtime:
+                assert runtime.target.context_tokens == expected
+
+    @given(st.integers(1, 40), st.lists(st.integers(1, 3000), max_size=12))
+    def test_no_more_than_half_is_copied(self, limit_blocks: int, texts: list[int]) -> None:
+        limit = limit_blocks * 256
+        model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
+        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        context = GrowingContext(model)
+        for tokens in texts:
+            before = model.facts.context_tokens
+            context.hold(tokens)
+            after = model.facts.context_tokens
+            assert min(tokens, limit) <= after <= max(limit, 256)
+            assert after == before or 2 * before <= after
+            context.check_holds(min(tokens, after))
