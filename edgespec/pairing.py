@@ -12,7 +12,8 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
 from edgespec.drafting_options import Drafting
-from edgespec.errors import OptionError
+from edgespec.errors import ModelFileError, OptionError
+from edgespec.prepare.lowbit import find_lowbit
 from edgespec.prepare.store import check, find
 
 __all__ = ["Draft", "Pair", "find_pair", "for_draft", "load_draft", "load_target", "meant_for"]
@@ -57,22 +58,37 @@ def find_pair(
     """Find the files, downloading what is missing; of drafts, `auto` takes what is here and fits `options`.
 
     find_model: what finds one, where nothing is to be downloaded.
-    A GGUF target that was prepared for early exit is taken in that form where a method asks for it.
+    A GGUF target that was prepared for early exit is taken in that form where a method asks for it, and for
+    `auto` where that has nothing else to guess with.
     Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
     a method needs a draft model and there is none.
     """
     find_model = find_model or partial(resolve, progress=progress)
     found = find_model(target)
-    if found.format == "gguf" and "layerskip" in how.asked:
-        prepared = find("layerskip", found.path)
-        if prepared is not None:
-            check(prepared, found.path)
-            found = replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
     found_draft, why, why_draft = _find_draft(found, draft, find_model, options or LoadOptions())
+    found = _in_halves(found, how, found_draft is not None)
     if not found_draft and "model" in how.asked:
         asked = next(method for method in how.methods if "model" in method.split("+"))
         raise OptionError(f"method {asked!r} needs a draft model: {why}", "give --draft REF")
     return Pair(found, found_draft, why, why_draft)
+
+
+def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
+    """The form that was prepared for early exit, where it is wanted; else the model as it was found."""
+    if found.format != "gguf":
+        return found
+    asked = "layerskip" in how.asked
+    automatic = "auto" in how.methods and not has_draft and find_lowbit(found.path) is None
+    prepared = find("layerskip", found.path) if asked or automatic else None
+    if prepared is None:
+        return found
+    try:
+        check(prepared, found.path)
+    except ModelFileError:
+        if asked:
+            raise
+        return found  # nobody asked for it
+    return replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
 
 
 def _find_draft(

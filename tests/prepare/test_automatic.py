@@ -1,0 +1,68 @@
+"""What `auto` takes of what was prepared, where there is no draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.prepare.lowbit import prepare_lowbit
+from edgespec.prepare.store import find
+from tests.backends.tiny_models import write_llama
+
+
+@pytest.fixture(autouse=True)
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model.gguf", layers=3)
+
+
+@contextmanager
+def loaded(model: Path) -> Iterator[edgespec.Runtime]:
+    with edgespec.load(str(model), "none", context=256) as runtime:
+        yield runtime
+
+
+def test_halves_are_taken_where_the_whole_model_is_named(model: Path) -> None:
+    with loaded(model) as runtime:
+        plain = runtime.generate("abc", raw=True, max_tokens=24, temperature=0.0, method="none")
+    prepare_layerskip(model, 2)
+    with loaded(model) as runtime:
+        assert runtime.method.effective == "layerskip+suffix"
+        for method in ("none", "auto"):
+            reply = runtime.generate("abc", raw=True, max_tokens=24, temperature=0.0, method=method)
+            assert reply.tokens == plain.tokens
+
+
+def test_a_copy_with_fewer_bits_comes_first(model: Path) -> None:
+    prepare_layerskip(model, 2)
+    prepare_lowbit(model, "Q8_0")
+    with loaded(model) as runtime:
+        assert runtime.method.effective == "lowbit+suffix"
+
+
+def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> None:
+    prepare_layerskip(model, 2)
+    prepared = find("layerskip", model)
+    assert prepared is not None
+    next(prepared.folder.glob("upper*.gguf")).write_bytes(b"no model")
+    with loaded(model) as runtime:
+        assert runtime.method.effective == "suffix"
+    with pytest.raises(edgespec.EdgespecError, match="prepare"):
+        edgespec.load(str(model), "none", context=256, method="layerskip")
+
+
+def test_a_draft_model_comes_first(demo_target: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "demo.gguf"
+    whole.symlink_to(demo_target)
+    prepare_layerskip(whole, 4)
+    with edgespec.load(str(whole), "demo-draft", context=256) as runtime:
+        assert runtime.method.effective == "model+suffix"
