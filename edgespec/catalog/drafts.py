@@ -6,6 +6,7 @@ A choice is made from sizes and tokens alone, in a fixed order, and never downlo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,7 +43,7 @@ class DraftOption:
     path: None where it is not on this machine. by: who says so, the catalogue or its tokens.
     shared_share: of the target's tokens, those it has; None where its file is not here to be looked into.
     size_bytes: of its files. needed_bytes: with its cache at the usual context. speedup: what may be expected
-    (see `expected_speedup`).
+    (see `expected_speedup`). architecture: empty where only the catalogue tells.
     """
 
     reference: str
@@ -54,12 +55,13 @@ class DraftOption:
     size_bytes: int
     needed_bytes: int
     speedup: float
+    architecture: str = ""
 
     @property
     def tokens(self) -> str:
         """How its tokens relate to the target's, in words."""
         if self.shared_share is None:
-            return "the same tokens, by the catalogue" if self.by == "catalogue" else "tokens not compared"
+            return "the same tokens, by the catalogue"
         if self.shared_share == 1.0:
             return "the same tokens"
         return f"{min(99.9, 100 * self.shared_share):.3g} % of its tokens"
@@ -113,7 +115,7 @@ def choose_draft(
         # Nothing else has the tokens of the demo, and it is to start at once.
         return _first_recommended(target)
     shelf = look()
-    found = [option for option in drafts_for(target, shelf) if _is_for_auto(option, target)]
+    found = [option for option in drafts_for(target, shelf) if _is_for_auto(option, target, shelf)]
     fitting = [
         o for o in found if memory_bytes is None or _fits(o, target, shelf, memory_bytes, context_tokens)
     ]
@@ -167,9 +169,23 @@ def _why_none(target: Resolved, found: Sequence[DraftOption], fitting: Sequence[
     return f"no draft is known for {target.name}: name one with --draft"
 
 
-def _is_for_auto(option: DraftOption, target: Resolved) -> bool:
-    """Here, in the target's form, and with its tokens as far as that is known."""
+def _is_known(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
+    """Whether what runs the target will know the draft's architecture: nobody asked for it by name."""
+    with suppress(ModelFileError):
+        if info_of(target, shelf.known).architecture == option.architecture:
+            return True
+    if option.format == "mlx":
+        return False
+    import gguf  # takes a moment, and few get here
+
+    return option.architecture in gguf.MODEL_ARCH_NAMES.values()
+
+
+def _is_for_auto(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
+    """Here, in the target's form, with its tokens as far as that is known, and to be trusted to load."""
     if option.path is None or (option.format == "mlx") != (target.format == "mlx"):
+        return False
+    if option.by == "tokens" and not _is_known(option, target, shelf):
         return False
     return option.by == "catalogue" if option.shared_share is None else option.shared_share >= _AUTO_SHARED
 
@@ -244,6 +260,7 @@ def _of_shelf(
         shelved.info.size_bytes,
         shelved.info.size_bytes + shelved.info.kv_bytes * _context(info, None),
         expected_speedup(min(size_share, 1.0), cost, shared),
+        shelved.info.architecture,
     )
 
 

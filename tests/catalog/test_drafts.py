@@ -114,6 +114,18 @@ def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> Non
     )
 
 
+def test_a_draft_that_llama_cpp_does_not_know_is_not_taken_unasked(own_home: Path) -> None:
+    folder = own_home / ".lmstudio" / "models"
+    large = write_llama(own_home / "large.gguf", layers=40)
+    for architecture, taken in (("strange", None), ("qwen2", "maker/small")):
+        small = write_llama(own_home / "small.gguf", architecture=architecture)
+        add_to_lmstudio(folder, "maker/small/small.gguf", small)
+        add_to_lmstudio(folder, "maker/large/large.gguf", large)
+        assert [option.reference for option in drafts_of("maker/large")] == ["maker/small"]
+        draft = chosen("maker/large").draft
+        assert (draft.name if draft else None) == taken
+
+
 def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -> None:
     """A copy of the target at less than half its size is a draft, too; a dearer one is not taken."""
     OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
