@@ -300,7 +300,8 @@ class LayerSkipModel(UsualModel):
         end = _SIZE.size + _SIZE.unpack_from(data)[0]
         below, above = data[_SIZE.size : end], data[end:]
         halves = ((self._lower.context, below), (self._context, above))
-        return all(from_bytes(context, replace(snapshot, data=half), False) for context, half in halves)
+        start, length = snapshot.start, snapshot.length
+        return all(from_bytes(context, half, start, length, False) for context, half in halves)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)

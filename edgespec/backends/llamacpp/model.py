@@ -192,7 +192,7 @@ class LlamaCppModel(UsualModel):
         if not snapshot.start:
             self._cells.length = 0
             self._context.clear()
-        if not (self._restores(snapshot) and from_bytes(self._context, snapshot, self._recurrent)):
+        if not self._put_down(snapshot):
             if snapshot.start:
                 self._cells.cut(min(snapshot.start, self.length))
             else:
@@ -200,9 +200,11 @@ class LlamaCppModel(UsualModel):
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._cells.length = snapshot.length
 
-    def _restores(self, snapshot: Snapshot) -> bool:
-        """Whether it goes where the cache ends, and fits the context."""
-        return self.length == snapshot.start <= snapshot.length <= self._context.tokens
+    def _put_down(self, snapshot: Snapshot) -> bool:
+        """Append it; False where the cache does not end there, or it does not fit."""
+        start, length = snapshot.start, snapshot.length
+        fits = self.length == start <= length <= self._context.tokens
+        return fits and from_bytes(self._context, snapshot.data, start, length, self._recurrent)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)

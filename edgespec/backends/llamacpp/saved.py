@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 
-from edgespec.backends.base import Snapshot
 from edgespec.backends.llamacpp.context import LlamaContext
 
 __all__ = ["from_bytes", "to_bytes"]
@@ -21,9 +20,11 @@ def to_bytes(context: LlamaContext, start: int, length: int, recurrent: bool) ->
     return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
 
 
-def from_bytes(context: LlamaContext, snapshot: Snapshot, recurrent: bool) -> bool:
+def from_bytes(
+    context: LlamaContext, data: bytes | memoryview, start: int, length: int, recurrent: bool
+) -> bool:
     """Put what `to_bytes` gave after the `start` tokens of the context; False when it does not fit."""
-    parts, rest = [], memoryview(snapshot.data)
+    parts, rest = [], memoryview(data)
     while rest:
         if len(rest) < _SIZE.size:
             return False
@@ -32,4 +33,4 @@ def from_bytes(context: LlamaContext, snapshot: Snapshot, recurrent: bool) -> bo
         rest = rest[_SIZE.size + size :]
     if recurrent:
         return len(parts) == 1 and context.set_state(parts[0])
-    return context.put_down(parts, snapshot.start, snapshot.length)
+    return context.put_down(parts, start, length)

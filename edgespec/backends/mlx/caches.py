@@ -145,7 +145,7 @@ class AttentionCache:
         if first:
             used = first - self.start
             held = [array[..., :used, :] for array in self.state]
-            arrays = [mx.concatenate(pair, axis=2) for pair in zip(held, arrays, strict=True)]
+            arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(held, arrays, strict=True)]
         half = len(arrays) // 2
         keys, values = tuple(arrays[:half]), tuple(arrays[half:])
         # All at once: an interrupt must not leave half of it.
