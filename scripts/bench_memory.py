@@ -16,8 +16,8 @@ every process rests for a moment.
 
     scripts/bench_memory.py --plan --target FILE --contexts 2048,32768 --kv-types auto,q8_0
 
-compares the plan instead: weights, caches, buffers and logits as `edgespec plan` tells them with the most that
-the process holds more than before, once a text has filled a part of the context.
+compares the plan instead: weights, caches, buffers and logits as `edgespec plan` tells them with the most
+that the process holds more than before, once a text has filled a part of the context.
 """
 
 from __future__ import annotations
