@@ -102,7 +102,7 @@ def _find_draft(
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
         return None, choice.why, ""
-    return choice.draft, "", "" if choice.usual else choice.why
+    return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
 
 
 def load_target(pair: Pair, how: Drafting, options: LoadOptions, progress: Progress | None) -> LanguageModel:

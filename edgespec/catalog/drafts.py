@@ -125,8 +125,8 @@ def choose_draft(
         draft = resolve(best.reference, allow_download=False)
         others = f", the best of {len(promising)}" if len(promising) > 1 else ""
         why = (
-            f"{best.reference} drafts: it has {best.tokens}, and by its size about {best.speedup:.1f}x plain"
-            f" decoding may be expected{others}"
+            f"it has {best.tokens}, and by its size about {best.speedup:.1f}x plain decoding may be"
+            f" expected{others}"
         )
         return Choice(draft, why, usual=best.by == "catalogue")
     return Choice(None, _why_none(target, found, fitting))

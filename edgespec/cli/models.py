@@ -116,8 +116,8 @@ def list_models(as_json: bool) -> None:
         print_table(heads[:shown], [shelf_row(shelved)[:shown] for shelved in shelf.models])
     if shelf.prepared:
         print_table(
-            ("PREPARED", "SIZE", "OF"),
-            [(one.kind, size_text(one.size_bytes), str(one.source)) for one in shelf.prepared],
+            ("PREPARED", "SIZE", "OF", "WHERE"),
+            [(p.kind, size_text(p.size_bytes), str(p.source), str(p.folder)) for p in shelf.prepared],
         )
     if own:
         print_table(("YOUR ALIAS", "STANDS FOR"), sorted(own.items()))
