@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from edgespec.catalog import catalogue, look, resolve
+from edgespec.catalog import catalogue, look, resolve, stored
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -266,6 +266,31 @@ def test_nothing_is_written_where_it_looks(ollama: OllamaStore, lmstudio: Path, 
     before = snapshot_of(own_home)
     assert len(look().models) == 2
     assert snapshot_of(own_home) == before
+
+
+def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
+    """Somebody else's manifest or model beside the store is not in it."""
+    outside = OllamaStore(own_home / "other")
+    outside.add("tiny", "latest", DRAFT.read_bytes())
+    add_to_lmstudio(own_home, "maker/tiny/tiny-Q8_0.gguf", DRAFT)
+    above = "../../../../other/manifests/registry.ollama.ai/library/tiny"
+    for name in (
+        f"ollama:{above}",
+        "ollama:..",
+        "lmstudio:../../../maker/tiny",
+        "lmstudio:../../maker",
+        "ollama:a//b",
+    ):
+        with pytest.raises(ModelNotFoundError):
+            resolve(name, allow_download=False)
+
+
+def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(30):
+        add_to_lmstudio(lmstudio, f"maker/m{i:02}/tiny.gguf", DRAFT)
+    monkeypatch.setattr(stored, "_MOST_ENTRIES", 45)
+    assert 0 < len(look().models) < 30
+    assert resolve("maker/m29", allow_download=False).path.exists()
 
 
 def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
