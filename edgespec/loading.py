@@ -9,7 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import LoadOptions, Progress
 from edgespec.checks import flag, path_text, text, whole_number
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
@@ -19,7 +19,7 @@ from edgespec.growing import FIRST_TOKENS, room_to_grow
 from edgespec.keeping import Keeping, kept_texts
 from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters
-from edgespec.pairing import Draft, find_pair, load_draft, load_target
+from edgespec.pairing import find_pair, load_draft, load_target
 from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
@@ -181,18 +181,10 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
-            kept=kept_texts(keeping, model, as_loaded, costs, _left_bytes(options, model, draft)),
+            kept=kept_texts(keeping, model, as_loaded, costs, planned.plan.left_bytes("memory")),
         )
         undo.pop_all()
         return runtime
-
-
-def _left_bytes(options: LoadOptions, target: LanguageModel, draft: Draft | None) -> int:
-    """What the budget leaves beside weights and caches at their largest."""
-    left_bytes = options.memory_bytes or 0
-    for facts in (target.facts, *((draft.model.facts,) if draft else ())):
-        left_bytes -= facts.weight_bytes + facts.most_kv_bytes
-    return left_bytes
 
 
 def _adapter_folder(adapter: str) -> str:
