@@ -131,7 +131,8 @@ class _Maker:
             return set()
         if self._found.format == "layerskip":
             return {"layerskip"}
-        return {"lowbit"} if self._found.format == "gguf" and self._lowbit_copy() else set()
+        wanted = self._found.format == "gguf" and self._how.room_for_copy
+        return {"lowbit"} if wanted and self._lowbit_copy() else set()
 
     def _policy(self, draft: Draft | None) -> Policy | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""

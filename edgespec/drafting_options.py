@@ -43,6 +43,8 @@ class Drafting:
     draft between replies. max_loss: the most that a reply may lose by guessing, as a share of its time; None
     is 2 % for `auto` and no bound for drafters that are named. measure_costs: find out at load what passes
     cost where that is not known; otherwise replies do.
+    room_for_copy: `auto` may take a prepared copy with fewer bits for want of a draft model; False where the
+    plan found no memory for it.
     Raises OptionError for a wrong value, and for an option that none of these methods reads.
     """
 
@@ -56,6 +58,7 @@ class Drafting:
     remember: bool = False
     learn: bool = False
     max_loss: float | None = None
+    room_for_copy: bool = True
     measure_costs: bool = True
 
     def __post_init__(self) -> None:

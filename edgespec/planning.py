@@ -118,6 +118,8 @@ def plan_pair(
     fixed = set(wishes.fixed)
     if "model" in how.asked or how.learn:
         fixed.add("draft")
+    if "lowbit" in how.asked:
+        fixed.add("copy")
     if how.window_tokens is not None or not {"auto", "model", "lowbit"} & set(how.methods):
         fixed.add("draft_window")
     with ExitStack() as undo:
@@ -145,7 +147,7 @@ def plan_pair(
         advice = "" if plan.fits else _advice(fixed, fit, pair, budget)
     if pair.draft and not choice.draft:
         pair = replace(pair, draft=None, why_no_draft=f"the draft {pair.draft.name} does not fit the memory")
-    how = replace(how, window_tokens=choice.draft_window) if choice.draft_window else how
+    how = replace(how, window_tokens=choice.draft_window, room_for_copy=choice.copy)
     # The headroom is there for what backends count more closely, such as a file's own header.
     beside = ("process", "compute", "output")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
@@ -198,7 +200,7 @@ class _Models:
                 context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
             )
             items += items_of("draft", self._draft.footprint(drafting))
-        if self._copy:
+        if self._copy and choice.copy:
             tokens = self._copied_tokens(choice, target.context_tokens)
             items += items_of("low-bit copy", self._copy.footprint(replace(options, context_tokens=tokens)))
         taken = sum(item.bytes for item in items)

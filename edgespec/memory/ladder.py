@@ -17,7 +17,7 @@ from edgespec.memory.plan import Decision, Item, MemoryPlan
 __all__ = ["Choice", "Measured", "Prefer", "StepName", "fitted"]
 
 Prefer = Literal["speed", "context"]
-StepName = Literal["context", "kv_type", "draft_window", "float32", "draft", "gpu_layers"]
+StepName = Literal["context", "kv_type", "draft_window", "float32", "draft", "copy", "gpu_layers"]
 
 _BLOCK_TOKENS = 256
 # A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
@@ -35,7 +35,8 @@ class Choice:
     """How a pair is loaded, as far as that may be given up.
 
     context_tokens: of the target. draft: the draft is loaded too. draft_window: None is as without a budget.
-    gpu_layers: None is all. float32: where that computes faster, 16-bit weights are widened.
+    gpu_layers: None is all. float32: where that computes faster, 16-bit weights are widened. copy: a copy of
+    the target with fewer bits drafts, where there is one.
     """
 
     context_tokens: int
@@ -44,6 +45,7 @@ class Choice:
     draft_window: int | None = None
     gpu_layers: int | None = None
     float32: bool = True
+    copy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,15 @@ class _Ladder:
         return any(new.taken_bytes(pool) < old.taken_bytes(pool) for pool in short)
 
 
-_NAMES: tuple[StepName, ...] = ("context", "kv_type", "draft_window", "float32", "draft", "gpu_layers")
+_NAMES: tuple[StepName, ...] = (
+    "context",
+    "kv_type",
+    "draft_window",
+    "float32",
+    "draft",
+    "copy",
+    "gpu_layers",
+)
 
 
 def _values(name: StepName, choice: Choice) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def _steps(start: Choice, prefer: Prefer, layers: int) -> list[_Step]:
     """What is given up, one after the other."""
     small = replace(start, context_tokens=min(start.context_tokens, _SMALL_CONTEXT_TOKENS))
     least = replace(start, context_tokens=min(start.context_tokens, _LEAST_CONTEXT_TOKENS))
-    none: _Step = ("draft", replace(start, draft=False))
+    none: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     narrow: _Step = ("float32", replace(start, float32=False))
     cache: list[_Step] = [
         ("kv_type", replace(start, kv_type="q8_0")),
@@ -154,8 +164,8 @@ def _steps(start: Choice, prefer: Prefer, layers: int) -> list[_Step]:
         if layers and (fewer := (layers + 1) * eighth // 8) < now
     ]
     if prefer == "speed":
-        return [("context", small), *cache, ("context", least), none, narrow, *cards]
-    return [narrow, *cache, none, *cards, ("context", small), ("context", least)]
+        return [("context", small), *cache, ("context", least), *none, narrow, *cards]
+    return [narrow, *cache, *none, *cards, ("context", small), ("context", least)]
 
 
 def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice:
@@ -188,7 +198,7 @@ def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision
     found = []
     for name in _NAMES:
         with_it = replace(choice, **_values(name, start))
-        if with_it == choice or (name == "draft_window" and not choice.draft):
+        if with_it == choice:
             continue
         before = ladder.plan(with_it)
         freed = max(before.taken_bytes(pool) - plan.taken_bytes(pool) for pool in plan.pools)
@@ -207,10 +217,12 @@ def _told(name: StepName, start: Choice, choice: Choice) -> tuple[str, str]:
     if name == "kv_type":
         return f"a cache of type {choice.kv_type}", _QUALITY[choice.kv_type]
     if name == "draft_window":
-        what = f"the draft sees the last {choice.draft_window:,} tokens"
+        what = f"drafts see the last {choice.draft_window:,} tokens"
         return what, "its cache stops growing with the text"
     if name == "float32":
         return "16-bit weights as they are", "float32 computes faster on a processor, and takes twice as much"
     if name == "draft":
         return "no draft model", "guesses from the text itself take hardly any memory"
+    if name == "copy":
+        return "no copy with fewer bits", "guesses from the text itself take hardly any memory"
     return f"{choice.gpu_layers} layers on graphics cards", "the processor computes the others, more slowly"

@@ -1,0 +1,119 @@
+"""What is decided before loading is what is loaded: drafts, copies, windows, and what was asked for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.backends.base import LoadOptions
+from edgespec.catalog import resolve
+from edgespec.drafting_options import Drafting
+from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.memory import Budget
+from edgespec.pairing import Pair, find_pair
+from edgespec.planning import Planned, Wishes, check_fits, plan_pair
+from edgespec.prepare.lowbit import prepare_lowbit
+
+_OPTIONS = LoadOptions(context_tokens=1024)
+
+
+def _planned(
+    budget_bytes: int,
+    how: Drafting | None = None,
+    options: LoadOptions = _OPTIONS,
+    draft: str | None = "demo-draft",
+    fixed: Wishes | None = None,
+) -> Planned:
+    how = how or Drafting()
+    pair: Pair = find_pair("demo", draft, how, None)
+    return plan_pair(pair, how, options, Budget(budget_bytes, "here"), fixed)
+
+
+def _roles(planned: Planned) -> set[str]:
+    return {item.role for item in planned.plan.items}
+
+
+def _total(**how: object) -> int:
+    return _planned(1 << 40, **how).plan.total_bytes  # type: ignore[arg-type]
+
+
+def test_the_draft_is_dropped_before_the_chat_fails() -> None:
+    alone = _total(draft=None)
+    planned = _planned(alone, fixed=Wishes(frozenset({"context", "kv_type"})))
+    assert planned.plan.fits
+    assert planned.pair.draft is None
+    assert "does not fit the memory" in planned.pair.why_no_draft
+    assert "no draft model" in planned.notice
+
+
+def test_a_draft_that_was_asked_for_is_not() -> None:
+    fixed = Wishes(frozenset({"context", "kv_type", "draft"}))
+    planned = _planned(_total(draft=None), fixed=fixed)
+    assert not planned.plan.fits
+    with pytest.raises(MemoryBudgetError, match="use --draft none"):
+        check_fits(planned)
+    by_method = _planned(
+        _total(draft=None), Drafting(methods=("model",)), fixed=Wishes(frozenset({"kv_type"}))
+    )
+    assert by_method.pair.draft is not None
+
+
+def test_the_draft_sees_a_window_where_that_is_enough() -> None:
+    options = replace(_OPTIONS, context_tokens=1 << 16)
+    whole = Drafting(window_tokens=0)
+    windowed = Drafting(window_tokens=1024)
+    assert _total(how=whole, options=options) > _total(how=windowed, options=options)
+    assert _total(options=options) < _total(how=whole, options=options)  # it was trained for 1,024
+
+
+class TestCopies:
+    @pytest.fixture
+    def copied(self) -> Iterator[None]:
+        prepared = prepare_lowbit(resolve("demo").path, "Q4_0")
+        yield
+        shutil.rmtree(prepared.folder)
+
+    @pytest.mark.usefixtures("copied")
+    def test_auto_takes_one_where_it_fits(self) -> None:
+        assert "low-bit copy" in _roles(_planned(1 << 40, draft=None))
+        without = _total(draft=None) - sum(
+            item.bytes for item in _planned(1 << 40, draft=None).plan.items if item.role == "low-bit copy"
+        )
+        fixed = Wishes(frozenset({"context", "kv_type"}))
+        planned = _planned(without, draft=None, fixed=fixed)
+        assert planned.plan.fits
+        assert not planned.how.room_for_copy
+        assert "low-bit copy" not in _roles(planned)
+        named = _planned(without, Drafting(methods=("lowbit",)), draft=None, fixed=fixed)
+        assert not named.plan.fits
+
+
+def test_loading_goes_by_the_plan() -> None:
+    with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
+        assert runtime.plan is not None
+        assert runtime.plan.kv_type == "q8_0"
+        total = runtime.plan.total_bytes
+    with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
+        assert runtime.plan is not None
+        assert "a cache of type q4_0" in runtime.target.notice
+        assert runtime.memory().plan is runtime.plan
+    with pytest.raises(MemoryBudgetError, match="use --context 3840 or less"):
+        edgespec.load("demo", "none", context=4096, kv_type="q8_0", memory=total - 1, threads=1)
+
+
+def test_what_a_person_prefers_is_one_of_two() -> None:
+    with pytest.raises(OptionError, match="prefer is 'beauty'"):
+        edgespec.load("demo", prefer="beauty")
+
+
+def test_a_plan_in_python(tmp_path: Path) -> None:
+    preview = edgespec.plan("demo", memory="1GiB", context=2048)
+    assert preview.plan.fits
+    assert (preview.target, preview.draft) == ("demo", "demo-draft")
+    with pytest.raises(edgespec.EdgespecError):
+        edgespec.plan(str(tmp_path / "none.gguf"))
