@@ -21,6 +21,8 @@ __all__ = ["PLACES", "Keeping", "kept_texts"]
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
 _READ_FASTER = 4.0
+# A copy is in memory twice for a moment, beside those that are kept.
+_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,13 @@ def kept_texts(
     if keeping.place == "disk":
         disk = KeptDisk(_identity(target, options, costs), keeping.disk_bytes)
     most_bytes = memory_bound(left_bytes) if keeping.memory_bytes is None else keeping.memory_bytes
-    return KeptTexts(target, most_bytes, disk, worth=Worth(_guessed_seconds(target)))
+    return KeptTexts(
+        target,
+        most_bytes,
+        disk,
+        worth=Worth(_guessed_seconds(target)),
+        most_copied_bytes=max(0, left_bytes) // _COPIES,
+    )
 
 
 def _guessed_seconds(target: LanguageModel) -> float:

@@ -57,6 +57,7 @@ class KeptTexts:
     """The kept texts of one model. `keep` and `restore` belong to the model's thread, `write` to any.
 
     most_bytes: of copies in memory; what is over that goes to disk, or is dropped where there is none.
+    most_copied_bytes: of one copy while it is made; what is larger is not kept. None is no limit.
     available: the bytes that are free now; below a reserve copies in memory make room for other programs.
     Nothing here raises for what cannot be kept or put back: the model reads it again.
     """
@@ -68,6 +69,7 @@ class KeptTexts:
         disk: KeptDisk | None = None,
         *,
         worth: Worth,
+        most_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
     ) -> None:
         self.worth = worth
@@ -75,6 +77,7 @@ class KeptTexts:
         self._model = model
         self._cuts = model.facts.capabilities.cuts
         self._most_bytes = most_bytes
+        self._most_copied_bytes = most_copied_bytes
         self._disk = disk
         self._available = available
         self._forest = Forest()
@@ -116,8 +119,13 @@ class KeptTexts:
 
     def _fits(self, lost: int, more: int) -> bool:
         """Whether so many tokens are worth a copy that holds `more` of them, and there is memory for it."""
-        each = self._bytes_per_token()
-        return self.worth.pays(lost, more * each) and more * each < self._available() - _RESERVE_BYTES
+        size_bytes = more * self._bytes_per_token()
+        most = self._most_copied_bytes
+        return (
+            self.worth.pays(lost, size_bytes)
+            and (most is None or size_bytes <= most)
+            and size_bytes < self._available() - _RESERVE_BYTES
+        )
 
     def _bytes_per_token(self) -> float:
         known = [(piece.size_bytes, len(piece.tokens)) for piece in self._forest]

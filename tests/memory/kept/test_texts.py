@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from edgespec import Runtime
 from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.errors import BackendError
-from edgespec.memory.kept import Worth, forget_kept, memory_bound
+from edgespec.memory.kept import KeptTexts, Worth, forget_kept, memory_bound
+from edgespec.memory.kept.pieces import Piece
 from edgespec.methods import Drafters
 from tests.backends.rewindable import StateModel, replayed_table
-from tests.memory.kept.keeping import ask, keeper, keeping
+from tests.memory.kept.keeping import Always, ask, keeper, keeping
 from tests.tables import table
 
 
@@ -254,3 +255,14 @@ def test_a_text_longer_than_the_context_is_left_where_it_is(tmp_path: Path) -> N
         assert reply.stats.cached_prompt_tokens == len(SYSTEM)
     with keeping(table(1), tmp_path) as runtime:
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens >= len(CHATS[0]) - 1
+
+
+def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
+    model = table(1)
+    kept = KeptTexts(model, 1 << 20, worth=Always(), most_copied_bytes=0)
+    with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        ask(runtime, CHATS[0], max_tokens=5)
+        # A table's memory takes nothing, so that tokens have no size before there is one of another.
+        kept._forest.add(Piece("any", None, np.zeros(10, np.int32), 10, None))
+        ask(runtime, CHATS[1], max_tokens=5)
+        assert runtime.memory().kept.memory_bytes == 0
