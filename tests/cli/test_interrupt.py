@@ -113,7 +113,7 @@ def test_loading_is_stopped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ["generate", "--json", "hi"],
         ["verify"],
         ["doctor"],
-        ["models", "show", "demo"],
+        ["models", "show", "demo", "--probe"],
     ):
         result = run(*command)
         assert result.exit_code == 130, result.output
