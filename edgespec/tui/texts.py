@@ -53,7 +53,7 @@ def show_rows(
         )
     rows += [
         ("takes back", runtime.target.rollback or "–"),
-        ("context", f"{count(runtime.context_tokens)} tokens"),
+        ("context", _context(runtime)),
         ("memory", bytes_text(runtime.memory_bytes())),
         ("system", session.system or "none"),
     ]
@@ -64,6 +64,12 @@ def show_rows(
     ]
     rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in session.settings]
     return [*rows, ("defaults", ", ".join(rest))]
+
+
+def _context(runtime: RuntimeLike) -> str:
+    """How long the text may become, and for how much of it there is memory by now."""
+    most, now = runtime.context_tokens, runtime.target.context_tokens
+    return f"{count(most)} tokens" + (f", memory for {count(now)} so far" if now < most else "")
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -378,6 +379,17 @@ class TestNoMemory:
             model.resize(1 << 30)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
         model.resize(LARGE)
+        model.close()
+
+    def test_what_other_programs_take_is_not_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = load("full", tmp_path, first_tokens=SMALL)
+        free = psutil.virtual_memory()._replace(available=model.facts.most_kv_bytes - 1)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+        with pytest.raises(MemoryBudgetError, match="a context of 1024 tokens takes"):
+            model.resize(LARGE)
+        model.resize(512)
         model.close()
 
     @pytest.mark.parametrize("name", LLAMA)

@@ -18,10 +18,11 @@ from edgespec.tui.preferences import Preferences
 from edgespec.tui.session import Line, Session, code_blocks
 from edgespec.tui.settings import FIELDS, accepted, default_text, field_named, parse, shown
 from edgespec.tui.slash import _ACTIONS
+from edgespec.tui.texts import show_rows
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.pairs import pairs_content
 from edgespec.tui.widgets.status import StatusFacts, arranged
-from tests.tui.scripted import METHOD, made_up_stats
+from tests.tui.scripted import METHOD, ScriptedRuntime, made_up_stats
 
 
 def test_every_command_has_an_action_and_a_name_of_its_own() -> None:
@@ -232,3 +233,11 @@ def test_preferences_survive_and_broken_ones_do_not_hurt(tmp_path: Path) -> None
     path.write_text("{")
     assert Preferences.read(path) == Preferences()
     Preferences().write(Path("/dev/null/preferences.json"))
+
+
+def test_a_context_that_has_not_grown_yet_is_told() -> None:
+    said = {
+        most: dict(show_rows(ScriptedRuntime(context_tokens=most), Session(), METHOD, None))["context"]
+        for most in (1024, 8192)
+    }
+    assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, memory for 1,024 so far"}

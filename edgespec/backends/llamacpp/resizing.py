@@ -6,12 +6,14 @@ back to the bit. The memory is freed before the new one is made: both are never 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.native import library
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, readable
 from edgespec.errors import BackendError, MemoryBudgetError
 
@@ -42,13 +44,19 @@ def check_growth(
         per_token = sum(plan.token_bytes for plan in after)
         fits = after[0].tokens - -(-(wanted - left) // per_token) if per_token else 0
         raise cache_too_large(after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS)
-    # What is saved meanwhile is no more than what is freed.
-    if wanted > (available := int(psutil.virtual_memory().available)):
+    # What is saved meanwhile is no more than what is freed. Cards with memory of their own say so themselves.
+    available = int(psutil.virtual_memory().available)
+    if wanted > available and _in_main_memory(options):
         raise MemoryBudgetError(
             f"a context of {after[0].tokens} tokens takes {readable(wanted)} of memory"
             f" and {readable(available)} are free",
             "close other programs or use a smaller --context",
         )
+
+
+def _in_main_memory(options: LoadOptions) -> bool:
+    on_processor = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
+    return on_processor or sys.platform == "darwin"
 
 
 def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False) -> None:
