@@ -29,7 +29,9 @@ from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
 
 FIRST = 256
 PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(120)] * 2
-LONG = 300
+SHORT = 40
+# Over the end of two contexts.
+TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 
 
 @pytest.fixture(autouse=True)
@@ -44,33 +46,44 @@ def ended(runtime: Runtime, prompt: list[int], **options: Any) -> Reply:
     """A reply that no end cuts short."""
     vocabulary = runtime.vocabulary
     never = {token: -math.inf for token in range(vocabulary.size) if vocabulary.is_end(token)}
-    stream = runtime.stream_tokens(prompt, **{"max_tokens": LONG, "seed": 3, "logit_bias": never, **options})
+    stream = runtime.stream_tokens(prompt, **{"max_tokens": SHORT, "seed": 3, "logit_bias": never, **options})
     for _ in stream:
         pass
     return stream.reply
 
 
-def check_same(target: str, draft: str | None, methods: tuple[str, ...], **options: Any) -> None:
+def check_same(
+    target: str,
+    draft: str | None,
+    methods: tuple[str, ...],
+    *,
+    context: int = 2 * FIRST,
+    max_tokens: int = SHORT,
+    **options: Any,
+) -> None:
     """What is said while contexts grow is what plain decoding says in a full one."""
     plain = {}
-    with edgespec.load(target, None, context=1024, reserve_full_context=True, **options) as whole:
-        assert whole.target.context_tokens == whole.context_tokens == 1024
+    options |= {"context": context}
+    with edgespec.load(target, None, reserve_full_context=True, **options) as whole:
+        assert whole.target.context_tokens == whole.context_tokens == context
         for temperature in (0.0, 0.8):
-            reply = ended(whole, PROMPT, temperature=temperature, method="none")
+            how = {"temperature": temperature, "max_tokens": max_tokens}
+            reply = ended(whole, PROMPT, method="none", **how)
             assert reply.stats.growth_seconds == 0.0
             plain[temperature] = reply.tokens
     for method in methods:
-        with edgespec.load(target, draft, context=1024, method=method, **options) as runtime:
-            assert (runtime.target.context_tokens, runtime.context_tokens) == (FIRST, 1024)
+        with edgespec.load(target, draft, method=method, **options) as runtime:
+            assert (runtime.target.context_tokens, runtime.context_tokens) == (FIRST, context)
             before = runtime.target.kv_bytes
             for temperature, tokens in plain.items():
-                reply = ended(runtime, PROMPT, temperature=temperature, method=method)
+                how = {"temperature": temperature, "max_tokens": max_tokens}
+                reply = ended(runtime, PROMPT, method=method, **how)
                 assert reply.tokens == tokens
                 assert (reply.stats.growth_seconds > 0.0) == (temperature == 0.0)
-            assert runtime.target.context_tokens == 1024
+            assert runtime.target.context_tokens == context
             assert runtime.target.kv_bytes > before
             if runtime.draft:
-                assert runtime.draft.context_tokens == 1024
+                assert runtime.draft.context_tokens == context
 
 
 class TestTheSameTokens:
@@ -79,23 +92,23 @@ class TestTheSameTokens:
 
     @pytest.mark.long
     def test_the_demo_by_named_drafters(self) -> None:
-        check_same("demo", "demo-draft", ("none", "model", "model+suffix", "ngram", "lookahead"))
+        check_same("demo", "demo-draft", ("none", "model", "suffix", "lookahead", "auto"), **TWICE)
 
     @pytest.mark.parametrize(
         "write",
         [
             pytest.param(write_llama, marks=pytest.mark.long),
-            write_gemma2,
+            pytest.param(write_gemma2, marks=pytest.mark.long),
             write_jamba,
         ],
     )
     def test_other_memories(self, write: Any, tmp_path: Path) -> None:
         target, draft = write(tmp_path / "target.gguf"), write(tmp_path / "draft.gguf", seed=1)
-        check_same(str(target), str(draft), ("none", "suffix", "model"))
+        check_same(str(target), str(draft), ("suffix", "model"))
 
     @pytest.mark.long
     def test_quantised_keys_and_values(self) -> None:
-        check_same("demo", "demo-draft", ("none", "model", "auto"), kv_type="q8_0")
+        check_same("demo", "demo-draft", ("none", "model", "auto"), kv_type="q8_0", **TWICE)
 
     def test_the_layers_below_and_a_copy_with_fewer_bits(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "model.gguf", layers=3)
@@ -108,7 +121,7 @@ class TestTheSameTokens:
     def test_the_demo_in_halves(self, tmp_path: Path) -> None:
         path = models_folder() / "demo-target-q8_0.gguf"
         halves = prepare_layerskip(path, 4, to=tmp_path / "halves").folder
-        check_same(str(halves), None, ("none", "layerskip", "layerskip+suffix", "auto"))
+        check_same(str(halves), None, ("none", "layerskip", "layerskip+suffix", "auto"), **TWICE)
 
 
 def test_an_mlx_draft_grows_by_itself() -> None:
@@ -144,20 +157,18 @@ def test_the_ledger_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     resize = LlamaCppModel.resize
 
     def slow(self: LlamaCppModel, context_tokens: int) -> None:
-        time.sleep(1.5)
+        time.sleep(0.7)
         resize(self, context_tokens)
 
     with edgespec.load("demo", "demo-draft", context=1024, method="auto") as runtime:
         monkeypatch.setattr(LlamaCppModel, "resize", slow)
         short = runtime.target.context_tokens
-        reply = ended(runtime, PROMPT[:100], max_tokens=200)
+        reply = ended(runtime, PROMPT)
         stats = reply.stats
         assert runtime.target.context_tokens > short
-        assert stats.growth_seconds > 2.9  # the target's, and its draft's
+        assert stats.growth_seconds > 1.3  # the target's, and its draft's
         assert stats.ledger_credit_seconds is not None
-        assert stats.ledger_credit_seconds > -1.0
-        assert stats.ttft_seconds is not None
-        assert stats.ttft_seconds < 1.5
+        assert stats.ledger_credit_seconds > -0.5
 
 
 class Memory:
@@ -230,11 +241,11 @@ class TestNoMemory:
 
     def test_the_draft_s_memory_is_given_up_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:
-            plain = ended(runtime, PROMPT, method="none").tokens
+            plain = ended(runtime, PROMPT + PROMPT, method="none").tokens
         memory = Memory(monkeypatch, 1 << 20)
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:
             memory.tokens = 768 + 256
-            reply = ended(runtime, PROMPT)
+            reply = ended(runtime, PROMPT + PROMPT)
             assert reply.tokens == plain
             assert runtime.target.context_tokens == 768
             assert runtime.draft is not None
@@ -249,7 +260,6 @@ class TestNoMemory:
             assert ended(runtime, PROMPT[:100], max_tokens=30).tokens == plain
             memory.tokens = 1024 + 512
             reply = ended(runtime, PROMPT + PROMPT)
-            assert reply.finish_reason == "length"
             assert "sees 512 tokens at most" in reply.method.note
             assert ended(runtime, PROMPT + PROMPT, method="none").tokens == reply.tokens
             again = ended(runtime, PROMPT[:100], max_tokens=30)
