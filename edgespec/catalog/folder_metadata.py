@@ -103,20 +103,25 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
 
 
 def _kind(config: Mapping[str, Any]) -> Kind:
-    named = config.get("architectures")
+    named = _architectures(config)
     if not isinstance(config.get("model_type"), str):
         return "other"
-    if not isinstance(named, list) or not named:
+    if not named:
         return "model"  # mlx-lm goes by the type alone
-    if any(head in str(name).lower() for name in named for head in _HEAD_NAMES):
+    if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
-    return "model" if any(str(name).endswith(_WRITES) for name in named) else "embedding"
+    return "model" if any(name.endswith(_WRITES) for name in named) else "embedding"
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
 
 
 def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> list[str]:
-    for name in whole.get("architectures") or ():
+    for name in _architectures(whole):
         for head, said in _HEAD_NAMES.items():
-            if head in str(name).lower():
+            if head in name.lower():
                 return [said]
     layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):

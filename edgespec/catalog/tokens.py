@@ -103,7 +103,7 @@ def tokens_of_folder(folder: Path) -> TokenList | None:
             raise ValueError(f"{count} tokens")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise ModelFileError(f"{path} is no tokenizer: {why}", "download the model again") from error
     tokens = [ids[i].encode("utf-8", "surrogatepass") if i in ids else b"[PAD%d]" % i for i in range(count)]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
@@ -104,6 +107,20 @@ class TestGguf:
             of_gguf(path)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
+    tmp_path_factory: Any, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    content = bytearray(write_llama(path).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, 1500))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with suppress(ModelFileError):
+        of_gguf(path)
+
+
 class TestFolders:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -133,6 +150,9 @@ class TestFolders:
             self.change(folder, quantization=None, quantization_config={"quant_method": "awq"}).quantisation
             == "awq"
         )
+        strange: Any
+        for strange in (3, True, "LlamaForCausalLM", [], None, 1.5):
+            assert self.change(folder, architectures=strange).kind == "model"
         for strange in (-1, 1 << 70, "many", [3], True, None):
             assert self.change(folder, max_position_embeddings=strange).context_tokens == 0
 
@@ -152,6 +172,7 @@ class TestFolders:
             ("tokenizer.json", "{}"),
             ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}'),
             ("tokenizer.json", '{"model": {"vocab": {"a": 9999999999}}}'),
+            ("tokenizer.json", '{"model": {"type": "Unigram", "vocab": [[]]}}'),
             ("tokenizer.json", "[" * 100_000),
         ],
     )
