@@ -15,7 +15,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.folder_metadata import of_folder
-from edgespec.catalog.metadata import ModelInfo, of_gguf
+from edgespec.catalog.metadata import ModelInfo, first_of_halves, of_gguf, of_halves
 from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder, read_regular, write_private
@@ -36,13 +36,13 @@ class Known:
         self._changed = False
 
     def info(self, path: Path, form: ModelFormat) -> ModelInfo:
-        """The facts of a GGUF model or of a folder in MLX's form. Raises ModelFileError where it is none."""
+        """The facts of a model in one of its forms. Raises ModelFileError where it is none."""
         state = _state(path, form)
         key = str(path)
         entry = self._models.get(key)
         if entry is not None and entry[0] == state:
             return entry[1]
-        info = of_folder(path) if form == "mlx" else of_gguf(path)
+        info = {"gguf": of_gguf, "mlx": of_folder, "layerskip": of_halves}[form](path)
         self._models.pop(key, None)
         self._models[key] = (state, info)
         self._changed = True
@@ -110,7 +110,7 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
 def _state(path: Path, form: ModelFormat) -> str:
     """Sizes and times of a model's files: another text when one of them changed. Raises ModelFileError."""
     try:
-        if form == "mlx":
+        if form != "gguf":
             with os.scandir(path) as found:
                 files = sorted(Path(entry.path) for entry in found if entry.is_file())
         else:
@@ -122,4 +122,6 @@ def _state(path: Path, form: ModelFormat) -> str:
 
 
 def _tokens(path: Path, form: ModelFormat) -> TokenList | None:
-    return tokens_of_folder(path) if form == "mlx" else tokens_of_header(read_header(gguf_files(path)[0]))
+    if form == "mlx":
+        return tokens_of_folder(path)
+    return tokens_of_header(read_header(gguf_files(path)[0] if form == "gguf" else first_of_halves(path)))

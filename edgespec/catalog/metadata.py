@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
 from edgespec.catalog.tokens import tokens_of_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["Kind", "ModelInfo", "of_gguf"]
+__all__ = ["Kind", "ModelInfo", "first_of_halves", "of_gguf", "of_halves"]
 
 Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
 """What is in a file: a language model, or something that needs one or is none."""
@@ -60,14 +60,35 @@ class ModelInfo:
 
 def of_gguf(path: Path) -> ModelInfo:
     """The facts of a GGUF model, all its parts read. Raises ModelFileError where it is none."""
-    parts = gguf_files(path)
+    return _of_parts(gguf_files(path))
+
+
+def of_halves(folder: Path) -> ModelInfo:
+    """The facts of a model in two halves, whose own file may be gone. Raises ModelFileError."""
+    from edgespec.backends.llamacpp import layerskip as halves  # with all that loads them
+
+    firsts = [folder / name for name in (halves.LOWER_FIRST, halves.UPPER_FIRST)]
+    info = _of_parts([*firsts, *(folder / name for name in (halves.SHARED, halves.LOWER, halves.UPPER))])
+    # Each half says what it is, and has its own layers only.
+    return replace(info, kv_bytes=sum(_kv_bytes(read_header(first)) for first in firsts))
+
+
+def first_of_halves(folder: Path) -> Path:
+    """The file of a prepared model that says what it is, and which tokens it has."""
+    from edgespec.backends.llamacpp import layerskip as halves
+
+    return folder / halves.LOWER_FIRST
+
+
+def _of_parts(parts: Sequence[Path]) -> ModelInfo:
+    """The facts of a model in these files, of which the first says what it is."""
     headers = [read_header(part) for part in parts]
     sizes = [part.stat().st_size for part in parts]
     header = headers[0]
-    bytes_of: dict[str, int] = {}
+    bytes_of: list[tuple[str, int]] = []
     tensors: list[GgufTensor] = []
     for one, size_bytes, part in zip(headers, sizes, parts, strict=True):
-        bytes_of |= _tensor_bytes(one, size_bytes, part)
+        bytes_of += _tensor_bytes(one, size_bytes, part)
         tensors += one.tensors
     said = header.metadata
     experts = _number(header.of_architecture("expert_count"))
@@ -89,7 +110,7 @@ def of_gguf(path: Path) -> ModelInfo:
         licence=_text(said.get("general.license")),
         experts=experts,
         experts_used=used,
-        heads=tuple(_heads(header, bytes_of)),
+        heads=tuple(_heads(header, tensors)),
     )
 
 
@@ -106,37 +127,38 @@ def _kind(header: GgufHeader) -> Kind:
     return "model" if header.architecture and header.of_architecture("block_count") else "other"
 
 
-def _heads(header: GgufHeader, tensors: Mapping[str, int]) -> list[str]:
+def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.of_architecture("nextn_predict_layers"))
     # Converters may leave the layers out and keep the number.
-    there = any(".nextn." in name for name in tensors)
+    there = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and there else []
 
 
-def _tensor_bytes(header: GgufHeader, file_bytes: int, path: Path) -> dict[str, int]:
+def _tensor_bytes(header: GgufHeader, file_bytes: int, path: Path) -> list[tuple[str, int]]:
     """What each tensor takes in the file, padding included: from where it begins to where the next one does.
 
     Raises ModelFileError where the file ends before its tensors do.
     """
     ordered = sorted(header.tensors, key=lambda tensor: tensor.offset_bytes)
     ends = [*(tensor.offset_bytes for tensor in ordered[1:]), file_bytes - header.size_bytes]
-    taken = {tensor.name: end - tensor.offset_bytes for tensor, end in zip(ordered, ends, strict=False)}
-    if any(size_bytes <= 0 for size_bytes in taken.values()):
+    taken = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
+    if any(size_bytes <= 0 for _, size_bytes in taken):
         raise ModelFileError(
             f"{path} is cut short: {file_bytes:,} bytes are not all its tensors", "download it again"
         )
     return taken
 
 
-def _pass_bytes(bytes_of: Mapping[str, int], experts_share: float) -> int:
+def _pass_bytes(bytes_of: Sequence[tuple[str, int]], experts_share: float) -> int:
     """See `ModelInfo.pass_bytes`."""
-    looked_up = {"token_embd.weight"} if "output.weight" in bytes_of else set()
+    has_head = any(name == "output.weight" for name, _ in bytes_of)
+    looked_up = {"token_embd.weight"} if has_head else set()
     return round(
         sum(
             size_bytes * (experts_share if "_exps." in name else 1.0)
-            for name, size_bytes in bytes_of.items()
+            for name, size_bytes in bytes_of
             if name not in looked_up and not name.startswith("per_layer_token_embd")
         )
     )

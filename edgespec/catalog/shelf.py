@@ -84,16 +84,8 @@ def look(*, embedded: bool = False) -> Shelf:
 
 
 def info_of(found: Resolved, known: Known) -> ModelInfo:
-    """The facts of a model that was found; of one prepared for early exit, those of what it was made from.
-
-    Raises ModelFileError.
-    """
-    if found.format != "layerskip":
-        return known.info(found.path, found.format)
-    for prepared in every():
-        if prepared.folder == found.path:
-            return known.info(prepared.source, "gguf")
-    raise ModelFileError(f"nothing is known of the model that {found.path} was made from")
+    """The facts of a model that was found. Raises ModelFileError."""
+    return known.info(found.path, found.format)
 
 
 def _stores() -> Iterator[tuple[Place, Stored]]:

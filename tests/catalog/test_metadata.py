@@ -25,6 +25,7 @@ from edgespec.catalog.metadata import ModelInfo, of_gguf
 from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.drafters.vocabularies import compare
 from edgespec.errors import ModelFileError
+from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import WORDS, write_llama
 
 DEMO, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
@@ -119,6 +120,22 @@ def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
     path.write_bytes(content)
     with suppress(ModelFileError):
         of_gguf(path)
+
+
+def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
+    model = write_llama(tmp_path / "tiny.gguf", layers=3)
+    whole, folder = of_gguf(model), prepare_layerskip(model, 1).folder
+    model.unlink()
+    info = Known().info(folder, "layerskip")
+    for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
+        assert getattr(info, name) == getattr(whole, name), name
+    assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
+    share = Known().shared_share((folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other"))
+    assert share is not None
+    assert 0.9 < share < 1.0  # every byte is a token of both, and the words are not
 
 
 class TestFolders:
