@@ -73,6 +73,11 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback]
+    # Not every block of the weights was looked at: who writes into a file changes its time.
+    with suppress(OSError):
+        path = Path(target.facts.path)
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        told += [f"{file.name} {file.stat().st_mtime_ns}" for file in files]
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):

@@ -187,3 +187,27 @@ def test_a_chat_that_goes_on_in_another_run_is_not_read_again(
         reply = runtime.chat("Be brief.", messages).ask("Thanks", max_tokens=8, seed=1)
         assert reply.stats.cached_prompt_tokens >= used - 2
         assert reply.stats.prompt_tokens - reply.stats.cached_prompt_tokens < 16
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("always")
+def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx.core")
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    methods = ["layerskip", "lowbit", "model", "suffix", "swift", "auto", "none"]
+    load = partial(
+        edgespec.load, "demo-mlx", methods=["layerskip", "lowbit", "suffix", "swift"], exit_layer=4
+    )
+    said: list[tuple[list[int], dict[str, Any], tuple[int, ...]]] = []
+    for run in range(2):
+        with load("demo-mlx-draft", context=1024, keep="disk") as runtime:
+            for turn in range(9):
+                prompt = [*range(200, 260), *[300 + turn % 3] * 20, *range(400, 410 + turn + 9 * run)]
+                options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
+                method = methods[(turn + run) % len(methods)]
+                said.append((prompt, options, ask(runtime, prompt, method=method, **options).tokens))
+            assert runtime.memory().kept.hits >= 6
+    with load("none", context=1024, keep="none") as runtime:
+        for prompt, options, tokens in said:
+            runtime.forget()
+            assert ask(runtime, prompt, method="none", **options).tokens == tokens
