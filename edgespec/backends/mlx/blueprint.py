@@ -6,21 +6,46 @@ only the sizes of what would come out are looked at.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Footprint, Part
 from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.device import leave_thread
-from edgespec.backends.mlx.files import outline_of
+from edgespec.backends.mlx.files import Outline, Sizes, outline_of
 from edgespec.backends.mlx.loading import KV_BITS, check_options
 from edgespec.backends.room import context_wanted
+from edgespec.errors import OptionError
 
 __all__ = ["MlxBlueprint"]
 
 # A wide pass that verifies; prefill gives no logits.
 _VERIFIED_ROWS = 32
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
+_Stamp = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """All that is asked about a model, so that it need not be put together twice.
+
+    held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as
+    widened, bytes of a full context of so many tokens; without those that cannot be. row_elements: of one row
+    in the middle of a layer; heads: whose scores a processor writes down.
+    """
+
+    sizes: Sizes
+    held_bytes: tuple[int, int]
+    zero_bytes: int
+    vocab_size: int
+    row_elements: int
+    heads: int
+    caches: dict[tuple[int | None, bool], Callable[[int], int]]
 
 
 class MlxBlueprint:
@@ -30,54 +55,102 @@ class MlxBlueprint:
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
-        self._outline = outline_of(path, name, replace(options, memory_bytes=None))
-        self.trained_context_tokens: int = self._outline.trained_context_tokens
+        stamps = [_stamp(Path(folder)) for folder in (path, options.adapter) if folder is not None]
+        self._figures = _figures(path, name, options.adapter, options.low_bits, tuple(stamps))
+        self.trained_context_tokens: int = self._figures.sizes.trained_context_tokens
 
     def footprint(self, options: LoadOptions) -> Footprint:
         """See `Blueprint`. Where the processor computes, halves become float32 if that fits."""
         check_options(options)
-        outline = self._outline
+        figures = self._figures
         tokens = context_wanted(options, self.trained_context_tokens)
-        widened = outline.widens(options)
+        widened = figures.sizes.widens(options)
         bits = KV_BITS[options.kv_type]
-        cache = self._cache_bytes(tokens, bits, widened)
+        if (bits, widened) not in figures.caches:
+            raise OptionError(
+                f"{self.name} does not run with kv_type {options.kv_type!r}", "use --kv-type auto"
+            )
         parts = (
-            Part("weights", outline.held_bytes(widened) + outline.zero_bytes),
-            Part("cache", cache),
+            Part("weights", figures.held_bytes[widened] + figures.zero_bytes),
+            Part("cache", figures.caches[bits, widened](tokens)),
             Part("compute", self._compute_bytes(tokens, options, widened)),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
-
-    def _cache_bytes(self, tokens: int, bits: int | None, widened: bool) -> int:
-        """The caches of a full context, and the states beside them."""
-        from edgespec.backends.mlx.memory import Memory
-        from edgespec.backends.mlx.shape import PassShape
-
-        mx = core()
-        memory = Memory(self._outline.model, PassShape(), bits)
-        self._outline.model(mx.array([[0]]), cache=memory.layers)
-        full = memory.sizes()(tokens)
-        kept = [array.dtype for cache in memory.attention for array in cache.state]
-        narrow = any(dtype in (mx.float16, mx.bfloat16) for dtype in kept)
-        return full * 2 if widened and bits is None and narrow else full
 
     def _compute_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
         """What the widest pass computes in: logits, the middle of a layer, and the scores of attention."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
         mx = core()
-        config = {**self._outline.config, **(self._outline.config.get("text_config") or {})}
         on_cpu = mx.default_device() == mx.cpu
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
-        hidden, middle, heads = (
-            int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
-        )
         # A processor writes all scores down; the kernels of a graphics processor do not. Measured.
-        row = 6 * hidden + 3 * middle + (2 * heads * tokens if on_cpu else 0)
-        logits = 2 * self._outline.vocab_size
+        row = self._figures.row_elements + (2 * self._figures.heads * tokens if on_cpu else 0)
+        logits = 2 * self._figures.vocab_size
         return max(rows * row, _VERIFIED_ROWS * (row + logits)) * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
         """See `Blueprint`."""
         leave_thread()
+
+
+def _stamp(folder: Path) -> _Stamp:
+    """What tells files of a folder from others of the same names."""
+    files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
+    stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+@lru_cache(maxsize=16)
+def _figures(
+    path: str,
+    name: str,
+    adapter: str | None,
+    low_bits: bool,
+    _stamps: tuple[_Stamp, ...],
+) -> _Figures:
+    try:
+        outline = outline_of(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
+        return _figures_of(outline)
+    finally:
+        # Modules hold one another: without this they would stay beside the model that is loaded next.
+        gc.collect()
+
+
+def _figures_of(outline: Outline) -> _Figures:
+    mx = core()
+    config = {**outline.config, **(outline.config.get("text_config") or {})}
+    hidden, middle, heads = (
+        int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    held_bytes = (outline.held_bytes(False), outline.held_bytes(True))
+    caches: dict[tuple[int | None, bool], Callable[[int], int]] = {}
+    for widened in (False, True):
+        if widened:
+            outline.model.set_dtype(mx.float32)
+        for bits in KV_BITS.values():
+            try:
+                caches[bits, widened] = _caches(outline.model, bits)
+            except (ValueError, TypeError, AttributeError):
+                if bits is None:
+                    raise
+    return _Figures(
+        outline.sizes,
+        held_bytes,
+        outline.zero_bytes,
+        outline.vocab_size,
+        6 * hidden + 3 * middle,
+        heads,
+        caches,
+    )
+
+
+def _caches(model: Any, bits: int | None) -> Callable[[int], int]:
+    """Bytes of the caches of a full context, and of the states beside them."""
+    from edgespec.backends.mlx.memory import Memory
+    from edgespec.backends.mlx.shape import PassShape
+
+    memory = Memory(model, PassShape(), bits)
+    model(core().array([[0]]), cache=memory.layers)
+    return memory.sizes()

@@ -29,7 +29,7 @@ from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, Mo
 if TYPE_CHECKING:
     from edgespec.backends.mlx.lowbit import LowBits
 
-__all__ = ["Checkpoint", "Outline", "open_checkpoint", "outline_of"]
+__all__ = ["Checkpoint", "Outline", "Sizes", "open_checkpoint", "outline_of"]
 
 _PIECE_BYTES = 64 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
@@ -73,6 +73,28 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model: bytes of all its weights as they are stored, of those in 16 bits, and what a token adds."""
+
+    tensor_bytes: int
+    half_bytes: int
+    kv_elements_per_token: int
+    trained_context_tokens: int
+
+    def widens(self, options: LoadOptions) -> bool:
+        """See `Outline`."""
+        mx = core()
+        if mx.default_device() != mx.cpu:
+            return False
+        context = context_wanted(options, self.trained_context_tokens)
+        more = self.half_bytes + context * self.kv_elements_per_token * mx.float32.size
+        limit = (
+            options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
+        )
+        return bool(self.tensor_bytes + more <= limit)
+
+
+@dataclass(frozen=True, slots=True)
 class Outline:
     """A model of which nothing was read but its configuration and the sizes of its weights.
 
@@ -108,16 +130,13 @@ class Outline:
 
         Only where they fit together with the context.
         """
-        mx = core()
-        if mx.default_device() != mx.cpu:
-            return False
-        context = context_wanted(options, self.trained_context_tokens)
+        return self.sizes.widens(options)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What decides that."""
         halves = self.weights.by_dtype["F16"] + self.weights.by_dtype["BF16"]
-        more = halves + context * self.kv_elements_per_token * mx.float32.size
-        limit = (
-            options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-        )
-        return bool(self.tensor_bytes + more <= limit)
+        return Sizes(self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens)
 
     def held_bytes(self, widened: bool) -> int:
         """What the weights take in memory."""

@@ -1,0 +1,69 @@
+"""What is told of an MLX model from its metadata is what it then takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from edgespec.backends import mlx as backend
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx.blueprint import MlxBlueprint
+from edgespec.catalog import resolve
+from edgespec.errors import OptionError
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+_KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
+
+
+def _check(path: Path, **how: object) -> None:
+    options = LoadOptions(**how)  # type: ignore[arg-type]
+    blueprint = MlxBlueprint(str(path), path.name, options)
+    planned = blueprint.footprint(options)
+    blueprint.close()
+    model = backend.load(str(path), path.name, options)
+    facts = model.facts
+    model.close()
+    assert planned.context_tokens == facts.context_tokens
+    assert planned.of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
+    assert planned.of("cache") == pytest.approx(facts.most_kv_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_kind_of_memory(kind: str, tmp_path: Path) -> None:
+    _check(write_checkpoint(tmp_path / kind, kind), context_tokens=3000)
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "memory_bytes"),
+    [("auto", 1 << 40), ("auto", 3_000_000), ("q8_0", 1 << 40), ("q4_0", 3_000_000)],
+)
+def test_types_of_cache_and_halves(kv_type: str, memory_bytes: int, tmp_path: Path) -> None:
+    """With little memory halves stay halves."""
+    heads = {"head_dim": 32, "hidden_size": 64}
+    path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16", config=heads)
+    _check(path, context_tokens=4096, kv_type=kv_type, memory_bytes=memory_bytes)
+
+
+def test_a_pass_takes_no_more_than_was_told() -> None:
+    path = resolve("demo-mlx").path
+    options = LoadOptions(context_tokens=2048)
+    blueprint = MlxBlueprint(str(path), "demo", options)
+    planned = blueprint.footprint(options)
+    model = backend.load(str(path), "demo", options)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model.prefill([5 + i % 300 for i in range(2000)])
+    taken = mx.get_peak_memory() - before
+    model.close()
+    assert taken == pytest.approx(planned.of("cache", "compute"), rel=0.03)
+
+
+def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "llama", "llama")
+    blueprint = MlxBlueprint(str(path), "tiny", LoadOptions())
+    with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
+        blueprint.footprint(LoadOptions(kv_type="q8_0"))
+    with pytest.raises(OptionError, match="with MLX choose one of"):
+        blueprint.footprint(LoadOptions(kv_type="q5_0"))
