@@ -23,7 +23,7 @@ def day(*options: str) -> dict[str, Any]:
     return told
 
 
-SMALL = ("--chats", "8", "--turns", "16", "--longest", "600", "--context", "1024", "--max-tokens", "8")
+SMALL = ("--chats", "7", "--turns", "12", "--longest", "500", "--context", "1024", "--max-tokens", "8")
 
 
 @pytest.mark.parametrize("options", [SMALL, pytest.param((), marks=pytest.mark.long)], ids=["small", "whole"])

@@ -27,7 +27,7 @@ def kills(count: int, *options: str) -> dict[str, Any]:
 
 
 def test_a_few_kills_leave_whole_chats() -> None:
-    found = kills(20, "--looks", "20", "--longest", "0.1")
+    found = kills(16, "--looks", "16", "--longest", "0.08")
     assert found["wrong"] == []
     assert found["chats"] > 0
     assert found["replies"] > 0

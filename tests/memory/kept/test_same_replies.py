@@ -60,7 +60,17 @@ MODELS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+# Much like another one: not every time.
+SELDOM = ("llama.cpp q8_0 cache", "llama.cpp short convolution", "MLX window")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.long] * (name in SELDOM))
+        for name, make in MODELS.items()
+    ],
+)
 def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) -> None:
     model = make(tmp_path, demo_target)
     words = np.random.default_rng(1).integers(3, 90, (4, 100)).tolist()
