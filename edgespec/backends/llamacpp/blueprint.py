@@ -92,10 +92,10 @@ class GgufBlueprint:
         buffers = _of_any_length(weights, plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
-        weights_there, cache_there = on_device(self._path, self.layers, options.gpu_layers)
+        weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
         compute = [(_pool(kind) if self.layers else MEMORY, bytes_) for kind, bytes_ in buffers.compute]
         parts = (
-            *_split("weights", size, weights_there),
+            *_split("weights", size + twice, weights_there),
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute),
             Part("output", _logits_bytes(weights, options.batch_tokens)),

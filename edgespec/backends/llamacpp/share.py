@@ -14,25 +14,28 @@ __all__ = ["on_device"]
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def on_device(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float]:
-    """Bytes of weights there, and the share of the cache; (0, 0.0) for 0 layers.
+def on_device(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
+    """Bytes of weights there, the share of the cache, and bytes that are in both memories.
 
-    llama.cpp puts the output layer there first, then the last of the others; the embedding stays.
+    llama.cpp puts the output layer there first, then the last of the others; the embedding stays, and where
+    it is the output layer as well there are two of it. All 0 for 0 layers.
     """
     if not layers or gpu_layers == 0:
-        return 0, 0.0
+        return 0, 0.0, 0
     there = min(layers, layers if gpu_layers is None else gpu_layers - 1)
-    by_layer, output = _by_layer(path)
-    return output + sum(by_layer.get(i, 0) for i in range(layers - there, layers)), there / layers
+    by_layer, output, twice = _by_layer(path)
+    size = output + twice + sum(by_layer.get(i, 0) for i in range(layers - there, layers))
+    return size, there / layers, twice
 
 
 @cache
-def _by_layer(path: str) -> tuple[dict[int, int], int]:
-    """Bytes of each layer's tensors, and of those after the last layer."""
+def _by_layer(path: str) -> tuple[dict[int, int], int, int]:
+    """Bytes of each layer, of what comes after the last, and of an embedding that is the head too."""
     import gguf
 
     by_layer: dict[int, int] = {}
-    output = 0
+    output = embedding = 0
+    tied = True
     try:
         for part in gguf_files(Path(path)):
             for tensor in gguf.GGUFReader(part).tensors:
@@ -41,8 +44,11 @@ def _by_layer(path: str) -> tuple[dict[int, int], int]:
                     by_layer[layer] = by_layer.get(layer, 0) + int(tensor.n_bytes)
                 elif tensor.name.startswith("output"):
                     output += int(tensor.n_bytes)
+                    tied = tied and tensor.name != "output.weight"
+                elif tensor.name == "token_embd.weight":
+                    embedding = int(tensor.n_bytes)
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelFileError(
             f"{path} is incomplete or damaged: {error}", "download it again and compare its size"
         ) from error
-    return by_layer, output
+    return by_layer, output, embedding if tied else 0
