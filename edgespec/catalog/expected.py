@@ -11,7 +11,7 @@ __all__ = ["expected_acceptance", "expected_speedup"]
 # that is 0.86 + 0.08 log10(size). The embedded pair (21 %) has 0.75 where this says 0.80.
 _AT_EQUAL_SIZE, _PER_DECADE = 0.86, 0.08
 _LEAST, _MOST = 0.3, 0.95
-# A verified row costs this much of a plain step: F16 weights on the processor (DESIGN, section 1).
+# A verified row costs this much of a plain step, with F16 weights on two cores of a processor.
 _ROW = 0.14
 _LONGEST = 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,16 +12,9 @@ import click
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import (
-    FORMATS,
-    capability_lines,
+    Shown,
     catalogue_row,
-    draft_json,
-    draft_lines,
     entry_json,
-    entry_lines,
-    info_json,
-    info_lines,
-    loaded_json,
     prepared_json,
     shelf_row,
     shelved_json,
@@ -152,7 +146,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> None:
     from edgespec.catalog import choose_draft, drafts_for, info_of, look, resolve
 
     found: Resolved | None = None
-    missing, problem = "", ""
+    missing = ""
     entry = _catalogued(reference)
     try:
         found = resolve(reference, allow_download=False)
@@ -161,54 +155,21 @@ def show_model(reference: str, probe: bool, as_json: bool) -> None:
         if entry is None:
             raise
         missing = error.what
-    shelf = look(embedded=True)
-    info = facts = choice = None
-    options = []
+    shown = Shown(reference, entry, found, missing)
     if found is not None:
-        model_format = found.format
+        model_format, shelf = found.format, look(embedded=True)
         try:
-            info = info_of(found, shelf.known)
+            shown = replace(shown, info=info_of(found, shelf.known))
         except ModelFileError as error:
-            problem = str(error)
-        options, choice = drafts_for(found, shelf), choose_draft(found)
+            shown = replace(shown, problem=str(error))
+        shown = replace(shown, options=drafts_for(found, shelf), choice=choose_draft(found))
         if probe:
             facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
+            shown = replace(shown, facts=facts, problem=problem)
     if as_json:
-        model = (info_json(info) if info else {}) | (loaded_json(facts) if facts else {})
-        print_json(
-            {
-                "reference": reference,
-                "on_this_machine": found is not None,
-                "path": str(found.path) if found else None,
-                "source": found.source if found else None,
-                "format": found.format if found else entry.format if entry else None,
-                "note": found.note if found else missing,
-                "catalogue": entry_json(entry) if entry else None,
-                "model": model or None,
-                "drafts": [draft_json(option) for option in options],
-                "auto_draft": {
-                    "draft": choice.draft.name if choice and choice.draft else None,
-                    "why": choice.why if choice else missing,
-                },
-                "problem": problem,
-            }
-        )
+        print_json(shown.to_json())
         return
-    lines = [("reference", found.note if found else reference), *entry_lines(entry)]
-    if found is not None:
-        lines.append(("format", FORMATS[found.format]))
-    elif entry is not None:
-        lines.append(("format", FORMATS[entry.format]))
-    if found is None:
-        lines.append(("on this machine", f"no: `edgespec models pull {reference}` downloads it"))
-    if info is not None:
-        lines += info_lines(info, found.format if found else "gguf")
-    if facts is not None:
-        lines += capability_lines(facts)
-    if choice is not None:
-        lines += draft_lines(options, choice)
-    if problem:
-        lines.append(("problem", problem))
+    lines = shown.lines()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(f"{name:{width}}  {printable(value)}")

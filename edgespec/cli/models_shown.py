@@ -3,39 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import Choice, DraftOption, ModelEntry, ModelFormat, ModelInfo, Shelved
+    from edgespec.catalog import Choice, DraftOption, ModelEntry, ModelFormat, ModelInfo, Resolved, Shelved
     from edgespec.prepare.store import Prepared
 
 __all__ = [
-    "FORMATS",
-    "capability_lines",
+    "Shown",
     "catalogue_row",
-    "draft_json",
-    "draft_lines",
     "entry_json",
-    "entry_lines",
-    "info_json",
-    "info_lines",
-    "loaded_json",
     "prepared_json",
     "shelf_row",
     "shelved_json",
 ]
 
-FORMATS = {
+_FORMATS = {
     "gguf": "GGUF, run by llama.cpp",
     "mlx": "MLX, run by mlx-lm",
     "layerskip": "GGUF prepared for early exit, run by llama.cpp",
 }
 _KEPT_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
 _MOST_DRAFTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What is known of one model. entry: the catalogue's; found: None where it is not on this machine.
+
+    missing: why it is not. info: from its files; facts: of the loaded model, where that was asked for.
+    options, choice: what can draft for it, and what `auto` takes. problem: what could not be found out.
+    """
+
+    reference: str
+    entry: ModelEntry | None
+    found: Resolved | None
+    missing: str = ""
+    info: ModelInfo | None = None
+    facts: ModelFacts | None = None
+    options: Sequence[DraftOption] = ()
+    choice: Choice | None = None
+    problem: str = ""
+
+    @property
+    def format(self) -> ModelFormat | None:
+        """Of its files, or as the catalogue says."""
+        known = self.found or self.entry
+        return known.format if known else None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `edgespec models show --json` prints."""
+        found, choice = self.found, self.choice
+        model = (_info_json(self.info) if self.info else {}) | (
+            _loaded_json(self.facts) if self.facts else {}
+        )
+        return {
+            "reference": self.reference,
+            "on_this_machine": found is not None,
+            "path": str(found.path) if found else None,
+            "source": found.source if found else None,
+            "format": self.format,
+            "note": found.note if found else self.missing,
+            "catalogue": entry_json(self.entry) if self.entry else None,
+            "model": model or None,
+            "drafts": [_draft_json(option) for option in self.options],
+            "auto_draft": {
+                "draft": choice.draft.name if choice and choice.draft else None,
+                "why": choice.why if choice else self.missing,
+            },
+            "problem": self.problem,
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """The same for people: names and values."""
+        note = self.found.note if self.found else self.reference
+        lines = [("reference", note), *_entry_lines(self.entry)]
+        if self.format is not None:
+            lines.append(("format", _FORMATS[self.format]))
+        if self.found is None:
+            lines.append(("on this machine", f"no: `edgespec models pull {self.reference}` downloads it"))
+        if self.info is not None:
+            lines += _info_lines(self.info, self.format)
+        if self.facts is not None:
+            lines += _capability_lines(self.facts)
+        if self.choice is not None:
+            lines += _draft_lines(self.options, self.choice)
+        return [*lines, ("problem", self.problem)] if self.problem else lines
 
 
 def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
@@ -61,13 +118,13 @@ def shelf_row(shelved: Shelved) -> tuple[str, ...]:
         shelved.format,
         size_text(shelved.info.size_bytes),
         shelved.info.quantisation or "-",
-        count_text(shelved.info.parameters),
+        _count_text(shelved.info.parameters),
         _KEPT_BY[shelved.place],
         str(shelved.path),
     )
 
 
-def count_text(count: int) -> str:
+def _count_text(count: int) -> str:
     """A number of parameters for people."""
     return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
@@ -101,7 +158,7 @@ def shelved_json(shelved: Shelved) -> dict[str, Any]:
         "path": str(shelved.path),
         "format": shelved.format,
         "catalogue": shelved.entry.name if shelved.entry else None,
-        **info_json(shelved.info),
+        **_info_json(shelved.info),
     }
 
 
@@ -115,7 +172,7 @@ def prepared_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def info_json(info: ModelInfo) -> dict[str, Any]:
+def _info_json(info: ModelInfo) -> dict[str, Any]:
     """What the files of a model say."""
     return {
         "family": info.family,
@@ -136,7 +193,7 @@ def info_json(info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def loaded_json(facts: ModelFacts) -> dict[str, Any]:
+def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
     """What is known only of a model that was loaded."""
     return {
         "description": facts.description,
@@ -147,7 +204,7 @@ def loaded_json(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def draft_json(option: DraftOption) -> dict[str, Any]:
+def _draft_json(option: DraftOption) -> dict[str, Any]:
     """A model that can draft for another."""
     return {
         "reference": option.reference,
@@ -161,7 +218,7 @@ def draft_json(option: DraftOption) -> dict[str, Any]:
     }
 
 
-def entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
+def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     """What the catalogue says, for people."""
     if entry is None:
         return []
@@ -178,7 +235,7 @@ def entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def info_lines(info: ModelInfo, form: ModelFormat) -> list[tuple[str, str]]:
+def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, str]]:
     """What the files of a model say, for people."""
     experts = f", {info.experts_used} of {info.experts} experts for each token" if info.experts else ""
     template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
@@ -198,7 +255,7 @@ def info_lines(info: ModelInfo, form: ModelFormat) -> list[tuple[str, str]]:
     return [*lines, ("its licence", info.licence)] if info.licence else lines
 
 
-def capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
+def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """What a loaded model can do, for people."""
     can = facts.capabilities
     able = "drafts can be verified" + (", trees too" if can.tree else f", no trees: {can.reason}")
@@ -208,13 +265,13 @@ def capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     ]
 
 
-def draft_lines(options: Sequence[DraftOption], choice: Choice) -> list[tuple[str, str]]:
+def _draft_lines(options: Sequence[DraftOption], choice: Choice) -> list[tuple[str, str]]:
     """Which models can draft, and which of them `auto` takes, for people."""
     lines = []
     for option in options[:_MOST_DRAFTS]:
         here = "" if option.path else ", not on this machine"
         form = ", MLX" if option.format == "mlx" else ""
-        sizes = f"{count_text(option.parameters)} parameters, {size_text(option.size_bytes)}{form}"
+        sizes = f"{_count_text(option.parameters)} parameters, {size_text(option.size_bytes)}{form}"
         gain = f"about {option.speedup:.1f}x may be expected{here}"
         lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
     if len(options) > _MOST_DRAFTS:
