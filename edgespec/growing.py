@@ -17,8 +17,6 @@ FIRST_TOKENS = 2048
 ROUND_TOKENS = 256
 # What is left of a draft model's context where its memory is needed for the text itself.
 _LEAST_TOKENS = 256
-# Of what a plan leaves, so much is never taken by copies of other texts.
-_UNTAKEN_SHARE = 3 / 4
 
 
 def room_to_grow(plan: MemoryPlan) -> bool:
@@ -30,7 +28,7 @@ def room_to_grow(plan: MemoryPlan) -> bool:
     for item in plan.items:
         if item.kind == "cache":
             caches[item.role] += item.bytes
-    return max(caches.values(), default=0) / 2 <= _UNTAKEN_SHARE * plan.left_bytes("memory")
+    return max(caches.values(), default=0) / 2 <= plan.left_bytes("memory")
 
 
 class GrowingContext:

@@ -13,8 +13,8 @@ from edgespec.costs import TargetCosts
 from edgespec.errors import OptionError
 from edgespec.files import sample_of
 from edgespec.learnt import identity_of
-from edgespec.memory import parse_size
-from edgespec.memory.kept import KeptDisk, KeptTexts, Worth, memory_bound
+from edgespec.memory import MemoryPlan, parse_size
+from edgespec.memory.kept import KeptDisk, KeptTexts, Worth
 
 __all__ = ["PLACES", "Keeping", "kept_texts"]
 
@@ -41,23 +41,28 @@ class Keeping:
         sizes = (None if size is None else parse_size(size) for size in (memory, disk))
         return cls(place, *sizes)
 
+    @property
+    def wanted_bytes(self) -> int | None:
+        """See `Wishes.kept_bytes`."""
+        return 0 if self.place == "none" else self.memory_bytes
+
 
 def kept_texts(
-    keeping: Keeping, target: LanguageModel, options: LoadOptions, costs: TargetCosts, left_bytes: int
+    keeping: Keeping, target: LanguageModel, options: LoadOptions, costs: TargetCosts, plan: MemoryPlan
 ) -> KeptTexts | None:
     """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
-    left_bytes: what the budget leaves beside weights and caches.
+    plan: has the bytes they may take, see `plan_pair`.
     """
     if keeping.place == "none":
         return None
     disk = None
     if keeping.place == "disk":
         disk = KeptDisk(_identity(target, options, costs), keeping.disk_bytes)
-    most_bytes = memory_bound(left_bytes) if keeping.memory_bytes is None else keeping.memory_bytes
+    left_bytes = plan.left_bytes("memory") + plan.kept_bytes
     return KeptTexts(
         target,
-        most_bytes,
+        plan.kept_bytes,
         disk,
         worth=Worth(_guessed_seconds(target)),
         most_copied_bytes=max(0, left_bytes) // _COPIES,

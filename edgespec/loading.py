@@ -134,7 +134,7 @@ def load(
             f"an adapter goes on an MLX model, and {pair.target.name} is a GGUF file",
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
         )
-    wishes = Wishes.read(prefer, options, draft)
+    wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
     budget = budget_for(pair, given_bytes)
     planned = plan_pair(pair, how, options, budget, wishes)
     check_fits(planned)
@@ -181,7 +181,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
-            kept=kept_texts(keeping, model, as_loaded, costs, planned.plan.left_bytes("memory")),
+            kept=kept_texts(keeping, model, as_loaded, costs, planned.plan),
         )
         undo.pop_all()
         return runtime

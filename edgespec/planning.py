@@ -25,6 +25,7 @@ from edgespec.memory import (
     fitted,
     items_of,
 )
+from edgespec.memory.kept import memory_bound
 from edgespec.pairing import Pair, for_draft, meant_for
 
 __all__ = ["PREFERENCES", "Planned", "Wishes", "budget_for", "check_fits", "plan_pair"]
@@ -47,13 +48,17 @@ _ADVICE: Mapping[StepName, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What was asked for in so many words and is not given up; and what is given up first."""
+    """What was asked for in so many words and is not given up; and what is given up first.
+
+    kept_bytes: what texts that are kept may take of what is left; None is a share of it, see `memory_bound`.
+    """
 
     fixed: frozenset[StepName] = frozenset()
     prefer: Prefer = "speed"
+    kept_bytes: int | None = 0
 
     @classmethod
-    def read(cls, prefer: str, options: LoadOptions, draft: str | None) -> Wishes:
+    def read(cls, prefer: str, options: LoadOptions, draft: str | None, kept_bytes: int | None = 0) -> Wishes:
         """From what `load` was given: whatever is not left to us is fixed. Raises OptionError."""
         if prefer not in PREFERENCES:
             raise OptionError(f"prefer is {prefer!r}", f"choose one of {', '.join(PREFERENCES)}")
@@ -63,7 +68,7 @@ class Wishes:
             "draft": draft not in (None, "auto", "none"),
             "gpu_layers": options.gpu_layers is not None,
         }
-        return cls(frozenset(name for name, fixed in named.items() if fixed), PREFERENCES[prefer])
+        return cls(frozenset(name for name, fixed in named.items() if fixed), PREFERENCES[prefer], kept_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,17 @@ def plan_pair(
     beside = ("process", "compute", "output")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left))
+    plan = _with_kept(plan, wishes.kept_bytes)
     return Planned(pair, how, chosen, choice.float32, plan, advice)
+
+
+def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:
+    """The plan with what texts that are kept may take: never more than the rest leaves."""
+    left = plan.left_bytes("memory")
+    kept_bytes = memory_bound(left) if wanted_bytes is None else min(wanted_bytes, left)
+    if not plan.fits or kept_bytes <= 0:
+        return plan
+    return replace(plan, items=(*plan.items, Item("kept", "kept texts, at most", "kept", kept_bytes)))
 
 
 class _Models:

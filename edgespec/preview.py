@@ -11,6 +11,7 @@ from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import flag, text, whole_number
 from edgespec.drafting_options import Drafting
+from edgespec.keeping import Keeping
 from edgespec.memory import MemoryPlan, available_bytes, parse_size
 from edgespec.pairing import find_pair
 from edgespec.planning import Planned, Wishes, budget_for, plan_pair
@@ -46,6 +47,8 @@ def plan(
     mmap: bool = True,
     mlock: bool = False,
     method: str = "auto",
+    keep: str = "memory",
+    keep_memory: str | int | None = None,
     draft_window: int | None = None,
     draft_sinks: int = 4,
     progress: Progress | None = None,
@@ -57,6 +60,7 @@ def plan(
     """
     text("target", target, "a path, user/repo:quant or a name such as demo")
     how = Drafting(methods=(method,), window_tokens=draft_window, sink_tokens=draft_sinks)
+    keeping = Keeping.read(keep, keep_memory, None)
     given_bytes = None if memory is None else parse_size(memory)
     options = LoadOptions(
         context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
@@ -74,5 +78,5 @@ def plan(
             return resolve_metadata(reference, Path(folder), progress)
 
         pair = find_pair(target, draft, how, progress, options, find)
-        wishes = Wishes.read(prefer, options, draft)
+        wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
         return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))

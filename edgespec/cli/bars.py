@@ -22,6 +22,7 @@ _COLOURS = {
     "draft cache": "bright_magenta",
     "low-bit copy weights": "green",
     "low-bit copy cache": "bright_green",
+    "kept texts, at most": "white",
 }
 _OTHERS = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"

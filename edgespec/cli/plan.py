@@ -9,7 +9,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option, model_options, pick
+from edgespec.cli.options import json_option, keeping_options, model_options, pick
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["command"]
 
 _NAMES = (
     "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock",
+    "mlock", "keep", "keep_memory",
 )  # fmt: skip
 _WIDTH = 100
 
@@ -36,6 +36,7 @@ _WIDTH = 100
 )
 @json_option
 @model_options
+@keeping_options(keep="memory")
 def command(as_json: bool, **options: Any) -> int:
     """What a model and its draft would take in memory, item by item, and what would be given up to fit.
 

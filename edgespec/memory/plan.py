@@ -10,7 +10,7 @@ from edgespec.memory.budget import Budget
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
 
-ItemKind = Literal["weights", "cache", "compute", "output", "process", "headroom"]
+ItemKind = Literal["weights", "cache", "compute", "output", "process", "headroom", "kept"]
 
 _NAMES: dict[PartKind, str] = {
     "weights": "weights",
@@ -74,6 +74,11 @@ class MemoryPlan:
     def left_bytes(self, pool: Pool) -> int:
         """What is left of a memory; below 0 where it is too small."""
         return self.budget_bytes(pool) - self.taken_bytes(pool)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What texts that are kept may take at most; what they do not take stays free."""
+        return sum(item.bytes for item in self.items if item.kind == "kept")
 
     @property
     def total_bytes(self) -> int:

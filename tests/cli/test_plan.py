@@ -24,10 +24,28 @@ def test_the_contract(run: Run) -> None:
     assert said["context"] == 512
     assert said["decisions"] == []
     kinds = {item["kind"] for item in said["items"]}
-    assert kinds == {"weights", "cache", "compute", "output", "process", "headroom"}
+    assert kinds == {"weights", "cache", "compute", "output", "process", "headroom", "kept"}
     assert sum(item["bytes"] for item in said["items"]) == said["total_bytes"] <= 2**30
     assert all(set(item) == {"name", "kind", "bytes"} for item in said["items"])
     assert [item for item in said["items"] if item["name"] == "draft weights"]
+
+
+def test_what_texts_may_take_is_part_of_it(run: Run) -> None:
+    def planned(*options: str) -> tuple[int, int]:
+        """Bytes for kept texts, and of all."""
+        said = json.loads(run("plan", "--memory", "200MiB", *options, "--json").stdout)
+        assert said["total_bytes"] <= said["budget_bytes"]
+        return sum(item["bytes"] for item in said["items"] if item["kind"] == "kept"), said["total_bytes"]
+
+    none, without = planned("--keep", "none")
+    assert none == 0
+    left = 200 * 2**20 - without
+    assert planned() == (left // 4, without + left // 4)
+    assert planned("--keep", "disk") == planned()
+    assert planned("--keep-memory", "1MiB")[0] == 2**20
+    assert planned("--keep-memory", "1GiB")[0] == left
+    assert "kept texts, at most" in run("plan", "--memory", "200MiB").stdout
+    assert run("plan", "--keep-memory", "lots").exit_code == 2
 
 
 def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
