@@ -1,0 +1,152 @@
+"""Where a context of another size cannot be had, or is not waited for, nothing is lost."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+import pytest
+
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import ContextFullError, MemoryBudgetError
+from tests.backends.contract import tokens_for
+from tests.backends.resizable import KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
+
+
+def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """No context can be made that is larger."""
+    make = LlamaContext.make
+
+    def limited(self: LlamaContext, plan: ContextPlan) -> None:
+        if plan.tokens > tokens:
+            self._free()
+            raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
+        make(self, plan)
+
+    monkeypatch.setattr(LlamaContext, "make", limited)
+
+
+class TestNoMemory:
+    @pytest.mark.parametrize("name", LLAMA)
+    def test_a_budget_is_kept(self, name: str, tmp_path: Path) -> None:
+        model = load(name, tmp_path, first_tokens=SMALL)
+        if name == "mamba":
+            pytest.skip("its state is as large whatever the context")
+        facts = model.facts
+        model.close()
+        enough = facts.weight_bytes + facts.most_kv_bytes + 64 * 2**20
+        model = load(name, tmp_path, first_tokens=SMALL, memory_bytes=enough)
+        tokens = tokens_for(model, 100)
+        model.prefill(tokens)
+        with pytest.raises(MemoryBudgetError, match="--context"):
+            model.resize(1 << 30)
+        assert (model.length, model.facts.context_tokens) == (100, SMALL)
+        model.resize(LARGE)
+        model.close()
+
+    def test_what_other_programs_take_is_not_taken(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = load("full", tmp_path, first_tokens=SMALL)
+        free = psutil.virtual_memory()._replace(available=model.facts.most_kv_bytes - 1)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+        with pytest.raises(MemoryBudgetError, match="a context of 1024 tokens takes"):
+            model.resize(LARGE)
+        model.resize(512)
+        model.close()
+
+    @pytest.mark.parametrize("name", LLAMA)
+    def test_what_cannot_be_made_leaves_all_as_it_was(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+        pair = Twins(model, whole, KINDS[name].rounding)
+        for one in pair[:2]:
+            one.prefill(tokens_for(one, 200))
+        with monkeypatch.context() as patch:
+            without_memory_beyond(patch, SMALL)
+            with pytest.raises(MemoryBudgetError, match="no memory for 512"):
+                model.resize(512)
+        assert (model.length, model.room, model.facts.context_tokens) == (200, SMALL - 200, SMALL)
+        check_step(pair)
+        model.resize(512)
+        check_step(pair, 5)
+        model.close()
+        whole.close()
+
+    @pytest.mark.parametrize("name", LLAMA)
+    @pytest.mark.parametrize("failing", [1, 2])
+    def test_where_nothing_can_be_made_errors_say_so(
+        self, name: str, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of two halves it may be the second alone."""
+        model = load(name, tmp_path, first_tokens=SMALL)
+        model.prefill(tokens_for(model, 100))
+        made = 0
+        make = LlamaContext.make
+
+        def failed(self: LlamaContext, plan: ContextPlan) -> None:
+            nonlocal made
+            made += 1
+            if made < failing:
+                return make(self, plan)
+            self._free()
+            raise MemoryBudgetError("no memory at all", "close other programs")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "make", failed)
+            if failing == 2 and not name.startswith("halves"):
+                model.resize(512)
+                assert model.length == 100
+            else:
+                with pytest.raises(MemoryBudgetError):
+                    model.resize(512)
+                assert model.length == 0 == model.room
+                with pytest.raises(ContextFullError):
+                    model.prefill([5, 6])
+                with pytest.raises(ContextFullError):
+                    model.verify(TokenTree.chain(5))
+                model.truncate(0)
+        model.close()
+
+
+class TestInterrupted:
+    """A KeyboardInterrupt may come at any call: the cache is what it was, whatever size it has by then."""
+
+    @pytest.mark.parametrize("name", ["full", "hybrid", "halves, window"])
+    def test_at_any_call(self, name: str, tmp_path: Path) -> None:
+        model, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+        for one in (model, whole):
+            one.prefill(tokens_for(one, 100))
+        calls = 0
+
+        def at_call(frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            path = Path(frame.f_code.co_filename)
+            # What C calls back cannot raise.
+            if event in ("call", "c_call") and "edgespec/backends" in str(path) and path.name != "native.py":
+                calls -= 1
+                if calls == 0:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+        wanted, interrupted = 1, True
+        while interrupted:
+            interrupted, calls = False, wanted
+            sys.setprofile(at_call)
+            try:
+                model.resize(SMALL if wanted % 2 else 512)
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.setprofile(None)
+            assert model.length == 100
+            assert model.room in (SMALL - 100, 512 - 100)
+            wanted += 1 + wanted // 8
+        assert wanted > 30
+        check_step(Twins(model, whole, KINDS[name].rounding))
+        model.close()
+        whole.close()

@@ -1,0 +1,98 @@
+"""What drafts on a target's memory when that gets another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec.backends.base import EarlyExit, LanguageModel, LowBit
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, ContextFullError, MemoryBudgetError
+from tests.backends.contract import TREES, row_of, tokens_for, tree_of
+from tests.backends.resizable import LARGE, SMALL, load
+
+
+class TestViews:
+    """What drafts on a target's memory goes on drafting when that is made larger."""
+
+    def check(self, target: LanguageModel, view: LanguageModel, fresh: Callable[[], LanguageModel]) -> None:
+        target.prefill(tokens_for(target, SMALL - 40))
+        for size in (512, LARGE):
+            tree = tree_of(target, TREES["binary"])
+            view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
+            target.resize(size)
+            assert view.facts.context_tokens == size
+            target.prefill(tokens_for(target, size - 20 - target.length, size))
+            other = fresh()
+            got, expected = (
+                np.stack([row_of(target, logits, row) for row in range(tree.width)])
+                for logits in (view.verify(tree), other.verify(tree))
+            )
+            np.testing.assert_array_equal(got, expected)
+            other.close()
+            target.truncate(target.length)
+
+    @pytest.mark.parametrize("name", ["full", "halves, window"])
+    def test_a_copy_with_fewer_bits(self, name: str, tmp_path: Path) -> None:
+        target = load(name, tmp_path, first_tokens=SMALL)
+        quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
+        how = LowBit(str(tmp_path / "copy.gguf"))
+        view = target.self_draft(how)
+        before = view.facts.kv_bytes
+        self.check(target, view, lambda: target.self_draft(how))
+        assert view.facts.kv_bytes > before
+        target.close()
+
+    @pytest.mark.parametrize("name", ["halves, window"])
+    def test_the_lower_layers(self, name: str, tmp_path: Path) -> None:
+        target = load(name, tmp_path, first_tokens=SMALL)
+        how = EarlyExit(target.exit_layer)  # type: ignore[attr-defined]
+        self.check(target, target.self_draft(how), lambda: target.self_draft(how))
+        target.close()
+
+    def test_a_window_stays_as_it_is(self, tmp_path: Path) -> None:
+        target = load("full", tmp_path, first_tokens=SMALL)
+        quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
+        how = LowBit(str(tmp_path / "copy.gguf"), 4, 16)
+        view = target.self_draft(how)
+        before = view.facts.kv_bytes
+        self.check(target, view, lambda: target.self_draft(how))
+        assert view.facts.kv_bytes == before
+        target.close()
+
+    def test_a_copy_that_finds_no_memory_falls_silent(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = load("full", tmp_path, first_tokens=SMALL)
+        quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
+        view = target.self_draft(LowBit(str(tmp_path / "copy.gguf")))
+        target.prefill(tokens_for(target, 200))
+        lent = view._context  # type: ignore[attr-defined]
+        make = LlamaContext.make
+
+        def limited(self: LlamaContext, plan: ContextPlan) -> None:
+            if self is lent and plan.tokens > SMALL:
+                self._free()
+                raise MemoryBudgetError("no memory", "use fewer")
+            make(self, plan)
+
+        monkeypatch.setattr(LlamaContext, "make", limited)
+        target.resize(512)
+        assert (view.room, target.room) == (56, 312)
+        view.verify(TokenTree.chain(4))
+        target.prefill(tokens_for(target, 100))
+        assert view.room == 0
+        with pytest.raises(ContextFullError):
+            view.verify(TokenTree.chain(4))
+        target.close()
+
+    def test_it_is_the_target_s_to_grow(self, tmp_path: Path) -> None:
+        target = load("halves", tmp_path, first_tokens=SMALL)
+        with pytest.raises(CapabilityError, match="no memory of its own"):
+            target.self_draft(EarlyExit(1)).resize(512)
+        target.close()
