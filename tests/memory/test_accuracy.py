@@ -17,6 +17,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.blueprint import GgufBlueprint, HalvesBlueprint, buffers_in
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.native import overheard
+from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends import tiny_models
@@ -91,8 +92,14 @@ def test_other_options(options: dict[str, object]) -> None:
     _check(resolve("demo").path, context_tokens=2048, **options)
 
 
-def test_halves_of_a_model(tmp_path: Path) -> None:
-    folder = prepare_layerskip(resolve("demo").path, exit_layer=4).folder
+@pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_0"])
+def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
+    """Weights of Q4_0 are arranged anew on most processors, and what both halves use is there twice."""
+    path = resolve("demo").path
+    if quantisation == "Q4_0":
+        path = tmp_path / "demo.gguf"
+        quantise(resolve("demo").path, path, quantisation)
+    folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
     how = LoadOptions(context_tokens=4096)
     blueprint = HalvesBlueprint(str(folder), "demo")
     try:
@@ -107,6 +114,12 @@ def test_halves_of_a_model(tmp_path: Path) -> None:
     assert _near(planned.of("cache"), _taken(lines, _REAL))
     assert _near(planned.of("cache"), facts.kv_bytes)
     assert _near(planned.of("weights"), facts.weight_bytes)
+    said = [line for line in lines if _taken([line], _WEIGHTS)]  # nothing, where it was only looked into
+    mapped = [line for line in said if "_Mapped" in line]
+    own = [line for line in said if "_Mapped" not in line]
+    assert not (mapped and own)
+    shared = (folder / "shared.gguf").stat().st_size if mapped else 0
+    assert _near(planned.of("weights"), _taken(mapped + own, _WEIGHTS) - shared)
     assert _near(planned.of("compute"), buffers)
 
 

@@ -12,16 +12,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import load_simulated
+from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import (
-    LOWER,
-    LOWER_FIRST,
-    SHARED,
-    SHARED_BYTES,
-    UPPER,
-    UPPER_FIRST,
-)
+from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.planning import (
@@ -126,9 +119,10 @@ class HalvesBlueprint:
         self.name = name
         self._halves: list[Any] = []
         try:
-            for files in ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER)):
-                paths = [str(Path(folder) / file) for file in files]
-                self._halves.append(load_simulated(paths, name, None))
+            paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
+            for half in paths:
+                self._halves.append(load_simulated(half, name, None))
+            self._maps = not any(arranges_anew(half, None) for half in paths)
         except BaseException:
             self.close()
             raise
@@ -144,7 +138,7 @@ class HalvesBlueprint:
             simulated(upper, plans[1], options, takes_hidden=True),
         ]
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
-        if options.mmap and not options.mlock:
+        if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
         parts = (

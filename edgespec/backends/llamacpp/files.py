@@ -22,6 +22,7 @@ from edgespec.backends.room import check_weights_fit
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
 __all__ = [
+    "arranges_anew",
     "check_file",
     "default_threads",
     "describe",
@@ -49,7 +50,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     size = check_file(path)
     check_weights_fit(name, size, options)
     lib = library()
-    if options.mmap and _arranges_anew(path, options):
+    if options.mmap and arranges_anew(path, options.gpu_layers):
         options = replace(options, mmap=False)
     return _loaded(
         lambda params: lib.llama_model_load_from_file(os.fsencode(path), params),
@@ -61,14 +62,15 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     )
 
 
-def _arranges_anew(path: str, options: LoadOptions) -> bool:
-    """Does llama.cpp give weights of this file another order in memory? Found out without reading them."""
-    lib = library()
-    params = _simulation(options.gpu_layers)
+def arranges_anew(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
+    """Does llama.cpp give weights of these files another order in memory? Found out without reading them.
+
+    paths: as for `load_simulated`.
+    """
     with overheard() as lines:
-        weights = lib.llama_model_load_from_file(os.fsencode(path), params)
+        weights = _from_files(paths, _simulation(gpu_layers))
     if weights:
-        lib.llama_model_free(weights)
+        library().llama_model_free(weights)
     return any("_REPACK model buffer" in line for line in lines)
 
 
@@ -77,20 +79,22 @@ def load_simulated(paths: str | Sequence[str], name: str, gpu_layers: int | None
 
     paths: a file, or files that are its parts, whatever they are called.
     """
-    lib = library()
     if isinstance(paths, str):
         size, first = check_file(paths), paths
     else:
         size, first = sum(map(check_file, paths)), paths[0]
+    return _loaded(
+        lambda _: _from_files(paths, _simulation(gpu_layers)), first, name, size, LoadOptions(), None
+    )
 
-    def load(_: Any) -> Any:
-        params = _simulation(gpu_layers)
-        if isinstance(paths, str):
-            return lib.llama_model_load_from_file(os.fsencode(paths), params)
-        parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
-        return lib.llama_model_load_from_splits(parts, len(paths), params)
 
-    return _loaded(load, first, name, size, LoadOptions(), None)
+def _from_files(paths: str | Sequence[str], params: Any) -> Any:
+    """What the library makes of a file, or of files that are its parts; null where it makes nothing."""
+    lib = library()
+    if isinstance(paths, str):
+        return lib.llama_model_load_from_file(os.fsencode(paths), params)
+    parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+    return lib.llama_model_load_from_splits(parts, len(paths), params)
 
 
 def _simulation(gpu_layers: int | None) -> Any:
@@ -120,16 +124,7 @@ def load_vocabulary(path: str, name: str) -> Any:
 def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:
     """A llama_model of files that are its parts, whatever they are called; see `load_weights`."""
     size = sum(map(check_file, paths))
-    lib = library()
-    parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
-    return _loaded(
-        lambda params: lib.llama_model_load_from_splits(parts, len(paths), params),
-        paths[0],
-        name,
-        size,
-        options,
-        progress,
-    )
+    return _loaded(lambda params: _from_files(paths, params), paths[0], name, size, options, progress)
 
 
 def _loaded(

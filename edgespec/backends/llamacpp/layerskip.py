@@ -25,7 +25,13 @@ from edgespec.backends.base import (
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
-from edgespec.backends.llamacpp.files import check_file, default_threads, describe, load_parts
+from edgespec.backends.llamacpp.files import (
+    arranges_anew,
+    check_file,
+    default_threads,
+    describe,
+    load_parts,
+)
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.lower import LowerHalf
@@ -56,6 +62,7 @@ __all__ = [
     "LOWER",
     "LOWER_FIRST",
     "PARAMETERS",
+    "PARTS",
     "SHARED",
     "SHARED_BYTES",
     "UPPER",
@@ -68,6 +75,7 @@ __all__ = [
 # holds its metadata and no tensors.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
 LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
+PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))
 # What the metadata of both first parts says beside the model's own: of the whole model, but for the bytes.
 SHARED_BYTES, PARAMETERS, DESCRIPTION = (
     "edgespec.layerskip.shared_bytes",
@@ -86,18 +94,20 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load the two halves of a model from the folder that `edgespec prepare layerskip` made.
 
-    Both map the same files, so that the weights are in memory once. Raises what `load` does.
+    Both map the same files, so that the weights are in memory once; but for weights that llama.cpp arranges
+    anew, see `load_weights`: then what both use is there twice. Raises what `load` does.
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
     paths = {file: str(Path(folder) / file) for file in _ALL}
     check_weights_fit(name, sum(map(check_file, paths.values())), options)
+    both = [[paths[part] for part in parts] for parts in PARTS]
+    if options.mmap and any(arranges_anew(parts, options.gpu_layers) for parts in both):
+        options = replace(options, mmap=False)
     with ExitStack() as undo:
         halves = []
-        for i, parts in enumerate(((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))):
-            weights = load_parts(
-                [paths[part] for part in parts], name, options, progress and _half_of(progress, i)
-            )
+        for i, parts in enumerate(both):
+            weights = load_parts(parts, name, options, progress and _half_of(progress, i))
             undo.callback(library().llama_model_free, weights)
             halves.append(weights)
         model = LayerSkipModel(halves[0], halves[1], folder, name, options)
