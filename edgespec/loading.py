@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.checks import flag, path_text, text, whole_number
@@ -19,7 +18,7 @@ from edgespec.growing import FIRST_TOKENS, room_to_grow
 from edgespec.keeping import Keeping, kept_texts
 from edgespec.memory import available_bytes, parse_size
 from edgespec.methods import Drafters
-from edgespec.pairing import find_pair, load_draft, load_target
+from edgespec.pairing import adapter_folder, find_pair, load_draft, load_target
 from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
@@ -125,15 +124,10 @@ def load(
         mlock=flag("mlock", mlock),
         max_branches=how.most_branches,
         memory_bytes=available_bytes() if given_bytes is None else given_bytes,
-        adapter=None if adapter is None else _adapter_folder(path_text("adapter", adapter)),
+        adapter=None if adapter is None else adapter_folder(adapter),
     )
     keeping = Keeping.read(keep, keep_memory, keep_disk)
     pair = find_pair(target, draft, how, progress, options)
-    if adapter is not None and pair.target.format != "mlx":
-        raise OptionError(
-            f"an adapter goes on an MLX model, and {pair.target.name} is a GGUF file",
-            "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
-        )
     wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
     budget = budget_for(pair, given_bytes)
     planned = plan_pair(pair, how, options, budget, wishes)
@@ -147,7 +141,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
     with ExitStack() as undo:
-        model = load_target(pair, how, planned.target_options, progress)
+        model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
         draft = None
         if pair.draft:
@@ -168,9 +162,6 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
         undo.callback(drafters.close)
         for method in how.methods:
             drafters.choose(method)  # what is missing is said now, not with the first reply
-        as_loaded = replace(
-            planned.target_options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked
-        )
         entry = pair.target.entry
         notices = (entry.notice if entry else "", planned.notice, model.facts.notice, *made.notices)
         runtime = Runtime(
@@ -181,18 +172,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
-            kept=kept_texts(keeping, model, as_loaded, costs, planned.plan),
+            kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan),
         )
         undo.pop_all()
         return runtime
-
-
-def _adapter_folder(adapter: str) -> str:
-    """The adapter's folder, where there is one; the backend knows what has to be in it."""
-    folder = Path(adapter).expanduser()
-    if not folder.is_dir():
-        raise OptionError(
-            f"there is no folder of an adapter at {folder}",
-            "give the folder that `mlx_lm.lora --adapter-path` wrote",
-        )
-    return str(folder)

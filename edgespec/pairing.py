@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from os import PathLike
+from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
+from edgespec.checks import path_text
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
@@ -16,7 +19,16 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.lowbit import find_lowbit
 from edgespec.prepare.store import check, find
 
-__all__ = ["Draft", "Pair", "find_pair", "for_draft", "load_draft", "load_target", "meant_for"]
+__all__ = [
+    "Draft",
+    "Pair",
+    "adapter_folder",
+    "find_pair",
+    "for_draft",
+    "load_draft",
+    "load_target",
+    "meant_for",
+]
 
 
 FindModel = Callable[[str], Resolved]
@@ -61,11 +73,17 @@ def find_pair(
     A GGUF target that was prepared for early exit is taken in that form where a method asks for it, and for
     `auto` where that has nothing else to guess with.
     Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
-    a method needs a draft model and there is none.
+    a method needs a draft model and there is none, and for an adapter on a GGUF file.
     """
     find_model = find_model or partial(resolve, progress=progress)
+    options = options or LoadOptions()
     found = find_model(target)
-    found_draft, why, why_draft = _find_draft(found, draft, find_model, options or LoadOptions())
+    found_draft, why, why_draft = _find_draft(found, draft, find_model, options)
+    if options.adapter is not None and found.format != "mlx":
+        raise OptionError(
+            f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
+            "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
+        )
     found = _in_halves(found, how, found_draft is not None)
     if not found_draft and "model" in how.asked:
         asked = next(method for method in how.methods if "model" in method.split("+"))
@@ -105,11 +123,20 @@ def _find_draft(
     return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
 
 
-def load_target(pair: Pair, how: Drafting, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+def adapter_folder(adapter: str | PathLike[str]) -> str:
+    """Where an adapter is; the backend knows what has to be in it. Raises OptionError where nothing is."""
+    folder = Path(path_text("adapter", adapter)).expanduser()
+    if not folder.is_dir():
+        raise OptionError(
+            f"there is no folder of an adapter at {folder}",
+            "give the folder that `mlx_lm.lora --adapter-path` wrote",
+        )
+    return str(folder)
+
+
+def load_target(pair: Pair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     """Load the target with the backend of its format. Raises what that backend's `load` does."""
-    found = pair.target
-    options = replace(options, low_bits=found.format == "mlx" and "lowbit" in how.asked)
-    return _load_model(found, meant_for(found, pair.draft, options), progress)
+    return _load_model(pair.target, meant_for(pair.target, pair.draft, options), progress)
 
 
 def load_draft(
@@ -126,6 +153,8 @@ def load_draft(
     """
     context_tokens = target.facts.most_context_tokens
     drafting = for_draft(options, context_tokens, _left(options, target.facts))
+    if how.draft_kv_type:
+        drafting = replace(drafting, kv_type=how.draft_kv_type)
     options = meant_for(found, pair.target, drafting)
 
     def window_of(trained_tokens: int) -> Window | None:

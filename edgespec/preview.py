@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from os import PathLike
 from pathlib import Path
 
 from edgespec.backends.base import LoadOptions, Progress
@@ -10,10 +11,10 @@ from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import flag, text, whole_number
-from edgespec.drafting_options import Drafting
+from edgespec.drafting_options import Branches, Drafting
 from edgespec.keeping import Keeping
 from edgespec.memory import MemoryPlan, available_bytes, parse_size
-from edgespec.pairing import find_pair
+from edgespec.pairing import adapter_folder, find_pair
 from edgespec.planning import Planned, Wishes, budget_for, plan_pair
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
@@ -47,8 +48,10 @@ def plan(
     mmap: bool = True,
     mlock: bool = False,
     method: str = "auto",
+    adapter: str | PathLike[str] | None = None,
     keep: str = "memory",
     keep_memory: str | int | None = None,
+    draft_branches: Branches = (),
     draft_window: int | None = None,
     draft_sinks: int = 4,
     progress: Progress | None = None,
@@ -59,7 +62,9 @@ def plan(
     Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so.
     """
     text("target", target, "a path, user/repo:quant or a name such as demo")
-    how = Drafting(methods=(method,), window_tokens=draft_window, sink_tokens=draft_sinks)
+    how = Drafting(
+        methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
+    )
     keeping = Keeping.read(keep, keep_memory, None)
     given_bytes = None if memory is None else parse_size(memory)
     options = LoadOptions(
@@ -71,6 +76,7 @@ def plan(
         mlock=flag("mlock", mlock),
         max_branches=how.most_branches,
         memory_bytes=available_bytes() if given_bytes is None else given_bytes,
+        adapter=None if adapter is None else adapter_folder(adapter),
     )
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 

@@ -236,6 +236,18 @@ model_options = _apply([
                      " MLX models only."),
 ])  # fmt: skip
 
+_branches_option = _drafting(
+    "--draft-branches", type=_branches, metavar="auto|N,N,...", default=(), show_default=False,
+    help="Guesses to branch into at each depth, such as 3,2. auto: where it pays. [default: none]",
+)  # fmt: skip
+_window_options = _apply([
+    _drafting("--draft-window", type=whole(0), metavar="N",
+              help="Let the draft see the last N tokens only; 0 is all."
+                   " [default: all, while it was trained for as many]"),
+    _drafting("--draft-sinks", type=whole(0), metavar="N", default=4,
+              help="First tokens the draft sees besides its window."),
+])  # fmt: skip
+
 
 def drafting_options(*, remember: bool = False, measuring: bool = False) -> Decorator:
     """How drafters draft. remember: whether replies are kept unless the person says otherwise.
@@ -243,16 +255,10 @@ def drafting_options(*, remember: bool = False, measuring: bool = False) -> Deco
     measuring: the prompts are always the same, so that it is only this command's own option that keeps them.
     """
     return _apply([
-        _drafting("--draft-branches", type=_branches, metavar="auto|N,N,...", default=(), show_default=False,
-                  help="Guesses to branch into at each depth, such as 3,2. auto: where it pays."
-                       " [default: none]"),
+        _branches_option,
         _drafting("--draft-confidence", type=float, metavar="P", default=0.0,
                   help="Stop guessing where the draft is less sure than this."),
-        _drafting("--draft-window", type=whole(0), metavar="N",
-                  help="Let the draft see the last N tokens only; 0 is all."
-                       " [default: all, while it was trained for as many]"),
-        _drafting("--draft-sinks", type=whole(0), metavar="N", default=4,
-                  help="First tokens the draft sees besides its window."),
+        _window_options,
         _drafting_once("--exit-layer", type=whole(1), metavar="E",
                        help="Layers that draft with method layerskip, MLX only. [default: measured at load]"),
         _drafting("--corpus", metavar="PATH", type=click.Path(),
@@ -293,10 +299,17 @@ acceptance_option = _method(
          " a seed then repeats with one named drafter, not with auto, which goes by the clock.",
 )  # fmt: skip
 
+_method_option = _method(
+    "--method", metavar="METHOD", default="auto", shell_complete=_complete_method,
+    help="auto (a model and suffix, while that is faster), none, or drafters joined by +, which guess"
+         " whatever it costs: model, layerskip, lowbit, swift, lookahead, suffix, ngram.",
+)  # fmt: skip
+
+# Of how to guess, what changes what is taken.
+planned_options = _apply([_method_option, _branches_option, _window_options])
+
 method_options = _apply([
-    _method("--method", metavar="METHOD", default="auto", shell_complete=_complete_method,
-            help="auto (a model and suffix, while that is faster), none, or drafters joined by +, which guess"
-                 " whatever it costs: model, layerskip, lowbit, swift, lookahead, suffix, ngram."),
+    _method_option,
     _method("--draft-length", type=whole(1, 64), metavar="K",
             help="Tokens to guess ahead, 1 to 64; with auto at most so many. [default: 4; with auto what"
                  " pays, up to 16]"),

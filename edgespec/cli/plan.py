@@ -9,7 +9,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option, keeping_options, model_options, pick
+from edgespec.cli.options import json_option, keeping_options, model_options, pick, planned_options
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+# Those that are left out, such as --threads, change nothing that is planned.
 _NAMES = (
     "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "keep", "keep_memory",
+    "mlock", "adapter", "keep", "keep_memory", "method", "draft_branches", "draft_window",
+    "draft_sinks",
 )  # fmt: skip
 _WIDTH = 100
 
@@ -32,11 +34,13 @@ _WIDTH = 100
         "edgespec plan",
         "edgespec plan --target 70b-q4 --memory 48GiB",
         "edgespec plan --target 8b-q4 --draft 1b-q4 --context 32768 --prefer context",
+        "edgespec plan --target 8b-q4 --method lowbit",
     ),
 )
 @json_option
 @model_options
 @keeping_options(keep="memory")
+@planned_options
 def command(as_json: bool, **options: Any) -> int:
     """What a model and its draft would take in memory, item by item, and what would be given up to fit.
 

@@ -48,6 +48,21 @@ def test_what_texts_may_take_is_part_of_it(run: Run) -> None:
     assert run("plan", "--keep-memory", "lots").exit_code == 2
 
 
+def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:
+    def planned(*options: str) -> dict[str, int]:
+        said = json.loads(run("plan", "--memory", "1GiB", "--context", "1024", *options, "--json").stdout)
+        return {item["name"]: item["bytes"] for item in said["items"]}
+
+    usual = planned()
+    assert planned("--draft-window", "64")["draft cache"] < usual["draft cache"]
+    wide = planned("--method", "model", "--draft-branches", "8,4")
+    assert wide["target buffers to compute in"] > usual["target buffers to compute in"]
+    assert run("plan", "--draft", "none", "--method", "model").exit_code == 2
+    refused = run("plan", "--adapter", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "an adapter goes on an MLX model" in refused.output
+
+
 def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     done = run("plan", "--memory", "20MiB", "--json")
     assert done.exit_code == 0
