@@ -146,7 +146,7 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
         if not _in_store(folder):
             # Who knows whose it is.
             raise OptionError(f"{folder} exists, and {error.what}", _NAME_ANOTHER) from error
-        shutil.rmtree(folder)
+        _put_away(folder)
         return None
     if (there.kind, there.source, dict(there.settings)) != (kind, source, dict(settings)):
         raise OptionError(
@@ -163,9 +163,17 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
                 f"{folder} is damaged or stale, and holds {foreign[0].name}, which is not edgespec's",
                 f"move that elsewhere, or {_NAME_ANOTHER}",
             ) from None
-        shutil.rmtree(folder)
+        _put_away(folder)
         return None
     return there
+
+
+def _put_away(folder: Path) -> None:
+    """Delete a folder of ours, what says that it is ours last: a run that is killed meanwhile leaves that."""
+    for path in folder.iterdir():
+        if path.name != MANIFEST:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    shutil.rmtree(folder)
 
 
 def _in_store(folder: Path) -> bool:
@@ -186,9 +194,11 @@ def _make(
     partial = folder.with_name(f"{folder.name}.partial")
     journal = partial / _JOURNAL
     told = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
-    records, finished = _left_over(journal, parts, told)
+    # Whoever was killed at the very end has left the manifest, which says the same and more.
+    ours = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
+    records, finished = _left_over(ours, parts, told) if ours else (None, {})
     if records is None:
-        foreign = partial.exists() and not journal.exists() and not _in_store(folder)
+        foreign = partial.exists() and not ours and not _in_store(folder)
         if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
             raise OptionError(f"{partial} exists and holds something else", "name another folder")
         shutil.rmtree(partial, ignore_errors=True)
@@ -213,11 +223,11 @@ def _make(
         raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
     prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
     manifest = told | {"source_files": records, "files": prepared.files, "facts": dict(facts)}
-    journal.unlink()
     for leftover in partial.iterdir():
-        if leftover.name not in finished:
+        if leftover.name not in finished and leftover != journal:
             leftover.unlink()
     _write_json(partial / MANIFEST, manifest)
+    journal.unlink()
     sync(partial)
     partial.rename(folder)
     sync(folder.parent)

@@ -142,14 +142,19 @@ def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_disk_that_fills_up(source: Path, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full.gguf"
-    full.symlink_to("/dev/full")
+
+    def named(_: int) -> str:
+        full.with_name("full.gguf.device.growing").symlink_to("/dev/full")
+        return "device"
+
+    monkeypatch.setattr(quantise_module, "token_hex", named)
     with pytest.raises(
         BackendError, match=r"llama\.cpp made no Q2_K copy of .*; check the file and the free"
     ):
         quantise(source, full, "Q2_K")
-    assert not full.is_symlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_cancelled_and_gone_on_with(source: Path) -> None:
@@ -215,3 +220,22 @@ def _group_lives(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_what_the_quantiser_of_a_killed_run_still_writes_is_not_in_the_copy(
+    source: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    with copy.open("wb") as elsewhere:
+        quantise(source, copy, "Q4_0")
+        whole = copy.read_bytes()
+        elsewhere.write(b"late")
+    assert whole[:4] == b"GGUF"
+    assert copy.read_bytes() == whole
+
+
+def test_what_a_killed_run_had_of_a_copy_goes(source: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy[1].gguf"
+    copy.with_name("copy[1].gguf.1.growing").write_bytes(b"half")
+    quantise(source, copy, "Q4_0")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "copy[1].gguf"}

@@ -9,13 +9,13 @@ import threading
 from collections import namedtuple
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.making import Workbench, make
-from edgespec.prepare.store import Prepared, check, find, read, store_folder
+from edgespec.prepare.store import MANIFEST, Prepared, check, find, read, store_folder
 
 _SETTINGS = {"exit_layer": 3}
 
@@ -180,6 +180,41 @@ def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseEx
     again = Writer()
     check(_made(source, again), source, full=True)
     assert again.written == ["second"]
+
+
+@pytest.mark.parametrize("step", ["unlink", "rename"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_run_that_was_killed_at_the_very_end_is_ended_by_the_next(
+    source: Path, tmp_path: Path, step: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    to = tmp_path / "mine" if own else None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            _made(source, to=to)
+    assert find("layerskip", source) is None
+    again = Writer()
+    check(_made(source, again, to=to), source, full=True)
+    assert again.written == []
+
+
+def test_what_was_being_put_away_when_a_run_was_killed_is_ours(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> NoReturn:
+        (folder / MANIFEST).unlink()
+        raise KeyboardInterrupt
+
+    made = _made(source)
+    made.path("first").write_bytes(b"damaged")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            _made(source)
+    check(_made(source), source, full=True)
 
 
 def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) -> None:

@@ -7,6 +7,7 @@ a process of its own: this file is also that process's program.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from edgespec.backends.base import Progress
@@ -30,6 +32,7 @@ _NOT_FOR_DRAFTS = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0"
 _NEED_MATRIX = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
 _BEAT_SECONDS = 0.2
+_GROWING = ".growing"
 _WORDS = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
@@ -78,9 +81,15 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
     On any error, and on CancelledError when `progress` returns False, the copy is not there.
     Raises CapabilityError for a type that needs an importance matrix, BackendError with llama.cpp's reason.
     """
+    # Under a name of its own: the quantiser of a run that was killed may write on for a moment.
+    for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_GROWING}"):
+        leftover.unlink(missing_ok=True)
+    growing = copy.with_name(f"{copy.name}.{token_hex(4)}{_GROWING}")
     try:
-        _run(source, copy, type_name, progress, f"making a {type_name} copy")
+        _run(source, growing, type_name, progress, f"making a {type_name} copy")
+        growing.replace(copy)
     except BaseException:
+        growing.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
         raise
 
