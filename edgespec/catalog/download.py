@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
 from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
-from edgespec.files import size_text
+from edgespec.files import replacing, size_text
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
@@ -205,7 +205,8 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
             partial.replace(blob)
         if not pointer.exists():
             _link(blob, pointer)
-    (folder / "refs" / "main").write_text(commit, encoding="utf-8")
+    with replacing(folder / "refs" / "main") as growing:
+        growing.write_text(commit, encoding="utf-8")
     report.finished_bytes += size_bytes
     return pointer
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelNotFoundError
+from edgespec.files import read_regular
 
 __all__ = [
     "DEFAULT_QUANTISATION",
@@ -146,10 +147,17 @@ def _chosen(repository: str, files: Sequence[HubFile], quantisation: str | None)
 
 def snapshots(folder: Path) -> Iterator[Path]:
     """The snapshots of a cached repository: the one `main` stands for, then the others, newest first."""
-    main = folder / "refs" / "main"
-    current = folder / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else None
-    if current is not None and current.is_dir():
-        yield current
-    if (folder / "snapshots").is_dir():
-        others = [path for path in (folder / "snapshots").iterdir() if path.is_dir() and path != current]
-        yield from sorted(others, key=lambda path: path.stat().st_mtime, reverse=True)
+    try:
+        there = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
+        main = _text(folder / "refs" / "main")
+        yield from sorted(there, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+    except OSError:
+        return
+
+
+def _text(ref: Path) -> str:
+    """The commit that a ref is; empty for none, or for one that is being written."""
+    try:
+        return read_regular(ref).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.catalog.stored import Stored, child, files_below
-from edgespec.files import reason_of
+from edgespec.files import reason_of, regular_bytes
 
 __all__ = ["ollama_model", "ollama_models"]
 
@@ -91,6 +91,7 @@ def _stored(folder: Path, manifest: Path, place: str) -> Stored:
         return Stored("ollama", names, None, problem="it is a model with an adapter on it")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
+        regular_bytes(blob)
         with blob.open("rb") as file:
             whole = file.read(4) == b"GGUF"
     except OSError as error:

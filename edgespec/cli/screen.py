@@ -77,7 +77,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for head in heads:
         table.add_column(Text(head), overflow="fold", no_wrap=not on_terminal)
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        # A name with line ends in it is one name.
+        table.add_row(*(Text(printable(" ".join(cell.splitlines()))) for cell in row))
     console = Console(width=None if on_terminal else 10_000, highlight=False)
     with console.capture() as capture:
         console.print(table)

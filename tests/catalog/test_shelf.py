@@ -293,6 +293,23 @@ def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.Mo
     assert resolve("maker/m29", allow_download=False).path.exists()
 
 
+@pytest.mark.parametrize("ref", [b"", b"../../../..", b"/", b"\xff\xfe", b"a\0b", b"x" * 5000])
+def test_a_ref_that_names_no_snapshot_leads_nowhere(cache: Path, tmp_path: Path, ref: bytes) -> None:
+    add_to_lmstudio(tmp_path, "elsewhere/other-Q8_0.gguf", DRAFT)
+    model = add_to_hub(cache, "maker/tiny", DRAFT) / DRAFT.name
+    (cache / "models--maker--tiny" / "refs" / "main").write_bytes(ref)
+    assert [one.path for one in look().models] == [model]
+    assert resolve("maker/tiny", allow_download=False).path == model
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX")
+def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(ollama: OllamaStore) -> None:
+    blob = ollama.add("tiny", "latest", DRAFT.read_bytes())
+    blob.unlink()
+    os.mkfifo(blob)
+    assert "it is not a regular file" in why_skipped()["tiny:latest"]
+
+
 def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
     assert look().models == ()
     (own_home / ".lmstudio").write_text("a file")

@@ -76,3 +76,8 @@ def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) ->
     assert len(lines) == 3
     assert "[bold]b" * 20 in lines[1]
     assert "\x1b" not in lines[2]
+
+
+def test_a_cell_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    screen.print_table(("NAME", "WHERE"), [("a\nb\u2028c\x1b[2Jd", "here")])
+    assert capsys.readouterr().out.splitlines()[1].split("  ") == ["a b c[2Jd", "here"]
