@@ -17,7 +17,7 @@ from pathlib import Path
 
 from edgespec.chat.message import Message, Role
 from edgespec.errors import ChatFileError
-from edgespec.files import clear_litter, data_folder, reason_of, write_private
+from edgespec.files import clear_litter, data_folder, reason_of, regular_bytes, write_private
 
 __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 
@@ -163,7 +163,7 @@ def _entry(path: Path) -> StoredChat:
 def read_chat(path: Path) -> SavedChat:
     """Read and check one chat file. Raises ChatFileError with what is wrong and what to do."""
     try:
-        size_bytes = path.stat().st_size
+        size_bytes = regular_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
             raise _broken(path, f"it has {size_bytes:,} bytes, more than a chat can have")
         text = path.read_bytes().decode("utf-8")

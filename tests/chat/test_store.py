@@ -147,6 +147,13 @@ def test_a_folder_in_the_place_of_a_chat_is_listed_as_broken(store: ChatStore) -
     assert store.list()[0].problem
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX")
+def test_a_pipe_in_the_place_of_a_chat_is_not_waited_for(store: ChatStore) -> None:
+    store.folder.mkdir(parents=True)
+    os.mkfifo(store.folder / "pipe.json")
+    assert [chat.problem for chat in store.list()] == ["cannot read pipe.json: it is not a regular file"]
+
+
 def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(chat())
 
