@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.backends.gguf_files import gguf_files
 from edgespec.checks import text
 from edgespec.costs import TargetCosts
-from edgespec.errors import OptionError
+from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
 from edgespec.learnt import identity_of
 from edgespec.memory import MemoryPlan, parse_size
@@ -78,13 +79,20 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback]
-    # Not every block of the weights was looked at: who writes into a file changes its time.
-    with suppress(OSError):
-        path = Path(target.facts.path)
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        told += [f"{file.name} {file.stat().st_mtime_ns}" for file in files]
+    path = Path(target.facts.path)
+    with suppress(OSError, ModelFileError):
+        told += map(_state, sorted(path.iterdir()) if path.is_dir() else gguf_files(path))
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):
-                told += [path.name, sample_of(path)]
+                told += [_state(path), sample_of(path)]
     return hashlib.sha256("\0".join(told).encode()).hexdigest()
+
+
+def _state(path: Path) -> str:
+    """What a file is called, and since when it is as it is: not every block was looked at. Raises OSError.
+
+    Who writes into a file changes both of its times, and only the first can be set back.
+    """
+    status = path.stat()
+    return f"{path.name} {status.st_mtime_ns} {status.st_ctime_ns}"

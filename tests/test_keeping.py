@@ -11,6 +11,7 @@ import pytest
 
 import edgespec
 from edgespec.errors import OptionError
+from edgespec.files import sample_of
 from edgespec.keeping import Keeping
 from edgespec.memory.kept import Worth
 
@@ -46,6 +47,23 @@ def test_only_the_same_model_run_in_the_same_way_goes_on(demo_target: Path, tmp_
         file.write(bytes([byte[0] ^ 1]))
     assert held(copy) == 0
     assert held(copy) > 20
+
+
+@pytest.mark.skipif(os.name != "posix", reason="where it is the time the file was made")
+def test_weights_that_were_changed_with_their_time_set_back_are_others(
+    demo_target: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(demo_target, copy)
+    assert held(copy) == 0
+    before, sample = copy.stat(), sample_of(copy)
+    with copy.open("r+b") as file:
+        file.seek(-450_000, os.SEEK_END)
+        file.write(bytes(64))
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (copy.stat().st_size, copy.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert sample_of(copy) == sample
+    assert held(copy) == 0
 
 
 def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:
