@@ -53,7 +53,7 @@ def main() -> int:
         os.environ["EDGESPEC_DATA_DIR"] = folder
         for kill in range(asked.kills):
             told, tells = os.pipe()
-            child = _forked(lambda seed=kill, told=tells: _talk(asked.target, seed, told))  # type: ignore[misc]
+            child = forked(lambda seed=kill, told=tells: _talk(asked.target, seed, told))  # type: ignore[misc]
             os.close(tells)
             # Most are killed while they talk, some while they load.
             if luck.random() < 0.9:
@@ -76,7 +76,7 @@ def _litter(folder: Path) -> list[Path]:
     return list(folder.rglob("*.tmp"))
 
 
-def _forked(work: Callable[[], object]) -> int:
+def forked(work: Callable[[], object]) -> int:
     """Do this in a child process; its number."""
     sys.stdout.flush()
     child = os.fork()
@@ -117,7 +117,7 @@ def _new(store: ChatStore) -> SavedChat:
 def _looked(target: str, kill: int, folder: Path, found: dict[str, Any]) -> None:
     """Look in a process of its own, as the next run would."""
     told = folder / "told.json"
-    child = _forked(lambda: told.write_text(json.dumps(_look(target, kill))))
+    child = forked(lambda: told.write_text(json.dumps(_look(target, kill))))
     _, status = os.waitpid(child, 0)
     if status:
         found["wrong"].append(f"after kill {kill} the next run ended with {status}")

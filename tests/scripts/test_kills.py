@@ -1,0 +1,41 @@
+"""What takes long, killed at random instants: what is there is whole, and the next run finishes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_everything.py"
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+
+
+def kills(count: int, *options: str) -> dict[str, Any]:
+    """What the script found."""
+    command = [sys.executable, str(SCRIPT), "--kills", str(count), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_few_kills_leave_nothing_half_downloaded() -> None:
+    found = kills(4, "--only", "downloads")["downloads"]
+    assert found["wrong"] == []
+    assert found["kills"] == 4
+    assert found["finished"] > 0
+
+
+@pytest.mark.long
+def test_many_kills_leave_nothing_half_made() -> None:
+    found = kills(200)
+    assert set(found) == {"chats", "downloads", "layerskip", "lowbit"}
+    assert sum(each["kills"] for each in found.values()) == 200
+    assert not [wrong for each in found.values() for wrong in each["wrong"]]
