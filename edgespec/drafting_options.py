@@ -44,7 +44,8 @@ class Drafting:
     is 2 % for `auto` and no bound for drafters that are named. measure_costs: find out at load what passes
     cost where that is not known; otherwise replies do.
     room_for_copy: `auto` may take a prepared copy with fewer bits for want of a draft model; False where the
-    plan found no memory for it.
+    plan found no memory for it. draft_kv_type: of the draft model's cache where the plan gave up more of it
+    than of the target's; empty is as the target's.
     Raises OptionError for a wrong value, and for an option that none of these methods reads.
     """
 
@@ -59,6 +60,7 @@ class Drafting:
     learn: bool = False
     max_loss: float | None = None
     room_for_copy: bool = True
+    draft_kv_type: str = ""
     measure_costs: bool = True
 
     def __post_init__(self) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Blueprint
 from edgespec.backends.room import context_wanted, readable
-from edgespec.catalog import Resolved, load_catalogue, require_mlx
+from edgespec.catalog import (
+    Resolved,
+    load_catalogue,
+    look,
+    require_mlx,
+    smaller_forms,
+    smaller_models,
+)
 from edgespec.drafters.windowed import window_for
 from edgespec.drafting_options import Drafting
-from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.errors import EdgespecError, MemoryBudgetError, OptionError
 from edgespec.memory import (
     Budget,
     Choice,
@@ -36,8 +44,11 @@ _PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**2
 # Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
 _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
 _ROOM_BYTES = 1 << 62
+_EVERYTHING: frozenset[StepName] = frozenset(get_args(StepName))
 # A model is worth naming where its weights leave so much for its cache.
 _WEIGHTS_SHARE = 0.85
+# With so short a context at least, unless another was asked for.
+_LEAST_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[StepName, str] = {
     "context": "use --context {context} or less, or give more with --memory",
     "draft_window": "leave --draft-window out, or give more with --memory",
@@ -121,6 +132,8 @@ def plan_pair(
     """
     wishes = wishes or Wishes()
     fixed = set(wishes.fixed)
+    if "kv_type" in fixed:
+        fixed.add("draft_kv_type")
     if "model" in how.asked or how.learn:
         fixed.add("draft")
     if "lowbit" in how.asked:
@@ -137,6 +150,8 @@ def plan_pair(
             options.gpu_layers,
         )
 
+        forms = [] if "draft" in wishes.fixed else pairs.smaller_drafts(start, budget)
+
         def fit(kept: set[StepName]) -> tuple[Choice, MemoryPlan]:
             return fitted(
                 start,
@@ -145,14 +160,22 @@ def plan_pair(
                 fixed=frozenset(kept),
                 prefer=wishes.prefer,
                 gpu_layers=pairs.target.layers,
+                draft_forms=forms,
             )
 
         choice, plan = fit(fixed)
         chosen = pairs.options_of(choice)
-        advice = "" if plan.fits else _advice(fixed, fit, pair, budget)
+        if choice.draft_form:
+            pair = replace(pair, draft=pairs.draft_of(choice))
+        advice = "" if plan.fits else _advice(fixed, fit, pair, options, budget)
     if pair.draft and not choice.draft:
         pair = replace(pair, draft=None, why_no_draft=f"the draft {pair.draft.name} does not fit the memory")
-    how = replace(how, window_tokens=choice.draft_window, room_for_copy=choice.copy)
+    how = replace(
+        how,
+        window_tokens=choice.draft_window,
+        room_for_copy=choice.copy,
+        draft_kv_type=choice.draft_kv_type,
+    )
     # The headroom is there for what backends count more closely, such as a file's own header.
     beside = ("process", "compute", "output")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
@@ -178,10 +201,10 @@ class _Models:
         self._options = replace(options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked)
         self.target = opened(pair.target, self._options)
         undo.callback(self.target.close)
-        self._draft: Blueprint | None = None
+        self._undo = undo
+        self._drafts: dict[str, tuple[Resolved, Blueprint]] = {}
         if pair.draft:
-            self._draft = opened(pair.draft, replace(options, draft=True, adapter=None))
-            undo.callback(self._draft.close)
+            self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
         self._copy: Blueprint | None = None
         if copy := _lowbit_copy(pair, how):
             self._copy = opened(copy, options)
@@ -189,6 +212,24 @@ class _Models:
         self._process_bytes = max(
             _PROCESS_BYTES[each.format] for each in (pair.target, pair.draft) if each is not None
         )
+
+    def _opened_draft(self, found: Resolved) -> Blueprint:
+        draft = opened(found, replace(self._options, low_bits=False, draft=True, adapter=None))
+        self._undo.callback(draft.close)
+        return draft
+
+    def smaller_drafts(self, start: Choice, budget: Budget) -> list[str]:
+        """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
+        if self._pair.draft is None or fitted(start, self.measure, budget, fixed=_EVERYTHING)[1].fits:
+            return []
+        for found in smaller_forms(self._pair.draft, look()):
+            with suppress(EdgespecError):
+                self._drafts[found.name] = found, self._opened_draft(found)
+        return [name for name in self._drafts if name]
+
+    def draft_of(self, choice: Choice) -> Resolved:
+        """The file that drafts."""
+        return self._drafts[choice.draft_form][0]
 
     def options_of(self, choice: Choice) -> LoadOptions:
         """How the target is loaded."""
@@ -208,20 +249,24 @@ class _Models:
         room = _ROOM_BYTES if choice.float32 else 0
         target = self.target.footprint(replace(target_options, memory_bytes=room))
         items = list(items_of("target", target))
-        if self._draft and pair.draft and choice.draft:
-            drafting = replace(for_draft(options, target.context_tokens, None), memory_bytes=_ROOM_BYTES)
+        if self._drafts and choice.draft:
+            found, draft = self._drafts[choice.draft_form]
             drafting = replace(
-                meant_for(pair.draft, pair.target, drafting),
+                for_draft(options, target.context_tokens, None),
+                memory_bytes=_ROOM_BYTES,
+                kv_type=choice.draft_kv_type or options.kv_type,
+            )
+            drafting = replace(
+                meant_for(found, pair.target, drafting),
                 context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
             )
-            items += items_of("draft", self._draft.footprint(drafting))
+            items += items_of("draft", draft.footprint(drafting))
         if self._copy and choice.copy:
             tokens = self._copied_tokens(choice, target.context_tokens)
             items += items_of("low-bit copy", self._copy.footprint(replace(options, context_tokens=tokens)))
         taken = sum(item.bytes for item in items)
-        headroom = max(_LEAST_HEADROOM_BYTES, int(taken * _HEADROOM_SHARE))
         items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
-        items.append(Item("free", "headroom", "headroom", headroom))
+        items.append(Item("free", "headroom", "headroom", _headroom(taken)))
         return Measured(tuple(items), target)
 
     def _draft_tokens(self, choice: Choice, target_tokens: int, trained_tokens: int) -> int:
@@ -271,6 +316,7 @@ def _advice(
     fixed: set[StepName],
     fit: Callable[[set[StepName]], tuple[Choice, MemoryPlan]],
     pair: Pair,
+    options: LoadOptions,
     budget: Budget,
 ) -> str:
     """What to give up of what was asked for, or the nearest model that would fit."""
@@ -280,18 +326,43 @@ def _advice(
             if plan.fits:
                 return text.format(context=choice.context_tokens)
     room = budget.bytes + budget.gpu_bytes
+    more = "give more with --memory"
+    for smaller in smaller_models(pair.target, look()):
+        if weight_bytes := _fitting_weights(smaller, options, room):
+            size = readable(weight_bytes)
+            return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
     fitting = [
         entry
         for entry in load_catalogue().entries
         if entry.approximate_file_bytes + _PROCESS_BYTES[entry.format] < room * _WEIGHTS_SHARE
         and entry is not pair.target.entry
     ]
-    more = "give more with --memory"
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
     nearest = max(fitting, key=lambda entry: entry.approximate_file_bytes)
     size = readable(nearest.approximate_file_bytes)
     return f"choose a smaller model, such as {nearest.name} ({size}), or a smaller quantisation, or {more}"
+
+
+def _fitting_weights(found: Resolved, options: LoadOptions, room_bytes: int) -> int:
+    """What the weights of a model take; 0 where it does not fit by itself, nor with a short context."""
+    asked = replace(options, context_tokens=options.context_tokens or _LEAST_CONTEXT_TOKENS, memory_bytes=0)
+    try:
+        model = opened(found, asked)
+    except EdgespecError:
+        return 0
+    try:
+        footprint = model.footprint(replace(asked, memory_bytes=room_bytes))
+    except EdgespecError:
+        return 0
+    finally:
+        model.close()
+    taken = footprint.bytes + _headroom(footprint.bytes) + _PROCESS_BYTES[found.format]
+    return footprint.of("weights") if taken <= room_bytes else 0
+
+
+def _headroom(taken_bytes: int) -> int:
+    return max(_LEAST_HEADROOM_BYTES, int(taken_bytes * _HEADROOM_SHARE))
 
 
 def check_fits(planned: Planned) -> None:

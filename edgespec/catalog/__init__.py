@@ -13,6 +13,7 @@ from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
+from edgespec.catalog.smaller import smaller_forms, smaller_models
 
 __all__ = [
     "Catalogue",
@@ -34,4 +35,6 @@ __all__ = [
     "recommended_drafts",
     "require_mlx",
     "resolve",
+    "smaller_forms",
+    "smaller_models",
 ]

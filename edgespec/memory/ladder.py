@@ -5,7 +5,7 @@ Nothing that was asked for in so many words is given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,17 @@ from edgespec.memory.plan import Decision, Item, MemoryPlan
 __all__ = ["Choice", "Measured", "Prefer", "StepName", "fitted"]
 
 Prefer = Literal["speed", "context"]
-StepName = Literal["context", "kv_type", "draft_window", "float32", "draft", "copy", "gpu_layers"]
+StepName = Literal[
+    "context",
+    "kv_type",
+    "draft_kv_type",
+    "draft_window",
+    "float32",
+    "draft_form",
+    "draft",
+    "copy",
+    "gpu_layers",
+]
 
 _BLOCK_TOKENS = 256
 # A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
@@ -35,6 +45,8 @@ class Choice:
     """How a pair is loaded, as far as that may be given up.
 
     context_tokens: of the target. draft: the draft is loaded too. draft_window: None is as without a budget.
+    draft_kv_type: empty is as the target's. draft_form: another file of the draft, with fewer bits; empty is
+    the one that was chosen.
     gpu_layers: None is all. float32: where that computes faster, 16-bit weights are widened. copy: a copy of
     the target with fewer bits drafts, where there is one.
     """
@@ -46,6 +58,8 @@ class Choice:
     gpu_layers: int | None = None
     float32: bool = True
     copy: bool = True
+    draft_kv_type: str = ""
+    draft_form: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +82,18 @@ def fitted(
     fixed: frozenset[StepName] = frozenset(),
     prefer: Prefer = "speed",
     gpu_layers: int = 0,
+    draft_forms: Sequence[str] = (),
 ) -> tuple[Choice, MemoryPlan]:
     """The first choice down the ladder that fits, or the last one, whose plan then does not.
 
     fixed: what was asked for and is kept. prefer: give up context before the draft, or the draft before
     context. gpu_layers: how many layers may be taken off graphics cards.
+    draft_forms: see `Choice.draft_form`, the largest first.
     """
     ladder = _Ladder(measure, budget)
     choice = start
     passed = [start]
-    for name, lower in _steps(start, prefer, gpu_layers):
+    for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
         if ladder.plan(choice).fits:
             break
         changed = replace(choice, **_values(name, lower))
@@ -89,7 +105,12 @@ def fitted(
         choice = _given_back(choice, passed, ladder)
         choice = _with_most_context(choice, start.context_tokens, ladder)
     if start.draft and not choice.draft:
-        choice = replace(choice, draft_window=start.draft_window)
+        choice = replace(
+            choice,
+            draft_window=start.draft_window,
+            draft_kv_type=start.draft_kv_type,
+            draft_form=start.draft_form,
+        )
     return choice, replace(ladder.plan(choice), decisions=_decisions(start, choice, ladder))
 
 
@@ -133,8 +154,10 @@ class _Ladder:
 _NAMES: tuple[StepName, ...] = (
     "context",
     "kv_type",
+    "draft_kv_type",
     "draft_window",
     "float32",
+    "draft_form",
     "draft",
     "copy",
     "gpu_layers",
@@ -146,13 +169,17 @@ def _values(name: StepName, choice: Choice) -> dict[str, Any]:
     return {field: getattr(choice, field)}
 
 
-def _steps(start: Choice, prefer: Prefer, layers: int) -> list[_Step]:
+def _steps(start: Choice, prefer: Prefer, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
     """What is given up, one after the other."""
     small = replace(start, context_tokens=min(start.context_tokens, _SMALL_CONTEXT_TOKENS))
     least = replace(start, context_tokens=min(start.context_tokens, _LEAST_CONTEXT_TOKENS))
     none: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     narrow: _Step = ("float32", replace(start, float32=False))
+    forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
+    # Guesses are checked: where they come from a coarser cache, the reply is the same.
     cache: list[_Step] = [
+        ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
+        ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
         ("kv_type", replace(start, kv_type="q8_0")),
         ("draft_window", replace(start, draft_window=_WINDOW_TOKENS)),
         ("kv_type", replace(start, kv_type="q4_0")),
@@ -164,13 +191,20 @@ def _steps(start: Choice, prefer: Prefer, layers: int) -> list[_Step]:
         if layers and (fewer := (layers + 1) * eighth // 8) < now
     ]
     if prefer == "speed":
-        return [("context", small), *cache, ("context", least), *none, narrow, *cards]
-    return [narrow, *cache, *none, *cards, ("context", small), ("context", least)]
+        return [("context", small), *cache, *forms, ("context", least), *none, narrow, *cards]
+    return [narrow, *cache, *forms, *none, *cards, ("context", small), ("context", least)]
 
 
 def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice:
     """The choice without what a later, larger step made needless."""
-    undone: tuple[StepName, ...] = ("float32", "kv_type", "draft_window", "context")
+    undone: tuple[StepName, ...] = (
+        "float32",
+        "kv_type",
+        "draft_form",
+        "draft_window",
+        "draft_kv_type",
+        "context",
+    )
     for name in undone:
         for earlier in passed:
             tried = replace(choice, **_values(name, earlier))
@@ -216,6 +250,11 @@ def _told(name: StepName, start: Choice, choice: Choice) -> tuple[str, str]:
         )
     if name == "kv_type":
         return f"a cache of type {choice.kv_type}", _QUALITY[choice.kv_type]
+    if name == "draft_kv_type":
+        return f"a draft cache of type {choice.draft_kv_type}", "guesses are checked: replies stay the same"
+    if name == "draft_form":
+        what = f"{choice.draft_form} as the draft"
+        return what, "it is the same model with fewer bits, whose guesses come true a little less often"
     if name == "draft_window":
         what = f"drafts see the last {choice.draft_window:,} tokens"
         return what, "its cache stops growing with the text"

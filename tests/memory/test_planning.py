@@ -11,13 +11,17 @@ import pytest
 
 import edgespec
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
+from edgespec.catalog.catalogue import models_folder
 from edgespec.drafting_options import Drafting
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import Budget
 from edgespec.pairing import Pair, find_pair
 from edgespec.planning import Planned, Wishes, check_fits, plan_pair
 from edgespec.prepare.lowbit import prepare_lowbit
+from tests.catalog.conftest import own_home as own_home
+from tests.catalog.stores import add_to_lmstudio
 
 _OPTIONS = LoadOptions(context_tokens=1024)
 
@@ -91,6 +95,84 @@ class TestCopies:
         assert "low-bit copy" not in _roles(planned)
         named = _planned(without, Drafting(methods=("lowbit",)), draft=None, fixed=fixed)
         assert not named.plan.fits
+
+
+def test_the_draft_s_cache_alone_is_quantised_first() -> None:
+    options = {"context": 4096, "draft_window": 0, "threads": 1, "keep": "none", "method": "model"}
+    prompt = {"prompt": "How do I list files?", "max_tokens": 16, "seed": 3}
+    replies, bytes_ = [], []
+    memory = None
+    for _ in range(2):
+        with edgespec.load("demo", "auto", **options, memory=memory) as runtime:  # type: ignore[arg-type]
+            assert runtime.draft is not None
+            assert runtime.plan is not None
+            reply = runtime.generate(**prompt)  # type: ignore[arg-type]
+            assert reply.stats.drafted_tokens > 0
+            replies.append(reply.tokens)
+            bytes_.append((runtime.target.kv_bytes, runtime.draft.kv_bytes))
+            memory = runtime.plan.total_bytes - 2**18
+            last = runtime.plan
+    assert replies[0] == replies[1]
+    (decision,) = last.decisions
+    assert decision.what == "a draft cache of type q8_0"
+    assert decision.why == "guesses are checked: replies stay the same"
+    assert decision.bytes >= 2**18
+    assert last.fits
+    assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
+    assert bytes_[1][1] < 2 * bytes_[0][1]
+
+
+class TestWhatIsHere:
+    """LM Studio has the demo's models with fewer bits; the hub cannot be reached."""
+
+    @pytest.fixture(autouse=True)
+    def shelf(self, own_home: Path, tmp_path: Path) -> None:
+        folder = own_home / ".lmstudio" / "models" / "maker"
+        for name, files in (("Large", "target"), ("Small", "draft")):
+            path = models_folder() / f"demo-{files}-q8_0.gguf"
+            copy = tmp_path / f"{name}.gguf"
+            quantise(path, copy, "Q4_0")
+            add_to_lmstudio(folder, f"{name}-GGUF/{name}-Q4_0.gguf", copy)
+
+    def test_the_draft_with_fewer_bits_drafts_where_the_other_does_not_fit(self) -> None:
+        fixed = Wishes(frozenset({"context", "kv_type", "draft_window"}))
+        total = _total(fixed=fixed)
+        assert _planned(total, fixed=fixed).plan.decisions == ()
+        planned = _planned(total - 1, fixed=fixed)
+        assert planned.plan.fits
+        assert planned.pair.draft is not None
+        assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
+        (decision,) = planned.plan.decisions
+        assert decision.what == "maker/Small-GGUF as the draft"
+        assert "same model with fewer bits" in decision.why
+        assert decision.bytes > 2**18
+        named = _planned(total - 1, fixed=Wishes(fixed.fixed | {"draft"}))
+        assert not named.plan.fits
+        memory, found = None, []
+        for _ in range(2):
+            how = {"context": 1024, "kv_type": "f16", "threads": 1, "method": "model", "keep": "none"}
+            with edgespec.load("demo", "auto", **how, memory=memory) as runtime:  # type: ignore[arg-type]
+                assert runtime.draft is not None
+                assert runtime.plan is not None
+                reply = runtime.generate("How do I list files?", max_tokens=16, seed=3)
+                found.append((runtime.draft.name, reply.tokens))
+                memory = runtime.plan.total_bytes - 1
+        assert [name for name, _ in found] == ["demo-draft", "maker/Small-GGUF"]
+        assert found[0][1] == found[1][1]
+
+    def test_a_refusal_names_what_is_here_first(self) -> None:
+        target = resolve("maker/Large-GGUF", allow_download=False)
+        fixed = Wishes(frozenset({"kv_type", "draft_window"}))
+        quarter = LoadOptions(context_tokens=512)
+        smaller = plan_pair(Pair(target, None, ""), Drafting(), quarter, Budget(1 << 40, "here"), fixed)
+        planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
+        assert not planned.plan.fits
+        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*the nearest model on this"):
+            check_fits(planned)
+        other = _planned(smaller.plan.total_bytes - 1, options=quarter, draft=None, fixed=fixed)
+        assert "choose maker/Small-GGUF (" in other.advice
+        none = _planned(2**20, options=quarter, draft=None, fixed=fixed)
+        assert "on this machine" not in none.advice
 
 
 def test_loading_goes_by_the_plan() -> None:
