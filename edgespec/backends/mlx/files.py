@@ -160,6 +160,8 @@ def outline_of(path: str, name: str, options: LoadOptions) -> Outline:
     with _translated(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = lm().load_model(folder, lazy=True)
+    # Fresh layers draw random weights that nobody looks at, yet each draw would be remembered for good.
+    core().eval(core().random.state)
     if adapter:
         with _translated(str(adapter)):
             model = lm().load_adapters(model, str(adapter))

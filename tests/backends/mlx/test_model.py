@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
 from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
@@ -215,13 +217,27 @@ class TestLoading:
             model.close()
 
     def test_memory_comes_back_when_models_are_closed(self) -> None:
+        """MLX's own arrays all of them; of the process, what fragments leave and no model."""
         code = (
             "import edgespec, psutil\n"
+            "import mlx.core as mx\n"
             "for cycle in range(7):\n"
-            "    with edgespec.load('demo-mlx', context=256) as runtime:\n"
+            "    with edgespec.load('demo-mlx', context=256, keep='none') as runtime:\n"
             "        runtime.generate('hi', max_tokens=8, seed=1)\n"
-            "    print(psutil.Process().memory_info().rss)\n"
+            "    held = psutil.Process().memory_info().rss\n"
+            "    print(held, mx.get_active_memory(), runtime.target.weight_bytes)\n"
         )
         ran = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
-        sizes = [int(line) for line in ran.stdout.split()]
-        assert sizes[6] - sizes[1] < 5 * 2**20
+        sizes, arrays, weights = zip(
+            *(map(int, line.split()) for line in ran.stdout.splitlines()), strict=True
+        )
+        assert max(arrays) < 1024
+        assert sizes[6] - sizes[1] < weights[0]
+
+    def test_weights_that_are_drawn_and_dropped_leave_nothing(self) -> None:
+        """Every draw is remembered by the next one until it is computed."""
+        mx.random.uniform()
+        mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=64)).close()
+        state: Any = mx.random.state
+        mx.export_to_dot(graph := StringIO(), state[0])
+        assert "Split" not in graph.getvalue()
