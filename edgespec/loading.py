@@ -16,7 +16,7 @@ from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
 from edgespec.growing import FIRST_TOKENS, room_to_grow
 from edgespec.keeping import Keeping, kept_texts
-from edgespec.memory import available_bytes, parse_size
+from edgespec.memory import available_bytes, check_room_to_plan, parse_size
 from edgespec.methods import Drafters
 from edgespec.pairing import adapter_folder, find_pair, load_draft, load_target
 from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
@@ -127,6 +127,7 @@ def load(
         adapter=None if adapter is None else adapter_folder(adapter),
     )
     keeping = Keeping.read(keep, keep_memory, keep_disk)
+    check_room_to_plan()
     pair = find_pair(target, draft, how, progress, options)
     wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
     budget = budget_for(pair, given_bytes)

@@ -13,7 +13,7 @@ from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import flag, text, whole_number
 from edgespec.drafting_options import Branches, Drafting
 from edgespec.keeping import Keeping
-from edgespec.memory import MemoryPlan, available_bytes, parse_size
+from edgespec.memory import MemoryPlan, available_bytes, check_room_to_plan, parse_size
 from edgespec.pairing import adapter_folder, find_pair
 from edgespec.planning import Planned, Wishes, budget_for, plan_pair
 
@@ -59,7 +59,8 @@ def plan(
     """What `load` with the same options would take and decide.
 
     Nothing is loaded and no model downloaded: of one that is not here its metadata is read from the hub.
-    Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so.
+    Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so. That is
+    raised only where this process may not even take what looking at a model needs.
     """
     text("target", target, "a path, user/repo:quant or a name such as demo")
     how = Drafting(
@@ -78,6 +79,7 @@ def plan(
         memory_bytes=available_bytes() if given_bytes is None else given_bytes,
         adapter=None if adapter is None else adapter_folder(adapter),
     )
+    check_room_to_plan()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 
         def find(reference: str) -> Resolved:

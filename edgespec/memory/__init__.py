@@ -3,6 +3,7 @@
 from edgespec.memory.budget import (
     Budget,
     available_bytes,
+    check_room_to_plan,
     find_budget,
     parse_size,
     peak_bytes,
@@ -23,6 +24,7 @@ __all__ = [
     "Prefer",
     "StepName",
     "available_bytes",
+    "check_room_to_plan",
     "find_budget",
     "fitted",
     "items_of",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from edgespec.backends.room import readable
-from edgespec.errors import OptionError
+from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
@@ -19,6 +19,7 @@ if sys.platform != "win32":
 __all__ = [
     "Budget",
     "available_bytes",
+    "check_room_to_plan",
     "find_budget",
     "parse_size",
     "peak_bytes",
@@ -29,6 +30,8 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
+# What llama.cpp may take to say how large a model and its contexts would be; without it, it aborts.
+_PLANNING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,25 @@ def _reserve(found_bytes: int) -> int:
 
 def parse_size(text: str | int) -> int:
     """Bytes from `8GiB`, `8GB`, `800M` or a plain number. Raises OptionError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
+    if isinstance(text, int) and abs(text) >= 1 << 62:
+        raise OptionError("memory is a number beyond any machine", "write it like 8GiB, 8GB or 800MiB")
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
     if not match or (match[3] and not match[2]):
         raise OptionError(f"memory is {text!r}", "write it like 8GiB, 8GB or 800MiB")
     unit = match[2].lower()
     return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
+
+
+def check_room_to_plan() -> None:
+    """Raises MemoryBudgetError where there is no memory even to look at a model: libraries would abort."""
+    least = min(process_limits(), key=lambda limit: limit.bytes)
+    left = max(0, least.bytes - resident_bytes())
+    if left < _PLANNING_BYTES:
+        raise MemoryBudgetError(
+            f"this process may take {readable(left)} more ({least.what}),"
+            f" and looking at a model takes {readable(_PLANNING_BYTES)}",
+            "close other programs, or raise the limit",
+        )
 
 
 def available_bytes() -> int:

@@ -129,7 +129,7 @@ import edgespec, psutil
 from edgespec.backends.llamacpp.native import library
 
 library()
-limit = psutil.Process().memory_info().vms + 450 * 2**20
+limit = psutil.Process().memory_info().vms + int((sys.argv[4:] or [450])[0]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 path, context, kv_type = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 try:
@@ -153,6 +153,15 @@ def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is not kept elsewhere")
 class TestHardLimit:
+    @pytest.mark.parametrize("left", ["20", "35"])
+    def test_without_room_to_plan_it_says_so(self, left: str) -> None:
+        program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), "1024", "auto", left]
+        done = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        name, what, _ = json.loads(done.stdout)
+        assert name == "MemoryBudgetError"
+        assert "ulimit -v" in what
+
     def test_what_was_planned_to_fit_runs(self) -> None:
         plan, generated, context = _limited(65_536)
         assert "address space" in plan["budget_from"]

@@ -31,9 +31,25 @@ def test_sizes(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "lots", "-1", "-1GB", "8XB", "GiB", "8iB", "1,5GB", "1e9", "8 G B", "nan"]
+    "text",
+    [
+        "",
+        "lots",
+        "-1",
+        "-1GB",
+        "8XB",
+        "GiB",
+        "8iB",
+        "1,5GB",
+        "1e9",
+        "8 G B",
+        "nan",
+        "٣GiB",
+        "9" * 400,
+        10**400,
+    ],
 )
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(OptionError, match="memory is"):
         parse_size(text)
 
