@@ -41,7 +41,7 @@ class TestNoMemory:
         model = load(name, tmp_path, first_tokens=SMALL, memory_bytes=enough)
         tokens = tokens_for(model, 100)
         model.prefill(tokens)
-        with pytest.raises(MemoryBudgetError, match="--context"):
+        with pytest.raises(MemoryBudgetError, match="are left for it; use --context"):
             model.resize(1 << 30)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
         model.resize(LARGE)

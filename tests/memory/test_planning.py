@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from edgespec.memory import Budget
 from edgespec.pairing import Pair, find_pair
 from edgespec.planning import Planned, Wishes, check_fits, plan_pair
 from edgespec.prepare.lowbit import prepare_lowbit
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.catalog.conftest import own_home as own_home
 from tests.catalog.stores import add_to_lmstudio
 
@@ -203,3 +205,17 @@ def test_a_plan_in_python(tmp_path: Path) -> None:
     assert (preview.target, preview.draft) == ("demo", "demo-draft")
     with pytest.raises(edgespec.EdgespecError):
         edgespec.plan(str(tmp_path / "none.gguf"))
+
+
+def test_weights_that_the_plan_leaves_as_they_are_stay_so(tmp_path: Path) -> None:
+    pytest.importorskip("mlx.core")
+    path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
+    options: dict[str, Any] = {"draft": "none", "method": "none", "context": 512}
+    with edgespec.load(str(path), **options) as runtime:
+        assert runtime.plan is not None
+        needed = runtime.plan.total_bytes - runtime.plan.kept_bytes
+        widened = runtime.target.weight_bytes
+    with edgespec.load(str(path), **options, memory=needed - 1) as runtime:
+        assert runtime.plan is not None
+        assert [each.what for each in runtime.plan.decisions] == ["16-bit weights as they are"]
+        assert runtime.target.weight_bytes < 0.6 * widened

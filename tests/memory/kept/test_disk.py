@@ -120,6 +120,14 @@ def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path
     assert not disk.write("x", "", TEXT, Snapshot(50, bytes(7000)), 1.0)
 
 
+def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", 4000, tmp_path)
+    first = put(disk, TEXT[:20], seconds=1e-6)
+    put(disk, TEXT[5:40], seconds=1.0, size=2000)
+    last = put(disk, TEXT, 20, seconds=1e-3, size=2000)
+    assert [piece.name for piece in disk.stored()] == [first, last]
+
+
 def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.memory.kept.disk._LOCK_SECONDS", 0.05)
     disk = KeptDisk("a model", PLENTY, tmp_path)
