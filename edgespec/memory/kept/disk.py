@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import time
@@ -34,6 +35,10 @@ _SIZES = struct.Struct("<II")  # bytes of the header, crc32 of the header
 _SUFFIX = ".kept"
 _BLOCK_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 24
+_MOST_COUNT = 1 << 62
+_TEXTS = ("identity", "name", "after")
+_COUNTS = ("start", "end", "data_bytes", "tokens_sum")
+_DIGEST = re.compile(r"[0-9a-f]*")
 _LOCK_SECONDS = 1.0
 # Its time says when all was forgotten last.
 _FORGOTTEN = "forgotten"
@@ -276,8 +281,29 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         told = file.read(size) if size <= _MOST_HEADER_BYTES else b""
     if len(told) != size or crc32(told) != checksum:
         raise ValueError("it is damaged")
-    header = json.loads(told)
+    try:
+        header = json.loads(told)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not _is_sound(header):
+        raise ValueError("it says nothing that could be")
     return header, len(_MAGIC) + _SIZES.size + size
+
+
+def _is_sound(header: Any) -> bool:
+    """Whether a header is one that `write` could have written."""
+    if not isinstance(header, dict) or not all(isinstance(header.get(key), str) for key in _TEXTS):
+        return False
+    if not all(type(header.get(key)) is int and 0 <= header[key] < _MOST_COUNT for key in _COUNTS):
+        return False
+    seconds = header.get("seconds")
+    return (
+        header["start"] <= header["end"]
+        and _DIGEST.fullmatch(header["after"]) is not None
+        and type(seconds) in (int, float)
+        and 0 <= seconds < _MOST_COUNT
+        and "sums" in header
+    )
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
