@@ -35,10 +35,16 @@ _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
 
 
+def _chosen(variable: str) -> Path | None:
+    """The folder that a variable names; a line end after it was never meant."""
+    text = os.environ.get(variable, "").rstrip("\r\n")
+    return Path(text).expanduser() if text else None
+
+
 def data_folder() -> Path:
     """Where edgespec keeps what a user made: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
-    if chosen := os.environ.get("EDGESPEC_DATA_DIR"):
-        return Path(chosen).expanduser()
+    if chosen := _chosen("EDGESPEC_DATA_DIR"):
+        return chosen
     from platformdirs import user_data_path
 
     return user_data_path("edgespec", appauthor=False)
@@ -46,8 +52,8 @@ def data_folder() -> Path:
 
 def cache_folder() -> Path:
     """Where edgespec keeps what it can make again: `$EDGESPEC_CACHE_DIR`, or the platform's cache folder."""
-    if chosen := os.environ.get("EDGESPEC_CACHE_DIR"):
-        return Path(chosen).expanduser()
+    if chosen := _chosen("EDGESPEC_CACHE_DIR"):
+        return chosen
     from platformdirs import user_cache_path
 
     return user_cache_path("edgespec", appauthor=False)
@@ -55,8 +61,8 @@ def cache_folder() -> Path:
 
 def config_folder() -> Path:
     """Where a user's settings are: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
-    if chosen := os.environ.get("EDGESPEC_CONFIG_DIR"):
-        return Path(chosen).expanduser()
+    if chosen := _chosen("EDGESPEC_CONFIG_DIR"):
+        return chosen
     from platformdirs import user_config_path
 
     return user_config_path("edgespec", appauthor=False)

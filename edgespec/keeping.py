@@ -39,13 +39,19 @@ class Keeping:
         """From the options of `load`. Raises OptionError."""
         if text("keep", place, "none, memory or disk") not in PLACES:
             raise OptionError(f"keep is {place!r}", f"choose one of {', '.join(PLACES)}")
-        sizes = (None if size is None else parse_size(size) for size in (memory, disk))
-        return cls(place, *sizes)
+        return cls(place, _size("keep_memory", memory), _size("keep_disk", disk))
 
     @property
     def wanted_bytes(self) -> int | None:
         """See `Wishes.kept_bytes`."""
         return 0 if self.place == "none" else self.memory_bytes
+
+
+def _size(name: str, given: str | int | None) -> int | None:
+    try:
+        return None if given is None else parse_size(given)
+    except OptionError as error:
+        raise OptionError(f"{name} is {given!r}", error.next_step) from error
 
 
 def kept_texts(

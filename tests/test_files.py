@@ -39,6 +39,9 @@ def test_a_folder_can_be_chosen(
     assert folder() == tmp_path
     monkeypatch.setenv(variable, "~/elsewhere")
     assert folder() == Path.home() / "elsewhere"
+    # As from a file that a service reads.
+    monkeypatch.setenv(variable, f"{tmp_path}\r\n")
+    assert folder() == tmp_path
     monkeypatch.delenv(variable)
     assert "edgespec" in str(folder())
 

@@ -240,6 +240,8 @@ def json_of_failed(run: Run, *words: str) -> dict[str, Any]:
         ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); choose auto"),
         ('memory = "much"', "memory is 'much' (memory is set in {file}); write it like 8GiB"),
         ('target = "nonesuch"', "no model is called nonesuch (target is set in {file}); "),
+        ('keep_disk = "-4"', "keep_disk is '-4' (keep_disk is set in {file}); write it like 8GiB"),
+        ('target = "nonesuch\\n"', "no model is called nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
         ("threads = 5000", "threads is 5000 (threads is set in {file}); give a whole number from 1 to 1024"),
     ],
