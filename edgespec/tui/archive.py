@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
 from edgespec.errors import ChatFileError, EdgespecError
@@ -17,15 +18,32 @@ class Archive:
     def __init__(self, store: ChatStore) -> None:
         self._store = store
         self._lock = asyncio.Lock()
+        # When each chat was changed last, as far as it is known here.
+        self._updated: dict[str, datetime] = {}
 
-    async def save(self, session: Session, target: str) -> None:
-        """Save the session as it is now, giving it an id the first time. An empty chat is not saved."""
+    async def save(self, session: Session, target: str) -> bool:
+        """Save the session as it is now, giving it an id the first time. An empty chat is not saved.
+
+        True where another program has changed the chat meanwhile: what it wrote stays, and the session has
+        a new id.
+        """
         if not session.lines:
-            return
-        session.id = session.id or self._store.new_id()
-        chat = session.saved(target)
+            return False
         async with self._lock:
+            parted = bool(session.id) and await asyncio.to_thread(self._changed_elsewhere, session.id)
+            if parted or not session.id:
+                session.id = self._store.new_id()
+            chat = session.saved(target)
             await asyncio.to_thread(self._store.save, chat)
+            self._updated[chat.id] = chat.updated
+        return parted
+
+    def _changed_elsewhere(self, chat_id: str) -> bool:
+        try:
+            there = self._store.load(chat_id)
+        except ChatFileError:
+            return False
+        return chat_id in self._updated and there.updated != self._updated[chat_id]
 
     async def list(self) -> list[StoredChat]:
         """All chats, newest first."""
@@ -35,7 +53,9 @@ class Archive:
     async def load(self, chat_id: str) -> SavedChat:
         """One chat."""
         async with self._lock:
-            return await asyncio.to_thread(self._store.load, chat_id)
+            chat = await asyncio.to_thread(self._store.load, chat_id)
+            self._updated[chat.id] = chat.updated
+            return chat
 
     async def delete(self, chat_id: str) -> None:
         """Remove one chat, and with it what is kept of chats for later ones: to guess from, and as read.

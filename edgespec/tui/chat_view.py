@@ -132,10 +132,12 @@ class ChatView(Screen[None]):
     async def save(self) -> bool:
         """Save the chat and refresh the list; a failure is said in the transcript."""
         try:
-            await self.archive.save(self.session, self.runtime.target.name)
+            parted = await self.archive.save(self.session, self.runtime.target.name)
         except ChatFileError as error:
             await self.show_error(error)
             return False
+        if parted:
+            await self.transcript.note("This chat was changed elsewhere: from here on it is one of its own.")
         await self.refresh_sidebar()
         return True
 

@@ -1,0 +1,54 @@
+"""Saved chats that two programs have open at once: neither loses what the other wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.store import ChatStore
+from edgespec.tui.archive import Archive
+from edgespec.tui.session import Line, Session
+
+
+async def opened(archive: Archive, chat_id: str) -> Session:
+    return Session.opened(await archive.load(chat_id), {})
+
+
+def says(session: Session, text: str) -> None:
+    session.lines += [Line("user", text), Line("assistant", f"{text}!")]
+
+
+async def test_a_chat_that_another_program_went_on_with_becomes_two(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    one, other = Archive(store), Archive(store)
+    mine = Session()
+    says(mine, "hello")
+    assert not await one.save(mine, "demo")
+    theirs = await opened(other, mine.id)
+    assert theirs.id == mine.id
+    says(mine, "mine")
+    assert not await one.save(mine, "demo")
+    says(theirs, "theirs")
+    assert await other.save(theirs, "demo")
+    assert theirs.id != mine.id
+    says(theirs, "more")
+    assert not await other.save(theirs, "demo")
+    assert store.load(mine.id).messages == mine.messages
+    assert store.load(theirs.id).messages == theirs.messages
+
+
+async def test_a_chat_that_another_program_deleted_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat = Session()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+    chat_id = chat.id
+    await Archive(store).delete(chat_id)
+    says(chat, "still here")
+    assert not await archive.save(chat, "demo")
+    assert store.load(chat_id).messages == chat.messages
