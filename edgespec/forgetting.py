@@ -25,8 +25,9 @@ def forget(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
     """Delete what is kept on disk beside the saved chats. Gives the bytes that were freed.
 
     replies: of earlier chats, and what was new of their prompts, that guesses are looked up in. learnt:
-    drafts that were trained, layers that were found and what passes cost, of every model; the next load
-    drafts with what was downloaded. kept: what models have read of chats; a chat that goes on is read again.
+    drafts that were trained, layers that were found, what passes cost and how often guesses came true, of
+    every model; the next load drafts with what was downloaded. kept: what models have read of chats; a chat
+    that goes on is read again.
     A runtime that is open keeps what it learnt, and may save it again.
     Raises EdgespecError where a file cannot be deleted.
     """

@@ -82,7 +82,8 @@ class LearntFile:
 
 def forget_learnt(folder: Path | None = None) -> int:
     """Delete what was learnt, about every model. Gives the bytes that were freed. Raises OSError."""
-    return removed((folder or _default_folder()).glob("*.npz"))
+    folder = folder or _default_folder()
+    return removed(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
 
 def identity_of(*models: ModelFacts) -> str:

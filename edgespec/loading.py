@@ -9,6 +9,7 @@ from dataclasses import replace
 from os import PathLike
 
 from edgespec.backends.base import LoadOptions, Progress
+from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import flag, path_text, text, whole_number
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafting import outfit
@@ -18,7 +19,7 @@ from edgespec.growing import FIRST_TOKENS, room_to_grow
 from edgespec.keeping import Keeping, kept_texts
 from edgespec.memory import available_bytes, check_room_to_plan, parse_size
 from edgespec.methods import Drafters
-from edgespec.pairing import adapter_folder, find_pair, load_draft, load_target
+from edgespec.pairing import Pair, adapter_folder, find_pair, load_draft, load_target
 from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
@@ -173,7 +174,15 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             costs=costs,
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
+            record=_record_of(pair, how),
             kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan),
         )
         undo.pop_all()
         return runtime
+
+
+def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:
+    """Where guesses are counted; not of drafts that change, or guess when sure or several at once."""
+    if pair.draft is None or how.branches or how.confidence or how.learn:
+        return None
+    return PairRecord((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

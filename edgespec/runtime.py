@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.catalog.acceptances import PairRecord
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
@@ -65,6 +66,7 @@ class Runtime:
         notice: str = "",
         plan: MemoryPlan | None = None,
         kept: KeptTexts | None = None,
+        record: PairRecord | None = None,
     ) -> None:
         vocabulary = target.vocabulary
         self._target, self._draft, self._notice = target, draft, notice
@@ -80,6 +82,7 @@ class Runtime:
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults.method)[1]
         self.plan: MemoryPlan | None = plan
+        self._record = record
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         self._session = Session(target, drafters, kept, draft)
@@ -232,9 +235,17 @@ class Runtime:
             self.draft.name if self.draft else None,
             report,
             stats,
-            on_end=on_end,
+            on_end=lambda reply: self._ended(reply, on_end),
             progress=progress,
         )
+
+    def _ended(self, reply: Reply | None, on_end: Callable[[Reply | None], None] | None) -> None:
+        """A reply is over; what the draft model alone has guessed tells how good it is for this target."""
+        if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
+            stats = reply.stats
+            self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
+        if on_end:
+            on_end(reply)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """The target itself, for measurements: no reply can start meanwhile, and its cache starts empty.
@@ -274,6 +285,8 @@ class Runtime:
     def close(self) -> None:
         """Stop what runs and free the models. Closing again does nothing."""
         self._session.close()
+        if self._record:
+            self._record.keep()
 
     def __enter__(self) -> Runtime:
         return self

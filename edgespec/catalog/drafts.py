@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgespec.catalog.acceptances import Acceptances
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
 from edgespec.catalog.expected import expected_speedup
 from edgespec.catalog.known import Known
@@ -43,7 +44,8 @@ class DraftOption:
     path: None where it is not on this machine. by: who says so, the catalogue or its tokens.
     shared_share: of the target's tokens, those it has; None where its file is not here to be looked into.
     size_bytes: of its files. needed_bytes: with its cache at the usual context. speedup: what may be expected
-    (see `expected_speedup`). architecture: empty where only the catalogue tells.
+    (see `expected_speedup`). architecture: empty where only the catalogue tells. acceptance: of its guesses
+    for this target, where enough were made here; None where it is assumed.
     """
 
     reference: str
@@ -56,6 +58,15 @@ class DraftOption:
     needed_bytes: int
     speedup: float
     architecture: str = ""
+    acceptance: float | None = None
+
+    @property
+    def why(self) -> str:
+        """What may be expected, and how that is known, in words."""
+        gain = f"about {self.speedup:.1f}x plain decoding may be expected"
+        if self.acceptance is None:
+            return f"by its size {gain}, assumed"
+        return f"with {self.acceptance:.0%} of its guesses accepted {gain}, measured"
 
     @property
     def tokens(self) -> str:
@@ -124,10 +135,7 @@ def choose_draft(
         best = _best(promising, recommended_drafts(target.entry) if target.entry else [])
         draft = resolve(best.reference, allow_download=False)
         others = f", the best of {len(promising)}" if len(promising) > 1 else ""
-        why = (
-            f"it has {best.tokens}, and by its size about {best.speedup:.1f}x plain decoding may be"
-            f" expected{others}"
-        )
+        why = f"it has {best.tokens}, and {best.why}{others}"
         return Choice(draft, why, usual=best.by == "catalogue")
     return Choice(None, _why_none(target, found, fitting))
 
@@ -249,6 +257,7 @@ def _of_shelf(
     cost = shelved.info.pass_bytes / info.pass_bytes
     if cost > _MOST_COST:
         return None
+    acceptance = Acceptances().of((target.path, target.format), (shelved.path, shelved.format))
     size_share = shelved.info.parameters / max(1, info.parameters)
     return DraftOption(
         shelved.reference,
@@ -259,8 +268,9 @@ def _of_shelf(
         shelved.info.parameters,
         shelved.info.size_bytes,
         shelved.info.size_bytes + shelved.info.kv_bytes * _context(info, None),
-        expected_speedup(min(size_share, 1.0), cost, shared),
+        expected_speedup(min(size_share, 1.0), cost, shared, acceptance),
         shelved.info.architecture,
+        acceptance,
     )
 
 

@@ -6,9 +6,9 @@ import math
 
 __all__ = ["expected_acceptance", "expected_speedup"]
 
-# Our assumption, not a measurement: drafts of 1, 10 and 100 % of the target's size have 0.70, 0.78 and 0.86 of
-# their guesses accepted. Larger drafts do better, and a model of the same family far from perfectly. The
-# embedded pair (21 %) has 0.75 where this says 0.80; a pair that has run here is known better, see `learnt`.
+# Our assumption, not a measurement: of drafts of 1, 10 and 100 % of the target's size 0.70, 0.78 and 0.86 of
+# the guesses are accepted. Larger drafts guess better, and even as large a model not perfectly. The embedded
+# pair (21 %) has 0.75 where this says 0.80; what has run here is known better, see `Acceptances`.
 _AT_EQUAL_SIZE, _PER_DECADE = 0.86, 0.08
 _LEAST, _MOST = 0.3, 0.95
 # A verified row costs this much of a plain step, with F16 weights on two cores of a processor.
@@ -25,13 +25,15 @@ def expected_acceptance(size_share: float, shared_share: float = 1.0) -> float:
     return min(max(guess, _LEAST), _MOST) * shared_share
 
 
-def expected_speedup(size_share: float, cost: float, shared_share: float = 1.0) -> float:
+def expected_speedup(
+    size_share: float, cost: float, shared_share: float = 1.0, measured: float | None = None
+) -> float:
     """Tokens per second against plain decoding, at the best draft length.
 
     cost: what one guess costs in plain steps: the bytes it reads over the bytes that the target reads, for
-    decoding waits for memory.
+    decoding waits for memory. measured: the acceptance, where this pair has run.
     """
-    acceptance = expected_acceptance(size_share, shared_share)
+    acceptance = expected_acceptance(size_share, shared_share) if measured is None else measured
     best, tokens = 0.0, 1.0
     for length in range(1, _LONGEST + 1):
         tokens += acceptance**length

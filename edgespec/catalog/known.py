@@ -20,7 +20,7 @@ from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_heade
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder, read_regular, write_private
 
-__all__ = ["Known"]
+__all__ = ["Known", "state_of"]
 
 _VERSION = 1
 _MOST_MODELS, _MOST_SHARES = 2000, 20_000
@@ -37,7 +37,7 @@ class Known:
 
     def info(self, path: Path, form: ModelFormat) -> ModelInfo:
         """The facts of a model in one of its forms. Raises ModelFileError where it is none."""
-        state = _state(path, form)
+        state = state_of(path, form)
         key = str(path)
         entry = self._models.get(key)
         if entry is not None and entry[0] == state:
@@ -107,7 +107,7 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
     return info
 
 
-def _state(path: Path, form: ModelFormat) -> str:
+def state_of(path: Path, form: ModelFormat) -> str:
     """Sizes and times of a model's files: another text when one of them changed. Raises ModelFileError."""
     try:
         if form != "gguf":

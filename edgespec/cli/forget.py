@@ -34,7 +34,8 @@ def command(what: str, as_json: bool) -> int:
 
     \b
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
-    learnt    drafts trained with --learn, layers that swift found, and what passes cost
+    learnt    drafts trained with --learn, layers that swift found, what passes cost, and how often
+              guesses came true
     kept      what models have read of chats (a chat keeps it, or --keep disk): they are read again
     all       all three [default]
 

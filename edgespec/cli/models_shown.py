@@ -215,6 +215,7 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
         "parameters": option.parameters,
         "file_bytes": option.size_bytes,
         "expected_speedup": round(option.speedup, 3),
+        "measured_acceptance": option.acceptance,
     }
 
 
@@ -272,7 +273,8 @@ def _draft_lines(options: Sequence[DraftOption], choice: Choice) -> list[tuple[s
         here = "" if option.path else ", not on this machine"
         form = ", MLX" if option.format == "mlx" else ""
         sizes = f"{_count_text(option.parameters)} parameters, {size_text(option.size_bytes)}{form}"
-        gain = f"about {option.speedup:.1f}x may be expected{here}"
+        known = "assumed" if option.acceptance is None else "measured"
+        gain = f"about {option.speedup:.1f}x may be expected, {known}{here}"
         lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
     if len(options) > _MOST_DRAFTS:
         lines.append(("can draft", f"and {len(options) - _MOST_DRAFTS} more"))

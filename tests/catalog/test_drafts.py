@@ -77,7 +77,9 @@ def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
-    assert choice.why == ("it has the same tokens, and by its size about 1.5x plain decoding may be expected")
+    assert choice.why == (
+        "it has the same tokens, and by its size about 1.5x plain decoding may be expected, assumed"
+    )
     assert not choice.usual
     assert chosen("maker/Large-GGUF") == choice
 
