@@ -284,11 +284,12 @@ class TestTheBudget:
         assert room_to_grow(self.plan(0))
 
     def test_all_is_taken_at_once_otherwise(self) -> None:
-        with edgespec.load("demo", None, context=1024) as runtime:
+        options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none"}
+        with edgespec.load("demo", **options) as runtime:
             assert runtime.plan is not None
             least = runtime.plan.total_bytes - runtime.plan.kept_bytes
         for more, expected in ((0, 1024), (1 << 30, FIRST)):
-            with edgespec.load("demo", None, context=1024, memory=least + more) as runtime:
+            with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
 
     @given(st.integers(1, 40), st.lists(st.integers(1, 3000), max_size=12))
