@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from edgespec.backends.footprint import Footprint
 from edgespec.errors import MemoryBudgetError, OptionError
@@ -151,17 +151,7 @@ class _Ladder:
         return any(new.taken_bytes(pool) < old.taken_bytes(pool) for pool in short)
 
 
-_NAMES: tuple[StepName, ...] = (
-    "context",
-    "kv_type",
-    "draft_kv_type",
-    "draft_window",
-    "float32",
-    "draft_form",
-    "draft",
-    "copy",
-    "gpu_layers",
-)
+_NAMES: tuple[StepName, ...] = get_args(StepName)
 
 
 def _values(name: StepName, choice: Choice) -> dict[str, Any]:

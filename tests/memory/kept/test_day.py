@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "day_of_chats.py"
+from tests.scripts.running import found_by
 
 
 def day(*options: str) -> dict[str, Any]:
     """What the script told."""
-    command = [sys.executable, str(SCRIPT), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert isinstance(told, dict)
-    return told
+    return found_by("day_of_chats.py", *options)
 
 
 SMALL = ("--chats", "7", "--turns", "12", "--longest", "500", "--context", "1024", "--max-tokens", "8")

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "kill_chats.py"
+from tests.scripts.running import found_by
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 
 
 def kills(count: int, *options: str) -> dict[str, Any]:
     """What the script found."""
-    command = [sys.executable, str(SCRIPT), "--kills", str(count), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    return found_by("kill_chats.py", "--kills", str(count), *options)
 
 
 def test_a_few_kills_leave_whole_chats() -> None:
