@@ -300,7 +300,8 @@ def _is_sound(header: Any) -> bool:
     return (
         header["start"] <= header["end"]
         and _DIGEST.fullmatch(header["after"]) is not None
-        and type(seconds) in (int, float)
+        and isinstance(seconds, int | float)
+        and not isinstance(seconds, bool)
         and 0 <= seconds < _MOST_COUNT
         and "sums" in header
     )

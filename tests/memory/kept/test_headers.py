@@ -38,7 +38,8 @@ def test_a_header_of_another_form_is_a_file_that_is_not_there(
     tmp_path: Path, key: str, quota_bytes: int
 ) -> None:
     name = name_of(TEXT[:40], 0)
-    for value in ("missing", None, "../x", "/x", -1, 1e400, 10**30, [], {}, True):
+    values: tuple[Any, ...] = ("missing", None, "../x", "/x", -1, 1e400, 10**30, [], {}, True)
+    for value in values:
         disk = KeptDisk("a model", quota_bytes, tmp_path)
         assert written(disk, 0, 40)
         path = disk.folder / f"{name}.kept"
