@@ -14,6 +14,7 @@ import psutil
 
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.llamacpp.asserted import check_asserted
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard, recent_errors
@@ -48,6 +49,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     Raises ModelFileError, MemoryBudgetError, and CancelledError when `progress` returns False.
     """
     size = check_file(path)
+    check_asserted(Path(path))
     check_weights_fit(name, size, options)
     lib = library()
     if options.mmap and arranges_anew(path, options.gpu_layers):
@@ -135,6 +137,7 @@ def _loaded(
     options: LoadOptions,
     progress: Progress | None,
 ) -> Any:
+    check_asserted(Path(path))
     lib = library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = _gpu_layers(options)
