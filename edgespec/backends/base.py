@@ -263,7 +263,7 @@ class LanguageModel(Protocol):
     def restore(self, snapshot: Snapshot) -> None:
         """Make the cache what it was.
 
-        A snapshot without its first tokens goes after these, the very `start` tokens that the cache must hold.
+        A snapshot without its first tokens goes after these, the very `start` tokens the cache must hold.
         BackendError when the snapshot is of another model or context; the cache then holds `start` tokens,
         or none.
         """

@@ -344,7 +344,9 @@ def traced(error: EdgespecError, ctx: click.Context) -> EdgespecError:
             is_about = bool(re.search(rf"^{name}\b|{dashed}\b", str(error)))
         else:
             about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
-            is_about = about_a_model and name in ("target", "draft") and str(found.value).strip() in error.what
+            is_about = (
+                about_a_model and name in ("target", "draft") and str(found.value).strip() in error.what
+            )
         if is_about:
             return ConfigurationError(f"{error.what} ({name} is set in {found.where})", error.next_step)
     return error

@@ -16,7 +16,8 @@ STATS = {
     "prompt_tokens", "cached_prompt_tokens", "generated_tokens", "target_passes", "drafted_tokens",
     "accepted_tokens", "accepted_per_position", "acceptance_rate", "tokens_per_target_pass", "draft_seconds",
     "verify_seconds", "rollback_seconds", "sampling_seconds", "overhead_seconds", "prefill_seconds",
-    "growth_seconds", "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes",
+    "growth_seconds", "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate",
+    "draft_weight_bytes",
     "draft_kv_bytes", "draft_other_bytes", "peak_memory_bytes",
 }  # fmt: skip
 

@@ -141,7 +141,8 @@ class TestReports:
             "accepted_tokens", "accepted_per_position", "drafted_per_position", "acceptance_rate",
             "tokens_per_target_pass", "draft_seconds", "verify_seconds", "rollback_seconds",
             "sampling_seconds", "overhead_seconds", "prefill_seconds", "growth_seconds",
-            "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes", "draft_kv_bytes",
+            "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes",
+            "draft_kv_bytes",
             "draft_other_bytes",
             "peak_memory_bytes", "plain_seconds_estimate", "ledger_credit_seconds", "worst_case_loss",
         }  # fmt: skip
