@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from textual.app import App
+from textual.filter import LineFilter
 from textual.timer import Timer
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import CancelledError
 from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.controls import NoControls
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
@@ -28,6 +30,7 @@ __all__ = ["ChatApp", "run_chat"]
 _TICK_SECONDS = 1 / 25
 _PATIENCE_SECONDS = 5.0
 _SWITCH_SECONDS = 5e-5
+_NO_CONTROLS = NoControls()
 
 
 class ChatApp(App[None]):
@@ -72,6 +75,10 @@ class ChatApp(App[None]):
         self._tick_timer: Timer | None = None
         for theme in THEMES.values():
             self.register_theme(theme)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """What every line goes through before it is drawn."""
+        return [*super().get_line_filters(), _NO_CONTROLS]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own colour names, for the moments when another theme is on."""

@@ -20,6 +20,8 @@ from edgespec.tui.numbers import ago, count
 
 __all__ = ["Sidebar"]
 
+_MOST_TITLE = 60
+
 
 class Sidebar(Vertical):
     """Saved chats, newest first. Enter opens, Delete removes."""
@@ -87,7 +89,9 @@ class Sidebar(Vertical):
 
 def _entry(chat: StoredChat, current: str, now: datetime) -> Content:
     mark = "• " if chat.id == current else "  "
-    title = Content.assemble((mark, "$primary"), chat.title)
+    # One from a file may be of any length.
+    shown = chat.title if len(chat.title) <= _MOST_TITLE else f"{chat.title[: _MOST_TITLE - 1]}…"
+    title = Content.assemble((mark, "$primary"), shown)
     when = ago(chat.updated, now)
     if chat.problem:
         note = Content.assemble(("  cannot be read", "$error"))

@@ -1,0 +1,41 @@
+"""What is in a saved chat is shown, and does nothing to the terminal or to the list."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+from textual.geometry import Region
+from textual.widget import Widget
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, SavedChat
+from tests.tui.driving import Driver, driving
+from tests.tui.scripted import ScriptedRuntime, loading
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m"
+
+
+def drawn(d: Driver) -> str:
+    """All that the widgets of the screen draw."""
+    widgets = [widget for widget in d.app.screen.walk_children(Widget) if widget.size.area]
+    strips = [line for w in widgets for line in w.render_lines(Region(0, 0, *w.size))]
+    return "\n".join(strip.text for strip in strips)
+
+
+async def test_a_saved_chat_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))
+    ChatStore(tmp_path / "chats").save(
+        SavedChat("evil", messages, now, now, title=f"title{EVIL}" + "x" * 5000)
+    )
+    async with driving(loading(ScriptedRuntime()), tmp_path, resume="evil", size=(120, 40)) as d:
+        await d.said("asked")
+        await d.pilot.press("f2")
+        await d.pilot.pause(0.1)
+        shown = drawn(d)
+    for word in ("asked", "said", "code", "title"):
+        assert word in shown
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+    assert shown.count("x") < 500
