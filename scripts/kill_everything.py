@@ -94,7 +94,7 @@ def main() -> int:
 def _chats(kills: int, seed: int) -> dict[str, Any]:
     script = Path(__file__).with_name("kill_chats.py")
     looks = max(1, kills // 20)
-    command = [sys.executable, script, "--kills", str(kills), "--looks", str(looks), "--seed", str(seed)]
+    command = [sys.executable, str(script), "--kills", str(kills), "--looks", str(looks), "--seed", str(seed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     found: dict[str, Any] = json.loads(done.stdout)
     if done.returncode and not found["wrong"]:
