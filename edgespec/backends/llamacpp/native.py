@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import logging
+import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +22,8 @@ __all__ = ["Interrupt", "library", "overheard", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
+# By then C has gone on; should it call back again just then, this is done again.
+_AGAIN_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
 _listeners: list[list[str]] = []
 # ctypes keeps no reference to a callback that C holds.
@@ -36,6 +41,7 @@ def library() -> ModuleType:
             "install it with `pip install llama-cpp-python` (it compiles, so it needs a C++ compiler)",
         ) from error
     _open_log()
+    _hear_interrupts()
     callback = llama_cpp.llama_log_callback(_on_line)
     _callbacks.append(callback)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
@@ -56,6 +62,26 @@ def _open_log() -> None:
         handler = logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     _LOG.addHandler(handler)
+
+
+def _hear_interrupts() -> None:
+    """Let a Ctrl-C that comes while C calls back be raised afterwards.
+
+    What a callback raises never gets through C: it would be printed, and lost. Even the first instruction of
+    a callback may raise it, so no `try` in there would do.
+    """
+    before = sys.unraisablehook
+
+    def heard(unraisable: sys.UnraisableHookArgs) -> None:
+        module = getattr(unraisable.object, "__module__", None) or ""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt) and module.startswith("edgespec."):
+            again = threading.Timer(_AGAIN_SECONDS, _thread.interrupt_main)
+            again.daemon = True
+            again.start()
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = heard
 
 
 def _on_line(level: int, text: bytes, _user_data: object) -> None:
