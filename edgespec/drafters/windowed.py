@@ -93,7 +93,7 @@ class WindowedModel(UsualModel):
             inner,
             context_tokens=context_tokens,
             grows_to_tokens=context_tokens,
-            capabilities=replace(able, max_width=min(able.max_width, spare), learns=False),
+            capabilities=replace(able, max_width=min(able.max_width, spare), cuts=False, learns=False),
         )
         # So many tokens the inner cache may hold when a round begins.
         self._most = window.sink_tokens + window.window_tokens + window.slack_tokens

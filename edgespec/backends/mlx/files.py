@@ -359,7 +359,8 @@ def _trained_context(config: dict[str, Any]) -> int:
         "seq_length",
         "n_ctx",
     )
-    return next((text[key] for key in keys if isinstance(text.get(key), int)), 0)
+    said = (text.get(key) for key in keys)
+    return next((tokens for tokens in said if isinstance(tokens, int) and 0 < tokens < 1 << 31), 0)
 
 
 def _try_one_token(model: Any) -> tuple[int, int]:

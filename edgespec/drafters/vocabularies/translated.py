@@ -39,7 +39,7 @@ class TranslatedModel(UsualModel):
             grows_to_tokens=max(0, model.facts.most_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
-            capabilities=replace(able, max_width=able.max_width - self._margin, learns=False),
+            capabilities=replace(able, max_width=able.max_width - self._margin, cuts=False, learns=False),
         )
         # The text in both vocabularies; the first i tokens of the target are `_ends[i]` of the draft.
         self._text: list[int] = []

@@ -70,3 +70,13 @@ def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
         blueprint.footprint(LoadOptions(kv_type="q8_0"))
     with pytest.raises(OptionError, match="with MLX choose one of"):
         blueprint.footprint(LoadOptions(kv_type="q5_0"))
+
+
+@pytest.mark.parametrize("said", [-5, 0, 10**30])
+def test_a_context_that_cannot_be_is_not_believed(said: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = said
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    blueprint = MlxBlueprint(str(folder), "model", LoadOptions())
+    assert blueprint.footprint(LoadOptions()).context_tokens == 8192
