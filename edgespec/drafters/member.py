@@ -25,7 +25,7 @@ _HORIZON = 48
 class Member:
     """A drafter among others: how often its guesses come true, what they cost, when to try it again.
 
-    record: of texts of the present kind.
+    record, probe: for texts of the present kind.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -36,6 +36,7 @@ class Member:
         self.refused_levels = 0
         # Those of another kind begin with what was learnt last.
         self._by_kind: dict[str, Record] = {}
+        self._probes: dict[str, Probe] = {}
         # Seconds of reading a token.
         self._reading = Mean()
 
@@ -62,6 +63,8 @@ class Member:
             fresh.doubt()
             self._by_kind[kind] = fresh
         self.record = self._by_kind[kind]
+        # What pays in one kind of text is no reason to try it soon in another, where it never did.
+        self.probe = self._probes.setdefault(kind, Probe())
 
     def cost(self, plain_seconds: float, levels: int | None = None) -> float:
         """What a draft of so many levels costs, or its usual one, in plain steps."""
@@ -83,7 +86,8 @@ class Member:
             f"record.{kind}": record.kept() for kind, record in self._by_kind.items()
         }
         parts["own"] = self.drafter.kept()
-        parts["asking"] = {"reading": self._reading.kept(), "wait": self.probe.kept()}
+        parts["asking"] = {"reading": self._reading.kept()}
+        parts["wait"] = {kind: probe.kept() for kind, probe in self._probes.items()}
         name = self.drafter.name
         return {f"{name}.{part}.{each}": v for part, values in parts.items() for each, v in values.items()}
 
@@ -92,7 +96,9 @@ class Member:
         mine = _part(kept, f"{self.drafter.name}.")
         self.drafter.restore(_part(mine, "own."))
         self._reading.restore(mine["asking.reading"])
-        self.probe.restore(mine["asking.wait"])
+        for kind, waited in _part(mine, "wait.").items():
+            self._probes[kind] = Probe()
+            self._probes[kind].restore(waited)
         for kind in {name.split(".")[1] for name in mine if name.startswith("record.")}:
             record = Record(self.lookup)
             record.restore(_part(mine, f"record.{kind}."))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.guarded import GuardedDrafter
+from edgespec.drafters.member import Member
 from edgespec.drafters.patience import Patience
 from edgespec.drafters.paying import PayingGrowth
 from edgespec.drafters.probe import Probe
@@ -112,3 +113,20 @@ def test_nonsense_is_refused() -> None:
     for plain in (-1.0, 1e-9, np.inf):
         with pytest.raises(ValueError, match="none"):
             costs.restore({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
+
+
+def test_what_pays_in_one_kind_of_text_does_not_hasten_tries_in_another() -> None:
+    member = Member(World(MACHINES[0]).lookup())
+    member.turn_to("talk")
+    for _ in range(60):
+        member.probe.due(1.0)
+    rare = member.probe.kept()
+    member.turn_to("code")
+    for _ in range(8):
+        member.probe.paid()
+    member.turn_to("talk")
+    assert (member.probe.kept() == rare).all()
+    other = Member(World(MACHINES[0]).lookup())
+    other.restore(member.kept())
+    other.turn_to("talk")
+    assert (other.probe.kept() == rare).all()
