@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import logging
+import signal
 import sys
 import threading
 from collections import deque
@@ -75,13 +76,22 @@ def _hear_interrupts() -> None:
     def heard(unraisable: sys.UnraisableHookArgs) -> None:
         module = getattr(unraisable.object, "__module__", None) or ""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and module.startswith("edgespec."):
-            again = threading.Timer(_AGAIN_SECONDS, _thread.interrupt_main)
+            again = threading.Timer(_AGAIN_SECONDS, _press_again)
             again.daemon = True
             again.start()
         else:
             before(unraisable)
 
     sys.unraisablehook = heard
+
+
+def _press_again() -> None:
+    """A Ctrl-C for the main thread, which wakes it up where the system can do that."""
+    main = threading.main_thread().ident
+    if sys.platform != "win32" and main is not None:
+        signal.pthread_kill(main, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def _on_line(level: int, text: bytes, _user_data: object) -> None:
