@@ -155,6 +155,7 @@ class TestRefusals:
 
 
 class TestInterruptions:
+    @pytest.mark.long
     def test_cancelled_anywhere_it_goes_on(self, demo: Path) -> None:
         calls = 0
 

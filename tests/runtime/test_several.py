@@ -69,7 +69,7 @@ def test_auto_knows_of_the_others_and_says_so(several: list[Runtime]) -> None:
     assert "at once" not in several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("name", ["demo", pytest.param("demo-mlx", marks=pytest.mark.long)])
 def test_loading_and_closing_one_while_others_decode(name: str) -> None:
     with edgespec.load(name, method="model") as runtime:
         options: dict[str, Any] = {**OPTIONS, "max_tokens": 8}

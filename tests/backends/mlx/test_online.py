@@ -173,6 +173,7 @@ class TestReplies:
                 assert got.stats.drafted_tokens
             assert "steps on" in runtime._session.report("model").note
 
+    @pytest.mark.long
     def test_it_guesses_better_on_what_comes_again(self, demo: tuple[MlxModel, MlxModel]) -> None:
         accepted: list[tuple[int, int]] = []
         with paired(*demo) as runtime:
@@ -292,6 +293,7 @@ class TestReplies:
 
 
 class TestInTheBackground:
+    @pytest.mark.long
     def test_replies_cut_rests_short(
         self, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -327,6 +329,7 @@ class TestSwift:
     def soon_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(swift, "MOST_IN_A_REST", 2)
 
+    @pytest.mark.long
     def test_the_same_tokens_while_layers_are_searched_for(self) -> None:
         target = load(models_folder() / "demo-mlx")
         drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.5)
