@@ -93,16 +93,17 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """What was planned, against what there was, and what was given up."""
+    """What was planned, against what there was, and what was given up.
+
+    Texts that are kept stand in a row of their own: they take what they need, up to their bound.
+    """
     if plan is None:
         return []
-    rows = [
-        (
-            "planned" if pool == "memory" else "on cards",
-            f"{bytes_text(plan.taken_bytes(pool))} of {bytes_text(plan.budget_bytes(pool))}",
-        )
-        for pool in plan.pools
-    ]
+    rows = []
+    for pool in plan.pools:
+        taken = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        name = "planned" if pool == "memory" else "on cards"
+        rows.append((name, f"{bytes_text(taken)} of {bytes_text(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))
     return [*rows, *(("given up", f"{each.what}: {each.why}") for each in plan.decisions)]
 

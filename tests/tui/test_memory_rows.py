@@ -6,7 +6,10 @@ from edgespec import KeptUse, MemoryPlan, MemoryUse
 from edgespec.memory import Budget, Decision, Item
 from edgespec.tui.texts import memory_rows
 
-_ITEMS = (Item("target", "target weights", "weights", 2 * 10**9),)
+_ITEMS = (
+    Item("target", "target weights", "weights", 2 * 10**9),
+    Item("shared", "kept texts, at most", "kept", 5 * 10**8),
+)
 
 
 def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
