@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgespec.assembly.loading import load
+    from edgespec.assembly.preview import Preview, plan
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
@@ -19,10 +21,8 @@ if TYPE_CHECKING:
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.forgetting import forget
-    from edgespec.loading import load
     from edgespec.memory.kept.texts import KeptUse
     from edgespec.memory.plan import MemoryPlan
-    from edgespec.preview import Preview, plan
     from edgespec.reply import MethodReport, Piece, Reply
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.stream import ReplyStream
@@ -63,15 +63,15 @@ _HOMES = {
     "MethodReport": "edgespec.reply",
     "ModelFacts": "edgespec.backends.base",
     "Piece": "edgespec.reply",
-    "Preview": "edgespec.preview",
+    "Preview": "edgespec.assembly.preview",
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
     "SamplingParams": "edgespec.engine.sampling",
     "Stats": "edgespec.engine.stats",
     "forget": "edgespec.forgetting",
-    "load": "edgespec.loading",
-    "plan": "edgespec.preview",
+    "load": "edgespec.assembly.loading",
+    "plan": "edgespec.assembly.preview",
 }
 
 

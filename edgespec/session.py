@@ -21,8 +21,8 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.growing import ROUND_TOKENS, GrowingContext
 from edgespec.idle import Idle, resting_parts
+from edgespec.memory.growing import ROUND_TOKENS, GrowingContext
 from edgespec.memory.kept import KeptTexts
 from edgespec.methods import Drafters
 from edgespec.policy.load import LOAD

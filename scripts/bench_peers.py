@@ -36,10 +36,10 @@ from typing import TypeAlias
 import psutil
 
 import edgespec
-from edgespec.drafting_options import Drafting
+from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.pairing import Pair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replacing
-from edgespec.pairing import Pair, find_pair
 from edgespec.sameness import Prompt, prompt_tokens, read_prompts
 from scripts.peers.configurations import GRID, Configuration, parse, server_flags
 from scripts.peers.figures import Measured

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
+import edgespec.assembly.loading
 import edgespec.backends.llamacpp  # here, so that no child has to
-import edgespec.loading
 from edgespec.chat.store import ChatStore, SavedChat
 
 ASKED = (

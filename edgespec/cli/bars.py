@@ -11,7 +11,7 @@ from rich.text import Text
 from edgespec.files import size_text
 
 if TYPE_CHECKING:
-    from edgespec.preview import MemoryPlan, Pool, Preview
+    from edgespec.assembly.preview import MemoryPlan, Pool, Preview
 
 __all__ = ["bar", "picture"]
 

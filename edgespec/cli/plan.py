@@ -13,7 +13,7 @@ from edgespec.cli.options import json_option, keeping_options, model_options, pi
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
-    from edgespec.preview import Preview
+    from edgespec.assembly.preview import Preview
 
 __all__ = ["command"]
 
@@ -62,7 +62,7 @@ def command(as_json: bool, **options: Any) -> int:
 
 
 def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
-    from edgespec.preview import plan
+    from edgespec.assembly.preview import plan
 
     progress = ProgressLine(stop)
     try:

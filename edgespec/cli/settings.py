@@ -181,7 +181,7 @@ def from_text(option: SettingOption, text: Written) -> Any:
         setting: dict[str, Any] = {option.name: dict(value) if option.multiple else value}
         edgespec.SamplingParams(**setting)
     elif option.name == "method":
-        from edgespec.drafting_options import Drafting
+        from edgespec.assembly.drafting_options import Drafting
 
         Drafting(methods=(value,))
     return value
@@ -324,7 +324,7 @@ def leave_out_unread(ctx: click.Context) -> list[str]:
     used: dict[str, Found] = ctx.meta.get(_USED, {})
     if not used:
         return []
-    from edgespec.drafting_options import unread
+    from edgespec.assembly.drafting_options import unread
 
     params = ctx.params
     left_out = []

@@ -151,7 +151,7 @@ def _verify(
     acceptance: str,
     options: dict[str, Any],
 ) -> Report:
-    from edgespec.loading import eagerly
+    from edgespec.assembly.loading import eagerly
     from edgespec.sameness import verify
 
     wanted = pick(options, MODEL_NAMES)

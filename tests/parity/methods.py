@@ -125,7 +125,7 @@ def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731
-        patch.setattr("edgespec.drafting.PayingGrowth", partial(PayingGrowth, clock=still))
+        patch.setattr("edgespec.assembly.drafting.PayingGrowth", partial(PayingGrowth, clock=still))
         patch.setattr("edgespec.methods.CombinedDrafter", partial(CombinedDrafter, clock=still))
         yield patch
 

@@ -21,8 +21,8 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.tabular import TabularModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ContextFullError, MemoryBudgetError
-from edgespec.growing import GrowingContext, room_to_grow
 from edgespec.memory import Budget, Item, MemoryPlan
+from edgespec.memory.growing import GrowingContext, room_to_grow
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
@@ -37,7 +37,7 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts begin smaller and grow with less room left, so that a short reply makes them grow."""
-    monkeypatch.setattr("edgespec.loading.FIRST_TOKENS", FIRST)
+    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", FIRST)
     for module in ("growing", "session"):
         monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
 

@@ -22,6 +22,8 @@ __all__ = ["PLACES", "Keeping", "kept_texts"]
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
 _READ_FASTER = 4.0
+# A single step reads all weights, and memory gives about so much: a guess that the first real reads replace.
+_GUESSED_BYTES_PER_SECOND = 1e10
 # A copy is in memory twice for a moment, beside those that are kept.
 _COPIES = 3
 
@@ -78,7 +80,7 @@ def kept_texts(
 
 def _guessed_seconds(target: LanguageModel) -> float:
     """What reading a token takes, by the bytes of the weights, until some were read."""
-    return target.facts.weight_bytes / 1e10 / _READ_FASTER
+    return target.facts.weight_bytes / _GUESSED_BYTES_PER_SECOND / _READ_FASTER
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -> str:

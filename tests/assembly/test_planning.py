@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.pairing import Pair, find_pair
+from edgespec.assembly.planning import Planned, Wishes, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafting_options import Drafting
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import Budget
-from edgespec.pairing import Pair, find_pair
-from edgespec.planning import Planned, Wishes, check_fits, plan_pair
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.catalog.conftest import own_home as own_home

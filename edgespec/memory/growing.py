@@ -7,7 +7,7 @@ from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
 from edgespec.errors import ContextFullError, MemoryBudgetError
-from edgespec.memory import MemoryPlan
+from edgespec.memory.plan import MemoryPlan
 
 __all__ = ["FIRST_TOKENS", "ROUND_TOKENS", "GrowingContext", "room_to_grow"]
 

@@ -8,13 +8,13 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
 from edgespec.checks import path_text
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
-from edgespec.drafting_options import Drafting
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.lowbit import find_lowbit
 from edgespec.prepare.store import check, find

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.pairing import Draft
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
@@ -25,11 +27,9 @@ from edgespec.drafters.guarded import Policy
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.paying import PayingGrowth
-from edgespec.drafting_options import Drafting
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
-from edgespec.pairing import Draft
 from edgespec.policy.curve import CostCurve, Curve, gentle
 from edgespec.policy.exits import exit_table
 from edgespec.policy.ledger import Terms

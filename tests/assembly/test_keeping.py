@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.assembly.keeping import Keeping
 from edgespec.errors import OptionError
 from edgespec.files import sample_of
-from edgespec.keeping import Keeping
 from edgespec.memory.kept import Worth
 
 PROMPT = "How do I list files by size? " * 4

@@ -6,16 +6,16 @@ import tempfile
 from os import PathLike
 from pathlib import Path
 
+from edgespec.assembly.drafting_options import Branches, Drafting
+from edgespec.assembly.keeping import Keeping
+from edgespec.assembly.pairing import adapter_folder, find_pair
+from edgespec.assembly.planning import Planned, Wishes, budget_for, plan_pair
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import flag, text, whole_number
-from edgespec.drafting_options import Branches, Drafting
-from edgespec.keeping import Keeping
 from edgespec.memory import MemoryPlan, available_bytes, check_room_to_plan, parse_size
-from edgespec.pairing import adapter_folder, find_pair
-from edgespec.planning import Planned, Wishes, budget_for, plan_pair
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 

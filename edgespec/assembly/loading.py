@@ -8,19 +8,19 @@ from contextvars import ContextVar
 from dataclasses import replace
 from os import PathLike
 
+from edgespec.assembly.drafting import outfit
+from edgespec.assembly.drafting_options import Branches, Drafting
+from edgespec.assembly.keeping import Keeping, kept_texts
+from edgespec.assembly.pairing import Pair, adapter_folder, find_pair, load_draft, load_target
+from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import flag, path_text, text, whole_number
 from edgespec.costs import FreeCosts, TargetCosts
-from edgespec.drafting import outfit
-from edgespec.drafting_options import Branches, Drafting
 from edgespec.errors import OptionError
-from edgespec.growing import FIRST_TOKENS, room_to_grow
-from edgespec.keeping import Keeping, kept_texts
 from edgespec.memory import available_bytes, check_room_to_plan, parse_size
+from edgespec.memory.growing import FIRST_TOKENS, room_to_grow
 from edgespec.methods import Drafters
-from edgespec.pairing import Pair, adapter_folder, find_pair, load_draft, load_target
-from edgespec.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 

@@ -7,6 +7,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Blueprint
 from edgespec.backends.room import context_wanted, readable
@@ -19,7 +21,6 @@ from edgespec.catalog import (
     smaller_models,
 )
 from edgespec.drafters.windowed import window_for
-from edgespec.drafting_options import Drafting
 from edgespec.errors import EdgespecError, MemoryBudgetError, OptionError
 from edgespec.memory import (
     Budget,
@@ -34,7 +35,6 @@ from edgespec.memory import (
     items_of,
 )
 from edgespec.memory.kept import memory_bound
-from edgespec.pairing import Pair, for_draft, meant_for
 
 __all__ = ["PREFERENCES", "Planned", "Wishes", "budget_for", "check_fits", "plan_pair"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import edgespec
+from edgespec.assembly.pairing import _load_model, for_draft, meant_for
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import mlx_files, resolve
 from edgespec.errors import BackendMissingError, OptionError
-from edgespec.pairing import _load_model, for_draft, meant_for
 
 FACTS = ModelFacts(
     name="m", path="p", architecture="a", description="d", parameters=1, file_bytes=1, weight_bytes=100,
