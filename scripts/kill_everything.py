@@ -105,6 +105,7 @@ def _chats(kills: int, seed: int) -> dict[str, Any]:
 def _kill(work: Work, kills: int, luck: random.Random) -> None:
     """Begin and kill so many times, at instants spread over what one run takes; then let one finish."""
     wrong = work.found["wrong"]
+    work.again()
     began = time.monotonic()
     wrong += [f"the first run: {said}" for said in _ended(work)]
     takes = time.monotonic() - began
