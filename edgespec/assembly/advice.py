@@ -1,0 +1,76 @@
+"""What to give up, or to choose instead, where a plan does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from edgespec.assembly.measuring import PROCESS_BYTES, headroom_bytes, opened
+from edgespec.assembly.pairing import Pair
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.room import readable
+from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
+from edgespec.errors import EdgespecError
+from edgespec.memory import Budget, Choice, MemoryPlan, StepName
+
+__all__ = ["advice_for"]
+
+# A model is worth naming where its weights leave so much for its cache.
+_WEIGHTS_SHARE = 0.85
+# With so short a context at least, unless another was asked for.
+_LEAST_CONTEXT_TOKENS = 512
+_ADVICE: Mapping[StepName, str] = {
+    "context": "use --context {context} or less, or give more with --memory",
+    "draft_window": "leave --draft-window out, or give more with --memory",
+    "kv_type": "leave --kv-type out, or give more with --memory",
+    "draft": "use --draft none, or give more with --memory",
+}
+
+
+def advice_for(
+    fixed: set[StepName],
+    fit: Callable[[set[StepName]], tuple[Choice, MemoryPlan]],
+    pair: Pair,
+    options: LoadOptions,
+    budget: Budget,
+) -> str:
+    """What to give up of what was asked for, or the nearest model that would fit."""
+    for name, text in _ADVICE.items():
+        if name in fixed:
+            choice, plan = fit(fixed - {name})
+            if plan.fits:
+                return text.format(context=choice.context_tokens)
+    room = budget.bytes + budget.gpu_bytes
+    more = "give more with --memory"
+    for smaller in smaller_models(pair.target, look()):
+        if weight_bytes := _fitting_weights(smaller, options, room):
+            size = readable(weight_bytes)
+            return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
+    fitting = [
+        entry
+        for entry in load_catalogue().entries
+        if entry.approximate_file_bytes + PROCESS_BYTES[entry.format] < room * _WEIGHTS_SHARE
+        and entry is not pair.target.entry
+    ]
+    if not fitting:
+        return f"choose a smaller model or quantisation, or {more}"
+    nearest = max(fitting, key=lambda entry: entry.approximate_file_bytes)
+    size = readable(nearest.approximate_file_bytes)
+    return f"choose a smaller model, such as {nearest.name} ({size}), or a smaller quantisation, or {more}"
+
+
+def _fitting_weights(found: Resolved, options: LoadOptions, room_bytes: int) -> int:
+    """What the weights of a model take; 0 where it does not fit by itself, nor with a short context."""
+    asked = replace(options, context_tokens=options.context_tokens or _LEAST_CONTEXT_TOKENS, memory_bytes=0)
+    try:
+        model = opened(found, asked)
+    except EdgespecError:
+        return 0
+    try:
+        footprint = model.footprint(replace(asked, memory_bytes=room_bytes))
+    except EdgespecError:
+        return 0
+    finally:
+        model.close()
+    taken = footprint.bytes + headroom_bytes(footprint.bytes) + PROCESS_BYTES[found.format]
+    return footprint.of("weights") if taken <= room_bytes else 0

@@ -1,0 +1,149 @@
+"""What a choice takes: the metadata of a target and of what drafts for it, added up."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import get_args
+
+from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.pairing import Pair, for_draft, meant_for
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.footprint import Blueprint
+from edgespec.catalog import Resolved, look, require_mlx, smaller_forms
+from edgespec.drafters.windowed import window_for
+from edgespec.errors import EdgespecError
+from edgespec.memory import Budget, Choice, Item, Measured, StepName, fitted, items_of
+
+__all__ = ["PROCESS_BYTES", "Models", "headroom_bytes", "opened"]
+
+# What Python and the libraries take before any model: measured, with the terminal's interface.
+PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
+# Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
+_HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
+_ROOM_BYTES = 1 << 62
+_EVERYTHING: frozenset[StepName] = frozenset(get_args(StepName))
+
+
+class Models:
+    """The metadata of a target and what drafts for it, opened while a plan is made."""
+
+    def __init__(self, pair: Pair, how: Drafting, options: LoadOptions, undo: ExitStack) -> None:
+        self._pair, self._how = pair, how
+        self._options = replace(options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked)
+        self.target = opened(pair.target, self._options)
+        undo.callback(self.target.close)
+        self._undo = undo
+        self._drafts: dict[str, tuple[Resolved, Blueprint]] = {}
+        if pair.draft:
+            self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
+        self._copy: Blueprint | None = None
+        if copy := _lowbit_copy(pair, how):
+            self._copy = opened(copy, options)
+            undo.callback(self._copy.close)
+        self._process_bytes = max(
+            PROCESS_BYTES[each.format] for each in (pair.target, pair.draft) if each is not None
+        )
+
+    def _opened_draft(self, found: Resolved) -> Blueprint:
+        draft = opened(found, replace(self._options, low_bits=False, draft=True, adapter=None))
+        self._undo.callback(draft.close)
+        return draft
+
+    def smaller_drafts(self, start: Choice, budget: Budget) -> list[str]:
+        """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
+        if self._pair.draft is None or fitted(start, self.measure, budget, fixed=_EVERYTHING)[1].fits:
+            return []
+        for found in smaller_forms(self._pair.draft, look()):
+            with suppress(EdgespecError):
+                self._drafts[found.name] = found, self._opened_draft(found)
+        return [name for name in self._drafts if name]
+
+    def draft_of(self, choice: Choice) -> Resolved:
+        """The file that drafts."""
+        return self._drafts[choice.draft_form][0]
+
+    def options_of(self, choice: Choice) -> LoadOptions:
+        """How the target is loaded."""
+        return replace(
+            self._options,
+            context_tokens=choice.context_tokens,
+            kv_type=choice.kv_type,
+            gpu_layers=choice.gpu_layers,
+        )
+
+    def measure(self, choice: Choice) -> Measured:
+        """See `ladder.Measure`."""
+        options = self.options_of(choice)
+        pair = self._pair
+        target_options = meant_for(pair.target, pair.draft, options)
+        # MLX takes float32 wherever there is room for it.
+        room = _ROOM_BYTES if choice.float32 else 0
+        target = self.target.footprint(replace(target_options, memory_bytes=room))
+        items = list(items_of("target", target))
+        if self._drafts and choice.draft:
+            found, draft = self._drafts[choice.draft_form]
+            drafting = replace(
+                for_draft(options, target.context_tokens, None),
+                memory_bytes=_ROOM_BYTES,
+                kv_type=choice.draft_kv_type or options.kv_type,
+            )
+            drafting = replace(
+                meant_for(found, pair.target, drafting),
+                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
+            )
+            items += items_of("draft", draft.footprint(drafting))
+        if self._copy and choice.copy:
+            tokens = self._copied_tokens(choice, target.context_tokens)
+            items += items_of("low-bit copy", self._copy.footprint(replace(options, context_tokens=tokens)))
+        taken = sum(item.bytes for item in items)
+        items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
+        items.append(Item("free", "headroom", "headroom", headroom_bytes(taken)))
+        return Measured(tuple(items), target)
+
+    def _draft_tokens(self, choice: Choice, target_tokens: int, trained_tokens: int) -> int:
+        """The context of the draft: the target's, or that of its window."""
+        window = window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return window.context_tokens if window else target_tokens
+
+    def _copied_tokens(self, choice: Choice, target_tokens: int) -> int:
+        """The context of a low-bit copy: as large as the target's, or its window and the drafts after it."""
+        if not choice.draft_window:
+            return target_tokens
+        from edgespec.backends.llamacpp.lowbit import COPY_ROOM_TOKENS
+
+        return min(target_tokens, self._how.sink_tokens + choice.draft_window + COPY_ROOM_TOKENS)
+
+
+def opened(found: Resolved, options: LoadOptions) -> Blueprint:
+    """The metadata of a model, opened by the backend of its format. Raises what loading it would."""
+    if found.format == "mlx":
+        require_mlx(found.name)
+        from edgespec.backends.mlx.blueprint import MlxBlueprint
+
+        return MlxBlueprint(str(found.path), found.name, options)
+    from edgespec.backends.llamacpp import blueprint
+
+    if found.format == "layerskip":
+        return blueprint.HalvesBlueprint(str(found.path), found.name)
+    return blueprint.GgufBlueprint(str(found.path), found.name)
+
+
+def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
+    """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft."""
+    automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
+    if pair.target.format == "mlx" or not ("lowbit" in how.asked or automatic):
+        return None
+    from edgespec.prepare.lowbit import copy_path, find_lowbit
+
+    prepared = find_lowbit(pair.target.path)
+    if prepared is None or not copy_path(prepared).exists():
+        return None
+    return replace(
+        pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
+    )
+
+
+def headroom_bytes(taken_bytes: int) -> int:
+    """What is left free beside what was counted."""
+    return max(_LEAST_HEADROOM_BYTES, int(taken_bytes * _HEADROOM_SHARE))
