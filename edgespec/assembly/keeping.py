@@ -10,14 +10,14 @@ from pathlib import Path
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.checks import text
-from edgespec.costs import TargetCosts
+from edgespec.costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
 from edgespec.learnt import identity_of
 from edgespec.memory import MemoryPlan, parse_size
 from edgespec.memory.kept import KeptDisk, KeptTexts, Worth
 
-__all__ = ["PLACES", "Keeping", "kept_texts"]
+__all__ = ["PLACES", "Keeping", "files_seen", "kept_texts"]
 
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
@@ -56,18 +56,48 @@ def _size(name: str, given: str | int | None) -> int | None:
         raise OptionError(f"{name} is {given!r}", error.next_step) from error
 
 
+def files_seen(target: Path, adapter: str | None) -> tuple[str, ...]:
+    """What the files of a model are like now; () where one cannot be looked at. See `kept_texts`.
+
+    Of each its name, size and times, and which file it is: not every block is looked at. Who writes into one
+    changes both of its times, and only the first can be set back.
+    """
+    try:
+        files = sorted(target.iterdir()) if target.is_dir() else list(gguf_files(target))
+        files += sorted(Path(adapter).iterdir()) if adapter is not None else []
+        return tuple(map(_state, files))
+    except (OSError, ModelFileError):
+        return ()
+
+
+def _state(path: Path) -> str:
+    status = path.stat()
+    which = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return f"{path.name} {' '.join(map(str, which))}"
+
+
 def kept_texts(
-    keeping: Keeping, target: LanguageModel, options: LoadOptions, costs: TargetCosts, plan: MemoryPlan
+    keeping: Keeping,
+    target: LanguageModel,
+    options: LoadOptions,
+    costs: PassCosts,
+    plan: MemoryPlan,
+    seen: tuple[str, ...],
 ) -> KeptTexts | None:
     """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
-    plan: has the bytes they may take, see `plan_pair`.
+    plan: has the bytes they may take, see `plan_pair`. seen: `files_seen` before the target was loaded. Where
+    that is not how its files are now, nobody knows which were loaded, and nothing is kept on disk.
     """
     if keeping.place == "none":
         return None
-    disk = None
+    disk, notice = None, ""
     if keeping.place == "disk":
-        disk = KeptDisk(_identity(target, options, costs), keeping.disk_bytes)
+        identity = _identity(target, options, costs, seen)
+        if seen and files_seen(Path(target.facts.path), options.adapter) == seen:
+            disk = KeptDisk(identity, keeping.disk_bytes)
+        else:
+            notice = "texts are not kept on disk: the model's files changed while they were loaded"
     left_bytes = plan.left_bytes("memory") + plan.kept_bytes
     return KeptTexts(
         target,
@@ -75,32 +105,21 @@ def kept_texts(
         disk,
         worth=Worth(_guessed_seconds(target)),
         most_copied_bytes=max(0, left_bytes) // _COPIES,
+        notice=notice,
     )
 
 
 def _guessed_seconds(target: LanguageModel) -> float:
     """What reading a token takes, by the bytes of the weights, until some were read."""
-    return target.facts.weight_bytes / _GUESSED_BYTES_PER_SECOND / _READ_FASTER
+    return target.facts.weight_bytes / 1e10 / _READ_FASTER
 
 
-def _identity(target: LanguageModel, options: LoadOptions, costs: TargetCosts) -> str:
+def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, seen: tuple[str, ...]) -> str:
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
-    told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback]
-    path = Path(target.facts.path)
-    with suppress(OSError, ModelFileError):
-        told += map(_state, sorted(path.iterdir()) if path.is_dir() else gguf_files(path))
+    told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback, *seen]
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):
-                told += [_state(path), sample_of(path)]
+                told.append(sample_of(path))
     return hashlib.sha256("\0".join(told).encode()).hexdigest()
-
-
-def _state(path: Path) -> str:
-    """What a file is called, and since when it is as it is: not every block was looked at. Raises OSError.
-
-    Who writes into a file changes both of its times, and only the first can be set back.
-    """
-    status = path.stat()
-    return f"{path.name} {status.st_mtime_ns} {status.st_ctime_ns}"

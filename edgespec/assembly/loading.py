@@ -10,7 +10,7 @@ from os import PathLike
 
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
-from edgespec.assembly.keeping import Keeping, kept_texts
+from edgespec.assembly.keeping import Keeping, files_seen, kept_texts
 from edgespec.assembly.pairing import Pair, adapter_folder, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions, Progress
@@ -142,6 +142,7 @@ def load(
 def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
+    seen = files_seen(pair.target.path, options.adapter)
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
@@ -175,7 +176,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
             record=_record_of(pair, how),
-            kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan),
+            kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan, seen),
         )
         undo.pop_all()
         return runtime

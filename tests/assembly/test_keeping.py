@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import edgespec
-from edgespec.assembly.keeping import Keeping
+from edgespec.assembly import loading
+from edgespec.assembly.keeping import Keeping, _identity, files_seen
+from edgespec.assembly.pairing import load_target
+from edgespec.backends.base import LoadOptions
+from edgespec.costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sample_of
 from edgespec.memory.kept import Worth
+from tests.tables import table
 
 PROMPT = "How do I list files by size? " * 4
 OPTIONS: dict[str, Any] = {"draft": "none", "method": "none", "threads": 1, "context": 512, "keep": "disk"}
@@ -64,6 +70,121 @@ def test_weights_that_were_changed_with_their_time_set_back_are_others(
     assert (copy.stat().st_size, copy.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     assert sample_of(copy) == sample
     assert held(copy) == 0
+
+
+def changed(path: Path) -> None:
+    """Put a file with other weights in its place."""
+    other = path.with_name("other.gguf")
+    whole = bytearray(path.read_bytes())
+    whole[-123_457] ^= 1
+    other.write_bytes(whole)
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("when", ["before it is read", "after it was read"])
+def test_weights_that_are_swapped_while_they_are_loaded_lend_their_name_to_none(
+    when: str, demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(demo_target, copy)
+
+    def swapped(*given: Any) -> Any:
+        if when == "before it is read":
+            changed(copy)
+            return load_target(*given)
+        model = load_target(*given)
+        changed(copy)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_target", swapped)
+        with edgespec.load(str(copy), **OPTIONS) as runtime:
+            runtime.generate(PROMPT, max_tokens=4, seed=1)
+            assert "changed while they were loaded" in runtime.memory().kept.notice
+    assert not list((tmp_path / "data").rglob("*.kept"))
+    assert held(copy) == 0
+    assert held(copy) > 20
+
+
+FACTS: dict[str, Any] = {
+    "architecture": "other",
+    "quantisation": "Q4_0",
+    "parameters": 7,
+    "file_bytes": 7,
+    "vocab_size": 7,
+    "rollback": "in another way",
+}
+STORED: dict[str, Any] = {
+    "kv_type": "q8_0",
+    "flash_attention": "off",
+    "gpu_layers": 3,
+    "low_bits": True,
+}
+
+
+class TestIdentity:
+    """Whatever could make another state of the same tokens makes another identity, by itself."""
+
+    @staticmethod
+    def identity(
+        facts: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        how: str = "free",
+        seen: tuple[str, ...] = ("model.gguf 1",),
+    ) -> str:
+        model, costs = table(1), FreeCosts()
+        model.facts = replace(model.facts, **(facts or {}))
+        costs.how = how
+        return _identity(model, LoadOptions(**(options or {})), costs, seen)
+
+    def test_it_stays_the_same(self) -> None:
+        assert self.identity() == self.identity(options={"threads": 1, "context_tokens": 7})
+
+    @pytest.mark.parametrize("name", FACTS)
+    def test_of_the_model(self, name: str) -> None:
+        assert self.identity(facts={name: FACTS[name]}) != self.identity()
+
+    @pytest.mark.parametrize("name", STORED)
+    def test_of_how_it_is_stored(self, name: str) -> None:
+        assert self.identity(options={name: STORED[name]}) != self.identity()
+
+    def test_of_how_it_is_run_and_of_its_files(self, tmp_path: Path) -> None:
+        assert self.identity(how="with other threads") != self.identity()
+        assert self.identity(seen=("model.gguf 2",)) != self.identity()
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(b"one")
+        before = self.identity(facts={"path": str(weights)})
+        weights.write_bytes(b"two")
+        assert self.identity(facts={"path": str(weights)}) != before
+        assert self.identity(facts={"path": str(weights.rename(tmp_path / "b.safetensors"))}) != before
+
+    def test_of_an_adapter(self, tmp_path: Path) -> None:
+        found = {self.identity()}
+        for content in (b"one", b"two"):
+            (tmp_path / "adapters.safetensors").write_bytes(content)
+            found.add(self.identity(options={"adapter": str(tmp_path)}))
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_files_are_told_apart_by_what_changes_with_them(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = tmp_path if folder else path
+    path.write_bytes(b"GGUF one")
+    seen = [files_seen(model, None)]
+    os.utime(path, ns=(1, 1))
+    seen.append(files_seen(model, None))
+    path.write_bytes(b"GGUF one two")
+    os.utime(path, ns=(1, 1))
+    seen.append(files_seen(model, None))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapters.safetensors").write_bytes(b"one")
+    seen.append(files_seen(path, str(adapter)))
+    assert all(seen)
+    assert len(set(seen)) == 4
+    path.unlink()
+    assert files_seen(path, None) == ()
 
 
 def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ class KeptTexts:
     most_bytes: of copies in memory; what is over that goes to disk, or is dropped where there is none.
     most_copied_bytes: of one copy while it is made; what is larger is not kept. None is no limit.
     available: the bytes that are free now; below a reserve copies in memory make room for other programs.
+    notice: why they are not kept as they were to be, in words.
     Nothing here raises for what cannot be kept or put back: the model reads it again.
     """
 
@@ -71,6 +72,7 @@ class KeptTexts:
         worth: Worth,
         most_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
+        notice: str = "",
     ) -> None:
         self.worth = worth
         self.hits = self.tokens_not_read = 0
@@ -82,7 +84,7 @@ class KeptTexts:
         self._available = available
         self._forest = Forest()
         self._lock = threading.RLock()
-        self._notice = ""
+        self._notice = notice
         self._off = False
         # The text that was in the cache when all was forgotten.
         self._forgotten: Tokens | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,6 +190,44 @@ def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPa
         again = ask(runtime, CHATS[0], max_tokens=20, seed=1)
         assert again.tokens == expected
         assert runtime.memory().kept.hits == 0
+
+
+class TestWrongSnapshots:
+    """A copy that does not go where its piece does is not put back, and gone."""
+
+    @staticmethod
+    def visited(runtime: Runtime) -> KeptTexts:
+        for chat in CHATS[:3]:
+            ask(runtime, chat, max_tokens=5, seed=1)
+        kept = runtime._session.kept
+        assert kept
+        return kept
+
+    def check_read_again(self, runtime: Runtime, kept: KeptTexts, wrong: Piece, cached: int) -> None:
+        prompt = [*CHATS[0], 3]
+        reply = ask(runtime, prompt, max_tokens=5, seed=1)
+        assert reply.stats.cached_prompt_tokens == cached
+        assert wrong not in kept._forest
+        assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
+
+    def test_one_that_begins_elsewhere(self) -> None:
+        with keeping(table(1)) as runtime:
+            kept = self.visited(runtime)
+            piece, shared = kept._forest.longest(np.array(CHATS[0], np.int32))
+            assert piece
+            assert piece.snapshot
+            assert (piece.start, shared) == (len(SYSTEM), len(CHATS[0]))
+            piece.snapshot = replace(piece.snapshot, start=0)
+            self.check_read_again(runtime, kept, piece, len(SYSTEM))
+
+    def test_one_that_ends_elsewhere(self) -> None:
+        with keeping(table(1)) as runtime:
+            kept = self.visited(runtime)
+            first = next(piece for piece in kept._forest if not piece.start)
+            data = json.dumps(SYSTEM[:-30]).encode()
+            first.snapshot = Snapshot(len(SYSTEM) - 30, data)
+            ask(runtime, words(77, 200), max_tokens=5)
+            self.check_read_again(runtime, kept, first, 0)
 
 
 def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
