@@ -111,7 +111,7 @@ def kept_texts(
 
 def _guessed_seconds(target: LanguageModel) -> float:
     """What reading a token takes, by the bytes of the weights, until some were read."""
-    return target.facts.weight_bytes / 1e10 / _READ_FASTER
+    return target.facts.weight_bytes / _GUESSED_BYTES_PER_SECOND / _READ_FASTER
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, seen: tuple[str, ...]) -> str:

@@ -11,14 +11,15 @@ from os import PathLike
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.keeping import Keeping, files_seen, kept_texts
-from edgespec.assembly.pairing import Pair, adapter_folder, find_pair, load_draft, load_target
+from edgespec.assembly.load_options import load_options
+from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
-from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.base import Progress
 from edgespec.catalog.acceptances import PairRecord
-from edgespec.checks import flag, path_text, text, whole_number
+from edgespec.checks import flag, path_text, text
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.errors import OptionError
-from edgespec.memory import available_bytes, check_room_to_plan, parse_size
+from edgespec.memory import check_room_to_plan, parse_size
 from edgespec.memory.growing import FIRST_TOKENS, room_to_grow
 from edgespec.methods import Drafters
 from edgespec.request import Defaults
@@ -26,7 +27,6 @@ from edgespec.runtime import Runtime
 
 __all__ = ["eagerly", "load"]
 
-_NO_LIMIT = (1 << 31) - 1
 _eager = ContextVar("eager", default=False)
 
 
@@ -114,18 +114,18 @@ def load(
         measure_costs=flag("measure_costs", measure_costs),
     )
     given_bytes = None if memory is None else parse_size(memory)
-    options = LoadOptions(
-        context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
+    options = load_options(
+        how,
+        given_bytes=given_bytes,
+        context=context,
         first_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
-        threads=None if threads is None else whole_number("threads", threads, 1, 1024),
-        gpu_layers=None if gpu_layers is None else whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT),
-        kv_type=text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
-        flash_attention=text("flash_attention", flash_attention, "auto, on or off"),
-        mmap=flag("mmap", mmap),
-        mlock=flag("mlock", mlock),
-        max_branches=how.most_branches,
-        memory_bytes=available_bytes() if given_bytes is None else given_bytes,
-        adapter=None if adapter is None else adapter_folder(adapter),
+        threads=threads,
+        gpu_layers=gpu_layers,
+        kv_type=kv_type,
+        flash_attention=flash_attention,
+        mmap=mmap,
+        mlock=mlock,
+        adapter=adapter,
     )
     keeping = Keeping.read(keep, keep_memory, keep_disk)
     check_room_to_plan()

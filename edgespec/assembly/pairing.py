@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
-from pathlib import Path
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
-from edgespec.checks import path_text
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
@@ -22,7 +19,6 @@ from edgespec.prepare.store import check, find
 __all__ = [
     "Draft",
     "Pair",
-    "adapter_folder",
     "find_pair",
     "for_draft",
     "load_draft",
@@ -121,17 +117,6 @@ def _find_draft(
     if choice.draft is None:
         return None, choice.why, ""
     return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
-
-
-def adapter_folder(adapter: str | PathLike[str]) -> str:
-    """Where an adapter is; the backend knows what has to be in it. Raises OptionError where nothing is."""
-    folder = Path(path_text("adapter", adapter)).expanduser()
-    if not folder.is_dir():
-        raise OptionError(
-            f"there is no folder of an adapter at {folder}",
-            "give the folder that `mlx_lm.lora --adapter-path` wrote",
-        )
-    return str(folder)
 
 
 def load_target(pair: Pair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

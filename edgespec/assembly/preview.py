@@ -8,18 +8,17 @@ from pathlib import Path
 
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.keeping import Keeping
-from edgespec.assembly.pairing import adapter_folder, find_pair
+from edgespec.assembly.load_options import load_options
+from edgespec.assembly.pairing import find_pair
 from edgespec.assembly.planning import Planned, Wishes, budget_for, plan_pair
-from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.base import Progress
 from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
-from edgespec.checks import flag, text, whole_number
-from edgespec.memory import MemoryPlan, available_bytes, check_room_to_plan, parse_size
+from edgespec.checks import text
+from edgespec.memory import MemoryPlan, check_room_to_plan, parse_size
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
-
-_NO_LIMIT = (1 << 31) - 1
 
 
 class Preview:
@@ -68,16 +67,16 @@ def plan(
     )
     keeping = Keeping.read(keep, keep_memory, None)
     given_bytes = None if memory is None else parse_size(memory)
-    options = LoadOptions(
-        context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
-        gpu_layers=None if gpu_layers is None else whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT),
-        kv_type=text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
-        flash_attention=text("flash_attention", flash_attention, "auto, on or off"),
-        mmap=flag("mmap", mmap),
-        mlock=flag("mlock", mlock),
-        max_branches=how.most_branches,
-        memory_bytes=available_bytes() if given_bytes is None else given_bytes,
-        adapter=None if adapter is None else adapter_folder(adapter),
+    options = load_options(
+        how,
+        given_bytes=given_bytes,
+        context=context,
+        gpu_layers=gpu_layers,
+        kv_type=kv_type,
+        flash_attention=flash_attention,
+        mmap=mmap,
+        mlock=mlock,
+        adapter=adapter,
     )
     check_room_to_plan()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
