@@ -16,8 +16,15 @@ from edgespec.cli.failures import DONE, FAILED, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
+from edgespec.cli.measuring import (
+    draft_lengths_option,
+    max_tokens_option,
+    methods_option,
+    prompts_option,
+    seed_option,
+    temperatures_option,
+)
 from edgespec.cli.options import (
-    MAX_SEED,
     MODEL_NAMES,
     acceptance_option,
     drafting_options,
@@ -50,34 +57,18 @@ _BAR = 20
         "edgespec bench --prompts my-prompts.jsonl --temperatures 0 --save runs.json --json",
     ),
 )
-@click.option(
-    "--methods",
-    type=listed(str),
-    metavar="A,B",
-    help="Methods to measure beside none. [default: auto and every drafter at hand; with a draft model also"
-    " model+suffix]",
+@methods_option(
+    "Methods to measure beside none. [default: auto and every drafter at hand; with a draft model also"
+    " model+suffix]"
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="JSON lines, each with `prompt` or `messages`, and perhaps a `category`. [default: 24 of eight"
-    " categories]",
+@prompts_option(
+    "JSON lines, each with `prompt` or `messages`, and perhaps a `category`. [default: 24 of eight"
+    " categories]"
 )
 @click.option("--categories", type=listed(str), metavar="A,B", help="Only prompts of these. [default: all]")
-@click.option(
-    "--temperatures",
-    type=listed(float),
-    metavar="T,T",
-    default="0,0.8",
-    show_default=True,
-    help="Temperatures to measure at.",
-)
-@click.option(
-    "--draft-lengths",
-    type=listed(whole(1, 64)),
-    metavar="K,K",
-    help="Tokens to guess ahead, each a choice of its own; auto finds its own. [default: one, the usual]",
+@temperatures_option("0,0.8", "Temperatures to measure at.")
+@draft_lengths_option(
+    None, "Tokens to guess ahead, each a choice of its own; auto finds its own. [default: one, the usual]"
 )
 @click.option(
     "--repeats",
@@ -87,23 +78,8 @@ _BAR = 20
     show_default=True,
     help="How often everything is measured.",
 )
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=whole(1),
-    metavar="N",
-    default=64,
-    show_default=True,
-    help="The longest reply, in tokens.",
-)
-@click.option(
-    "--seed",
-    type=whole(0, MAX_SEED),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="The seed of all replies.",
-)
+@max_tokens_option(64)
+@seed_option("The seed of all replies.")
 @click.option(
     "--max-seconds", type=whole(1), metavar="N", help="Begin no reply after so long. [default: no limit]"
 )

@@ -17,6 +17,7 @@ __all__ = [
     "METHOD_NAMES",
     "MODEL_NAMES",
     "SAMPLING_NAMES",
+    "Decorator",
     "SettingOption",
     "acceptance_option",
     "drafting_options",

@@ -10,7 +10,8 @@ from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
-from edgespec.cli.options import MODEL_NAMES, drafting_options, json_option, model_options, pick, whole
+from edgespec.cli.measuring import max_tokens_option
+from edgespec.cli.options import MODEL_NAMES, drafting_options, json_option, model_options, pick
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table
 
 if TYPE_CHECKING:
@@ -33,15 +34,7 @@ _SKILLS = ("code", "copy", "explain", "howto")
         "edgespec tune --target 8b-q4 --method layerskip --json",
     ),
 )
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=whole(1),
-    metavar="N",
-    default=48,
-    show_default=True,
-    help="The longest reply to try a drafter on, in tokens.",
-)
+@max_tokens_option(48, "The longest reply to try a drafter on, in tokens.")
 @click.option(
     "--method",
     metavar="METHOD",

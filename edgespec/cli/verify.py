@@ -12,16 +12,21 @@ from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
+from edgespec.cli.measuring import (
+    draft_lengths_option,
+    max_tokens_option,
+    methods_option,
+    prompts_option,
+    seed_option,
+    temperatures_option,
+)
 from edgespec.cli.options import (
-    MAX_SEED,
     MODEL_NAMES,
     acceptance_option,
     drafting_options,
     json_option,
-    listed,
     model_options,
     pick,
-    whole,
 )
 from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
 from edgespec.errors import CancelledError
@@ -56,52 +61,15 @@ _PROMPTS_OF_A_SKILL = 2
         "edgespec verify --prompts my-prompts.jsonl --draft-lengths 1,2,4,8,16 --json",
     ),
 )
-@click.option(
-    "--methods",
-    type=listed(str),
-    metavar="A,B",
-    help="Methods to compare with none; auto, layerskip, lowbit, swift and lookahead are compared when they"
-    " are named. [default: suffix and ngram; with a draft model also model and model+suffix]",
+@methods_option(
+    "Methods to compare with none; auto, layerskip, lowbit, swift and lookahead are compared when they are"
+    " named. [default: suffix and ngram; with a draft model also model and model+suffix]"
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="JSON lines, each with `prompt` or `messages`. [default: some that come with edgespec]",
-)
-@click.option(
-    "--temperatures",
-    type=listed(float),
-    metavar="T,T",
-    default="0,0.8,1.2",
-    show_default=True,
-    help="Temperatures to compare at.",
-)
-@click.option(
-    "--draft-lengths",
-    type=listed(whole(1, 64)),
-    metavar="K,K",
-    default="1,4,8",
-    show_default=True,
-    help="Tokens to guess ahead.",
-)
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=whole(1),
-    metavar="N",
-    default=64,
-    show_default=True,
-    help="The longest reply, in tokens.",
-)
-@click.option(
-    "--seed",
-    type=whole(0, MAX_SEED),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="The seed of the first reply.",
-)
+@prompts_option("JSON lines, each with `prompt` or `messages`. [default: some that come with edgespec]")
+@temperatures_option("0,0.8,1.2", "Temperatures to compare at.")
+@draft_lengths_option("1,4,8", "Tokens to guess ahead.")
+@max_tokens_option(64)
+@seed_option("The seed of the first reply.")
 @click.option(
     "--rest",
     type=click.FloatRange(0),
