@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +11,13 @@ import pytest
 
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_aside() -> None:
+    """Closing a model collects garbage: thousands of collected tests and modules are not searched each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
