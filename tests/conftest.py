@@ -15,7 +15,7 @@ from edgespec.catalog.catalogue import models_folder
 
 @pytest.fixture(scope="module", autouse=True)
 def older_objects_aside() -> None:
-    """Closing a model collects garbage: thousands of collected tests and modules are not searched each time."""
+    """Closing a model collects garbage: what was there before is not searched again each time."""
     gc.collect()
     gc.freeze()
 

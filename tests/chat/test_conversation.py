@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def small() -> Iterator[Runtime]:
 
 def fresh_answer(messages: Sequence[Message], text: str, system: str | None = None, **options: Any) -> str:
     """What a runtime that knows nothing says next in this conversation."""
+    return _fresh_answer(tuple(messages), text, system, **options)
+
+
+@cache
+def _fresh_answer(messages: tuple[Message, ...], text: str, system: str | None, **options: Any) -> str:
     with edgespec.load("demo") as newborn:
         return newborn.chat(system, messages).ask(text, **OPTIONS | options).text
 
