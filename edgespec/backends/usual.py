@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from edgespec.backends.base import LanguageModel, ModelFacts, SelfDraft, Vocabulary
+from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
 from edgespec.backends.room import check_tokens_fit
 from edgespec.backends.view import TargetView
-from edgespec.errors import CapabilityError, ClosedError, ContextFullError
+from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
-__all__ = ["UsualModel"]
+__all__ = ["UsualModel", "in_batches"]
+
+
+def in_batches(
+    tokens: Sequence[int], batch_tokens: int, progress: Progress | None
+) -> Iterator[Sequence[int]]:
+    """The tokens of a prefill, so many at once; `progress` is told after each. Raises CancelledError."""
+    for start in range(0, len(tokens), batch_tokens):
+        batch = tokens[start : start + batch_tokens]
+        yield batch
+        if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
+            raise CancelledError("cancelled")
 
 
 class UsualModel(ABC):

@@ -46,7 +46,7 @@ from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.room import check_weights_fit
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.usual import UsualModel, in_batches
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -210,17 +210,14 @@ class LayerSkipModel(UsualModel):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self.end_round()
-        step = min(self._context.batch_tokens, self._context.max_width)
-        for start in range(0, len(tokens), step):
-            chunk = tokens[start : start + step]
+        batch_tokens = min(self._context.batch_tokens, self._context.max_width)
+        for batch in in_batches(tokens, batch_tokens, progress):
             try:
-                self._context.append(self._lower.append(chunk), self.length)
+                self._context.append(self._lower.append(batch), self.length)
             except (BackendError, ContextFullError, CancelledError):
                 self._cut(self.length)
                 raise
-            self._cells.length += len(chunk)
-            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
-                raise CancelledError("cancelled")
+            self._cells.length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:

@@ -32,7 +32,7 @@ from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.usual import UsualModel, in_batches
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -109,18 +109,14 @@ class LlamaCppModel(UsualModel):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._cells.end_round()
-        step = self._context.batch_tokens
-        for start in range(0, len(tokens), step):
-            chunk = tokens[start : start + step]
+        for batch in in_batches(tokens, self._context.batch_tokens, progress):
             self._chosen = False
             try:
-                self._context.append(chunk, self.length)
+                self._context.append(batch, self.length)
             except (BackendError, ContextFullError, CancelledError):
                 self._cells.cut(self.length)
                 raise
-            self._cells.length += len(chunk)
-            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
-                raise CancelledError("cancelled")
+            self._cells.length += len(batch)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         try:

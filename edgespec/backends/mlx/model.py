@@ -32,7 +32,7 @@ from edgespec.backends.mlx.saved import from_bytes, to_bytes
 from edgespec.backends.mlx.scoring import Best, Scorer
 from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.usual import UsualModel, in_batches
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
@@ -80,14 +80,10 @@ class MlxModel(UsualModel):
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._passes.end_round()
-        step = self._batch_tokens
-        for start in range(0, len(tokens), step):
+        for batch in in_batches(tokens, self._batch_tokens, progress):
             self._check(0)
             self._check_wanted()
-            chunk = list(tokens[start : start + step])
-            self._passes.append(chunk)
-            if progress and not progress("prefill", (start + len(chunk)) / len(tokens)):
-                raise CancelledError("cancelled")
+            self._passes.append(list(batch))
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
         self._check_pass(tree)
