@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.forgetting import forget
-    from edgespec.memory.kept.texts import KeptUse
+    from edgespec.memory.kept.use import KeptUse
     from edgespec.memory.plan import MemoryPlan
     from edgespec.reply import MethodReport, Piece, Reply
     from edgespec.runtime import MemoryUse, Runtime
@@ -56,7 +56,7 @@ _HOMES = {
     "Capabilities": "edgespec.backends.base",
     "Chat": "edgespec.chat.conversation",
     "EdgespecError": "edgespec.errors",
-    "KeptUse": "edgespec.memory.kept.texts",
+    "KeptUse": "edgespec.memory.kept.use",
     "MemoryPlan": "edgespec.memory.plan",
     "MemoryUse": "edgespec.runtime",
     "Message": "edgespec.chat.message",

@@ -1,18 +1,26 @@
-"""What drafters do between replies: they improve in a thread of its own until they are called back."""
+"""What is done between replies in a thread of its own: drafters improve, memory is watched."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeAlias
+from weakref import WeakMethod
 
 from edgespec.drafters.base import Drafter
 from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["Idle", "resting_parts"]
 
+# Called with what tells whether it is still wanted; a watch says whether it is to be called again.
+_Rest: TypeAlias = Callable[[Callable[[], bool]], None]
+_Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
+
 # Replies of a script follow one another at once, and a command ends after its reply: neither is a rest.
 QUIET_SECONDS = 0.3
+# Then it is looked so often whether other programs need memory.
+WATCH_SECONDS = 2.0
 
 
 def resting_parts(drafter: Drafter | None) -> tuple[Drafter, ...]:
@@ -31,15 +39,15 @@ class Idle:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, rest: Callable[[Callable[[], bool]], None]) -> None:
-        """Call `rest(wanted)` in the background after a quiet moment; `wanted` turns false with `stop`."""
+    def start(self, rest: _Rest, watch: _Watch) -> None:
+        """Call `rest(wanted)` in the background after a quiet moment; `wanted` turns false with `stop`.
+
+        Then `watch(wanted)` now and then, until it is false: a method, whose owner is not kept for it.
+        """
         self._stopped = stopped = threading.Event()
-
-        def run() -> None:
-            if not stopped.wait(QUIET_SECONDS):
-                rest(lambda: not stopped.is_set())
-
-        thread = threading.Thread(target=run, name="edgespec-rest", daemon=True)
+        thread = threading.Thread(
+            target=_use_quiet, args=(stopped, [rest], WeakMethod(watch)), name="edgespec-rest", daemon=True
+        )
         with suppress(RuntimeError):  # the process ends: nobody will ask again
             thread.start()
             self._thread = thread
@@ -70,3 +78,16 @@ class Idle:
                 what = error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
                 self.trouble[part.name] = f"{part.name} learns no more: {' '.join(what.split())}"
         return fine
+
+
+def _use_quiet(stopped: threading.Event, rests: list[_Rest], watching: WeakMethod[_Watch]) -> None:
+    def wanted() -> bool:
+        return not stopped.is_set()
+
+    if stopped.wait(QUIET_SECONDS):
+        return
+    rests.pop()(wanted)  # from here on nothing of it is held
+    while (watch := watching()) and watch(wanted):
+        watch = None
+        if stopped.wait(WATCH_SECONDS):
+            return

@@ -34,7 +34,9 @@ class MemoryUse:
     """What a runtime takes, in bytes. kv_bytes: of the caches of target and draft, where they are now.
 
     resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
-    planned before anything was loaded.
+    planned before anything was loaded. context_tokens: of the target's context as it is now, and most_ as it
+    may become. available_bytes: what other programs may still take. given_way_bytes: what they were given
+    back, all together; given_way: what that was at last, in words.
     """
 
     weight_bytes: int
@@ -42,6 +44,11 @@ class MemoryUse:
     resident_bytes: int
     kept: KeptUse
     plan: MemoryPlan | None = None
+    context_tokens: int = 0
+    most_context_tokens: int = 0
+    available_bytes: int = 0
+    given_way_bytes: int = 0
+    given_way: str = ""
 
 
 _DEFAULTS = Defaults()
@@ -150,6 +157,11 @@ class Runtime:
             resident_bytes=resident_bytes(),
             kept=kept.use() if kept else KeptUse(),
             plan=self.plan,
+            context_tokens=self.target.context_tokens,
+            most_context_tokens=self.context_tokens,
+            available_bytes=self._session.giving.available(),
+            given_way_bytes=self._session.giving.given_bytes,
+            given_way=self._session.giving.said,
         )
 
     def known_texts(self) -> Iterable[Sequence[int]]:

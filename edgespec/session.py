@@ -22,6 +22,7 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
+from edgespec.memory.giving_way import GivingWay
 from edgespec.memory.growing import ROUND_TOKENS, GrowingContext
 from edgespec.memory.kept import KeptTexts
 from edgespec.methods import Drafters
@@ -52,6 +53,7 @@ class Session:
         self.target = target
         self.kept = kept
         self.context = GrowingContext(target, draft)
+        self.giving = GivingWay(self.context, kept)
         self.drafters = drafters
         self._cached: list[int] = []
         # `_working` is held while a model runs, never while a caller looks at what came out.
@@ -147,14 +149,26 @@ class Session:
                 self._cached = self._cached[: self.target.length]
                 self._interrupt(False)
             self._current = None
-            if (self._resting or (self.kept and self.kept.saves)) and not self._closing:
-                self._idle.start(self._use_quiet)
+            saves = self.kept is not None and self.kept.saves
+            if (self._resting or saves or self.giving.anything) and not self._closing:
+                self._idle.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
         self.save_texts(wanted)
         if self._resting:
             self.rest(wanted)
+
+    def _give_way(self, wanted: Callable[[], bool]) -> bool:
+        """Give memory to other programs while nobody asks; False where nothing is left to give."""
+        if self.kept and self.giving.short:
+            self.kept.write(wanted)  # what is on disk is soon dropped
+        with self._working:
+            if wanted() and not self._closing and self._current is None:
+                self._cached = self._cached[: self.target.length]
+                self.giving.between_replies()
+                self._cached = self._cached[: self.target.length]
+        return self.giving.anything
 
     def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
@@ -182,13 +196,15 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """How the running or last reply by this method stands: what guesses, why, and what that gains.
 
-        With it what the drafters have learnt, which learn no more, and a context that found no memory.
+        With it what the drafters have learnt, which learn no more, a context that found no memory, and what
+        other programs were given of it.
         """
         drafter, report = self.drafters.choose(method)
+        memory = (self.context.notice, self.giving.notice)
         if drafter is None:
-            return replace(report, note=self.context.notice)
+            return replace(report, note=" · ".join(filter(None, memory)))
         trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
-        notes = (drafter.note(), *trouble, self.context.notice)
+        notes = (drafter.note(), *trouble, *memory)
         report = replace(report, note=" · ".join(filter(None, notes)))
         if account := drafter.account():
             return replace(
@@ -263,6 +279,7 @@ class Session:
             yield step
             if self.context.short and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
+            self.giving.within_reply()
 
     def _prefill(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
         """Bring the target's cache to all tokens but the last; how many of them it held already.
@@ -276,6 +293,9 @@ class Session:
             self.kept.keep(self._cached, shared)
         self._cached = self._cached[:shared]
         self.target.truncate(shared)
+        stats.growth_seconds += self.giving.between_replies(len(tokens) + beyond)
+        self.giving.begin_reply()
+        self._cached = self._cached[: self.target.length]
         stats.growth_seconds += self.context.hold(len(tokens) + beyond)
         self.context.check_holds(len(tokens))
         if self.kept and (found := self.kept.find(tokens, self.target.length)):

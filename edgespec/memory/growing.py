@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
+from edgespec.backends.room import BLOCK_TOKENS
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
 
@@ -32,7 +34,7 @@ def room_to_grow(plan: MemoryPlan) -> bool:
 
 
 class GrowingContext:
-    """Makes both contexts larger between rounds, at least twice as large each time.
+    """Makes both contexts larger between rounds, each time twice as large at least; smaller between replies.
 
     What is copied meanwhile is no more than half of what the largest context takes.
     limit_tokens: what the context may become; where memory ran out, what it is. notice: then says so.
@@ -45,6 +47,12 @@ class GrowingContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
+        # A context is made no smaller than it began; one that was taken whole at once stays so.
+        self._first_tokens = {
+            id(model): model.facts.context_tokens for model in (target, draft) if model is not None
+        }
+        # The size that the draft's context had before its memory was given away.
+        self._suspended_tokens = 0
 
     @property
     def short(self) -> bool:
@@ -76,6 +84,79 @@ class GrowingContext:
             self.notice = f"the context stays at {size} tokens: {self._why}"
         self._let_draft_follow()
         return now() - started
+
+    @property
+    def gives(self) -> bool:
+        """Whether there may be memory to give back, see `shrink` and `suspend_draft`."""
+        models = (self._target, self._draft)
+        return any(model is not None and self._smaller(model, 0) is not None for model in models) or bool(
+            self._draft and self._draft.facts.kv_bytes and not self._suspended_tokens
+        )
+
+    def shrink(self, tokens: int = 0) -> int:
+        """Make the contexts as small as holds the text, or so many tokens, where that frees half of one.
+
+        No round is open. Returns the bytes that are free now. The cache is as it was; of the draft's, what is
+        beyond its new size goes.
+        """
+        before = self._kv_bytes()
+        self._make_smaller(self._target, max(tokens, self._target.length + ROUND_TOKENS))
+        if self._draft and self._draft_follows and not self._suspended_tokens:
+            self._make_smaller(self._draft, self._target.facts.context_tokens)
+        return max(0, before - self._kv_bytes())
+
+    def _kv_bytes(self) -> int:
+        return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
+
+    def _smaller(self, model: LanguageModel, tokens: int) -> int | None:
+        """The size to hold so many tokens; None where that is more than half of what there is.
+
+        So much at most is copied meanwhile, while memory is short.
+        """
+        size = max(self._first_tokens[id(model)], -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+        return size if 2 * size <= model.facts.context_tokens else None
+
+    def _make_smaller(self, model: LanguageModel, tokens: int) -> None:
+        size = self._smaller(model, tokens)
+        if size is None:
+            return
+        if model.length > size:  # a draft's: it may remember more of another text
+            model.truncate(size)
+        # Where it fails the context is what it was, or lost, and made again for the next prompt.
+        with suppress(MemoryBudgetError):
+            model.resize(size)
+
+    def suspend_draft(self) -> int:
+        """Give the draft's cache away until `resume_draft`: it guesses no more. Returns the freed bytes."""
+        draft = self._draft
+        if draft is None or self._suspended_tokens:
+            return 0
+        size, held = draft.facts.context_tokens, draft.facts.kv_bytes
+        if size <= _LEAST_TOKENS:
+            return 0
+        draft.truncate(0)
+        with suppress(MemoryBudgetError):
+            draft.resize(_LEAST_TOKENS)
+        self._suspended_tokens = size
+        freed = max(0, held - draft.facts.kv_bytes)
+        if not freed:
+            self.resume_draft()
+        return freed
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the draft waits for its cache."""
+        return self._suspended_tokens > 0
+
+    def resume_draft(self) -> None:
+        """Give the draft its context back, if there is memory for that; it reads the text again."""
+        draft, size = self._draft, self._suspended_tokens
+        if draft is None or not size:
+            return
+        with suppress(MemoryBudgetError):
+            draft.resize(size)
+            self._suspended_tokens = 0
+            self._let_draft_follow()
 
     def check_holds(self, tokens: int) -> None:
         """Raises ContextFullError for a prompt of so many tokens that found no memory."""
@@ -115,7 +196,7 @@ class GrowingContext:
     def _let_draft_follow(self) -> None:
         """Let the draft see as much, as long as there is memory for that; it guesses no more beyond."""
         draft = self._draft
-        if draft is None or not self._draft_follows:
+        if draft is None or not self._draft_follows or self._suspended_tokens:
             return
         size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
         if size <= draft.facts.context_tokens:

@@ -6,6 +6,7 @@ All numbers are of the whole process: what it holds now counts as its own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,15 @@ def apple_limit() -> Limit | None:
     above three quarters.
     """
     total = int(psutil.virtual_memory().total)
+    if (wired := _wired_bytes()) > 0:
+        return Limit(wired, "the wired limit of the graphics processor (iogpu.wired_limit_mb)")
+    share = total * 2 // 3 if total <= 36 * 2**30 else total * 3 // 4
+    return Limit(share, "the working set that Apple recommends for its graphics processor")
+
+
+@functools.cache
+def _wired_bytes() -> int:
+    """The limit that was set, 0 for none. It is asked for once: memory is looked at within replies."""
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"],
@@ -132,7 +142,5 @@ def apple_limit() -> Limit | None:
             timeout=2,
             check=True,
         )
-        if (wired := int(said.stdout.strip()) * 2**20) > 0:
-            return Limit(wired, "the wired limit of the graphics processor (iogpu.wired_limit_mb)")
-    share = total * 2 // 3 if total <= 36 * 2**30 else total * 3 // 4
-    return Limit(share, "the working set that Apple recommends for its graphics processor")
+        return int(said.stdout.strip()) * 2**20
+    return 0

@@ -79,6 +79,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         ("weights", bytes_text(use.weight_bytes)),
         ("caches", bytes_text(use.kv_bytes)),
         ("process", bytes_text(use.resident_bytes)),
+        *_now_rows(use),
         *_plan_rows(use.plan),
         ("kept", f"{bytes_text(kept.memory_bytes)} in memory, of {bytes_text(kept.memory_limit_bytes)}"),
     ]
@@ -90,6 +91,19 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
+
+
+def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
+    """How large the context is by now, what is free, and what other programs were given."""
+    rows = []
+    if use.context_tokens:
+        most = count(use.most_context_tokens)
+        rows.append(("context", f"memory for {count(use.context_tokens, 'token')} so far, of {most}"))
+    if use.available_bytes:
+        rows.append(("free", bytes_text(use.available_bytes)))
+    if use.given_way:
+        rows.append(("gave way", f"{bytes_text(use.given_way_bytes)} so far; {use.given_way}"))
+    return rows
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:

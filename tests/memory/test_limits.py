@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from edgespec.memory import find_budget, resident_bytes
+from edgespec.memory import find_budget, limits, resident_bytes
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 
 GIB = 2**30
@@ -96,13 +97,25 @@ def test_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestMac:
+    @pytest.fixture(autouse=True)
+    def asked_anew(self) -> Iterator[None]:
+        limits._wired_bytes.cache_clear()
+        yield
+        limits._wired_bytes.cache_clear()
+
     def _says(self, monkeypatch: pytest.MonkeyPatch, text: str, total: int) -> Limit:
         done = subprocess.CompletedProcess([], 0, stdout=text)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
         monkeypatch.setattr("psutil.virtual_memory", lambda: type("M", (), {"total": total}))
+        limits._wired_bytes.cache_clear()
         found = apple_limit()
         assert found is not None
         return found
+
+    def test_it_is_asked_for_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = self._says(monkeypatch, "57344\n", 64 * GIB)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
+        assert apple_limit() == first
 
     def test_a_wired_limit_that_was_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self._says(monkeypatch, "57344\n", 64 * GIB)

@@ -38,7 +38,7 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts begin smaller and grow with less room left, so that a short reply makes them grow."""
     monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", FIRST)
-    for module in ("growing", "session"):
+    for module in ("memory.growing", "session"):
         monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
 
 

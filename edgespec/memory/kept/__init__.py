@@ -1,10 +1,12 @@
 """What several texts have read is kept, in memory and on disk, so that going back to one reads it no more."""
 
 from edgespec.memory.kept.disk import KeptDisk, disk_bound, forget_kept, kept_folder
-from edgespec.memory.kept.texts import KeptTexts, KeptUse, memory_bound
+from edgespec.memory.kept.texts import RESERVE_BYTES, KeptTexts, memory_bound
+from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
 
 __all__ = [
+    "RESERVE_BYTES",
     "KeptDisk",
     "KeptTexts",
     "KeptUse",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter as now
 
 import numpy as np
@@ -15,9 +14,10 @@ from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.kept.disk import KeptDisk
 from edgespec.memory.kept.pieces import Forest, Piece, Tokens, digest_of, name_of, shared_tokens
+from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
 
-__all__ = ["KeptTexts", "KeptUse", "memory_bound"]
+__all__ = ["RESERVE_BYTES", "KeptTexts", "memory_bound"]
 
 # So few tokens are not worth a piece of their own.
 _SHORT_TOKENS = 64
@@ -26,31 +26,13 @@ _TURN_TOKENS = 256
 _MOST_BYTES = 4 * 2**30
 _SHARE_OF_LEFT = 0.25
 # Left to other programs, whatever was allowed.
-_RESERVE_BYTES = 512 * 2**20
+RESERVE_BYTES = 512 * 2**20
 _FRESH_SECONDS = 60.0
 
 
 def memory_bound(left_bytes: int) -> int:
     """The bytes that may be kept in memory unless the user says: a quarter of what is left, at most 4 GiB."""
     return min(_MOST_BYTES, max(0, int(left_bytes * _SHARE_OF_LEFT)))
-
-
-@dataclass(frozen=True, slots=True)
-class KeptUse:
-    """What is kept, and what that was good for.
-
-    memory_bytes, disk_bytes: what the pieces of this model take; a piece may be in both. texts: ends of texts
-    that can be gone back to. hits: how often one was. tokens_not_read: tokens that need not be read again so.
-    """
-
-    texts: int = 0
-    memory_bytes: int = 0
-    memory_limit_bytes: int = 0
-    disk_bytes: int = 0
-    disk_limit_bytes: int = 0
-    hits: int = 0
-    tokens_not_read: int = 0
-    notice: str = ""
 
 
 class KeptTexts:
@@ -126,7 +108,7 @@ class KeptTexts:
         return (
             self.worth.pays(lost, size_bytes)
             and (most is None or size_bytes <= most)
-            and size_bytes < self._available() - _RESERVE_BYTES
+            and size_bytes < self._available() - RESERVE_BYTES
         )
 
     def _bytes_per_token(self) -> float:
@@ -321,11 +303,28 @@ class KeptTexts:
                 disk.remove([piece.name])
         return written
 
-    def _make_room(self) -> None:
+    @property
+    def copied_bytes(self) -> int:
+        """What copies in memory take now."""
+        with self._lock:
+            return sum(piece.size_bytes for piece in self._forest if piece.snapshot)
+
+    def give_way(self, *, write: bool = True) -> int:
+        """Take copies out of memory for other programs; how many bytes. May be asked for at any time.
+
+        write: what is on no disk yet is put there first, where texts are kept on disk; that takes its time.
+        Else it is dropped after those that are there.
+        """
+        with self._lock:
+            before = self.copied_bytes
+            self._make_room(write)
+            return before - self.copied_bytes
+
+    def _make_room(self, write: bool = True) -> None:
         """Take copies out of memory, what is worth least first, until the others are within bounds."""
         copies = [piece for piece in self._forest if piece.snapshot]
         total = sum(piece.size_bytes for piece in copies)
-        limit = min(self._most_bytes, total + self._available() - _RESERVE_BYTES)
+        limit = min(self._most_bytes, total + self._available() - RESERVE_BYTES)
         if total <= limit:
             return
         clock = time.time()
@@ -334,12 +333,15 @@ class KeptTexts:
             gain = len(piece.tokens) / (piece.size_bytes + 1)
             return gain / (max(0.0, clock - piece.used) + _FRESH_SECONDS)
 
-        for piece in sorted(copies, key=lambda piece: (piece.value(own), -piece.start)):
+        def order(piece: Piece) -> tuple[bool, float, int]:
+            return not (write or piece.on_disk), piece.value(own), -piece.start
+
+        for piece in sorted(copies, key=order):
             if total <= limit:
                 return
             if piece.snapshot is None:
                 continue
-            if piece.on_disk or self._write(piece):
+            if piece.on_disk or (write and self._write(piece)):
                 piece.snapshot = None
                 total -= piece.size_bytes
             else:

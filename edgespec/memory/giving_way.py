@@ -1,0 +1,97 @@
+"""Memory that other programs need is given back to them: what costs least first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter as now
+
+from edgespec.backends.room import readable
+from edgespec.memory.budget import available_bytes
+from edgespec.memory.growing import GrowingContext
+from edgespec.memory.kept import RESERVE_BYTES, KeptTexts
+
+__all__ = ["GivingWay"]
+
+# A look takes a third of a millisecond: within a reply there is one in so much time at most.
+_LOOK_SECONDS = 1.0
+# Guesses cost time when they are gone: below so much that is free, which any plan leaves, they go as well.
+_SEVERE_BYTES = RESERVE_BYTES // 4
+
+
+class GivingWay:
+    """Gives back while less than a reserve is free: to other programs, whatever was allowed.
+
+    Between replies first what no text needs of the contexts, then copies of other texts, which go to disk
+    where that was wanted, and where hardly anything is free the draft's cache. Within a reply copies only.
+
+    available: the bytes that are free now. notice: what was given back since the last reply but one, in
+    words. said: what was at last; given_bytes: all together.
+    """
+
+    def __init__(
+        self,
+        context: GrowingContext,
+        kept: KeptTexts | None = None,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        self.notice = self.said = ""
+        self.given_bytes = 0
+        self.available = available
+        self._context = context
+        self._kept = kept
+        self._next_look = 0.0
+        self._news: list[str] = []
+
+    @property
+    def short(self) -> bool:
+        """Whether other programs need memory now."""
+        return self.available() < RESERVE_BYTES
+
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything left to give."""
+        return self._context.gives or bool(self._kept and self._kept.copied_bytes)
+
+    def begin_reply(self) -> None:
+        """A reply begins: it tells what was given back since the last one."""
+        self.notice = " · ".join(self._news)
+        self._news = []
+
+    def between_replies(self, tokens: int = 0) -> float:
+        """Give back what is needed elsewhere. tokens: so many are going to be in the context.
+
+        No round is open. Belongs to the model's thread, as the next does. Returns the seconds that took, but
+        for the look.
+        """
+        short, started = self.short, now()
+        if not short and not self._context.suspended:
+            return 0.0
+        given: list[tuple[str, int]] = []
+        if short and (freed := self._context.shrink(tokens)):
+            given.append((f"{readable(freed)} of the context that no text needs", freed))
+            short = self.short
+        if short and self._kept and (freed := self._kept.give_way()):
+            given.append((f"{readable(freed)} of kept texts", freed))
+            short = self.short
+        if not short:
+            self._context.resume_draft()
+        elif self.available() < _SEVERE_BYTES and (freed := self._context.suspend_draft()):
+            given.append((f"the draft's {readable(freed)}: it guesses no more until there is room", freed))
+        if given:
+            self._news.append(self._given(given))
+        return now() - started
+
+    def within_reply(self) -> None:
+        """Between two rounds: look now and then, and drop copies; nothing that is in use is touched."""
+        kept, clock = self._kept, now()
+        if kept is None or clock < self._next_look:
+            return
+        self._next_look = clock + _LOOK_SECONDS
+        if kept.copied_bytes and self.short and (freed := kept.give_way(write=False)):
+            said = self._given([(f"{readable(freed)} of kept texts", freed)])
+            self.notice = " · ".join(filter(None, (self.notice, said)))
+
+    def _given(self, given: Sequence[tuple[str, int]]) -> str:
+        self.said = f"other programs needed memory and got {', '.join(what for what, _ in given)}"
+        self.given_bytes += sum(freed for _, freed in given)
+        return self.said
