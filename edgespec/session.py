@@ -232,22 +232,54 @@ class Session:
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
-                beyond = min(request.max_tokens, ROUND_TOKENS)
-                stats.cached_prompt_tokens = self._prefill(tokens, beyond, stats, progress)
-                self.target.run_ahead(drafter is None)
-                if drafter:
-                    drafter.begin(tokens)
-                    _count_memory(stats, drafter)
-                    self._resting = resting_parts(drafter)
+                self._begin(tokens, min(request.max_tokens, ROUND_TOKENS), drafter, stats, progress)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
+        drafted, seconds = 0, 0.0
+        for step in self._rounds(request, tokens, drafter, is_stop, is_cancelled, stats):
+            tokens.extend(step.tokens)
+            if step.tokens and stats.drafted_tokens == drafted:
+                self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
+            drafted, seconds = stats.drafted_tokens, stats.decode_seconds
+            if stats.worst_case_loss is None:
+                stats.plain_step_seconds = self.plain_step_seconds
+            if stats.ttft_seconds is None and step.tokens:
+                stats.ttft_seconds = now() - started
+            if drafter:
+                _count_drafter(stats, drafter, ended=step.finish_reason is not None)
+            yield step
+            if self.context.short and not (step.finish_reason or is_cancelled()):
+                stats.growth_seconds += self.context.make_room()
+            self.giving.within_reply()
+
+    def _begin(
+        self, tokens: list[int], beyond: int, drafter: Drafter | None, stats: Stats, progress: Progress | None
+    ) -> None:
+        """Bring target and drafter to the prompt, with room for `beyond` tokens more."""
+        stats.cached_prompt_tokens = self._prefill(tokens, beyond, stats, progress)
+        self.target.run_ahead(drafter is None)
+        if drafter:
+            drafter.begin(tokens)
+            _count_memory(stats, drafter)
+            self._resting = resting_parts(drafter)
+
+    def _rounds(
+        self,
+        request: Request,
+        tokens: list[int],
+        drafter: Drafter | None,
+        is_stop: Callable[[int], bool],
+        is_cancelled: Callable[[], bool],
+        stats: Stats,
+    ) -> Iterator[Step]:
+        """The loop, as the request wants it and as target and drafter can do it."""
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
         self.target.follow(self.drafters.chain_model(request.how.method))
-        steps = decode(
+        return decode(
             self.target,
             drafter,
             acceptance_rule(request),
@@ -262,24 +294,6 @@ class Session:
             is_cancelled=is_cancelled,
             stats=stats,
         )
-        drafted, seconds = 0, 0.0
-        for step in steps:
-            tokens.extend(step.tokens)
-            if step.tokens and stats.drafted_tokens == drafted:
-                self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
-            drafted, seconds = stats.drafted_tokens, stats.decode_seconds
-            if stats.worst_case_loss is None:
-                stats.plain_step_seconds = self.plain_step_seconds
-            if drafter and (step.finish_reason or stats.target_passes % _ACCOUNT_ROUNDS == 1):
-                _take_account(drafter, stats)
-            if stats.ttft_seconds is None and step.tokens:
-                stats.ttft_seconds = now() - started
-            if step.finish_reason and drafter:
-                _count_memory(stats, drafter)
-            yield step
-            if self.context.short and not (step.finish_reason or is_cancelled()):
-                stats.growth_seconds += self.context.make_room()
-            self.giving.within_reply()
 
     def _prefill(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
         """Bring the target's cache to all tokens but the last; how many of them it held already.
@@ -357,12 +371,16 @@ def _count_memory(stats: Stats, drafter: Drafter) -> None:
     stats.draft_other_bytes = extra.other_bytes
 
 
-def _take_account(drafter: Drafter, stats: Stats) -> None:
-    """How the reply stands goes to its stats, where somebody keeps a ledger."""
+def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
+    """How the reply stands by its ledger, where somebody keeps one: now and then, and at the end."""
+    if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
+        return
     if account := drafter.account():
         stats.plain_step_seconds = account.plain_seconds
         stats.ledger_credit_seconds = account.credit_seconds
         stats.worst_case_loss = account.worst_loss
+    if ended:
+        _count_memory(stats, drafter)
 
 
 def acceptance_rule(request: Request) -> Acceptance:
