@@ -150,7 +150,7 @@ class Session:
                 self._interrupt(False)
             self._current = None
             saves = self.kept is not None and self.kept.saves
-            if (self._resting or saves or self.giving.anything) and not self._closing:
+            if not self._closing and (self._resting or saves or self.giving.anything):
                 self._idle.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:

@@ -51,8 +51,9 @@ class GrowingContext:
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
-        # The size that the draft's context had before its memory was given away.
+        # The size that the draft's context had before its memory was given away; whether that frees any.
         self._suspended_tokens = 0
+        self._draft_gives = True
 
     @property
     def short(self) -> bool:
@@ -88,10 +89,9 @@ class GrowingContext:
     @property
     def gives(self) -> bool:
         """Whether there may be memory to give back, see `shrink` and `suspend_draft`."""
-        models = (self._target, self._draft)
-        return any(model is not None and self._smaller(model, 0) is not None for model in models) or bool(
-            self._draft and self._draft.facts.kv_bytes and not self._suspended_tokens
-        )
+        draft = self._draft if not self._suspended_tokens else None
+        target = self._smaller(self._target, self._target.length + ROUND_TOKENS)
+        return target is not None or (draft is not None and self._draft_gives)
 
     def shrink(self, tokens: int = 0) -> int:
         """Make the contexts as small as holds the text, or so many tokens, where that frees half of one.
@@ -132,16 +132,16 @@ class GrowingContext:
         if draft is None or self._suspended_tokens:
             return 0
         size, held = draft.facts.context_tokens, draft.facts.kv_bytes
-        if size <= _LEAST_TOKENS:
+        if size <= _LEAST_TOKENS or not self._draft_gives:
             return 0
         draft.truncate(0)
         with suppress(MemoryBudgetError):
             draft.resize(_LEAST_TOKENS)
         self._suspended_tokens = size
-        freed = max(0, held - draft.facts.kv_bytes)
-        if not freed:
+        if (freed := held - draft.facts.kv_bytes) <= 0:
+            self._draft_gives = False  # a window's cache, for one, is no larger than it must be
             self.resume_draft()
-        return freed
+        return max(0, freed)
 
     @property
     def suspended(self) -> bool:

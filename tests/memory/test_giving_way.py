@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -70,7 +72,7 @@ def plain() -> Iterator[Runtime]:
 
 
 class TestTheContext:
-    @pytest.mark.parametrize("draft", [None, "demo-draft"])
+    @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_it_is_made_smaller_before_a_short_text(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
         plain.forget()
@@ -131,13 +133,14 @@ class TestTheContext:
                 model.prefill([1] * min(tokens, model.room))
                 continue
             model.truncate(min(tokens, model.length))
-            held = list(model._tokens)
+            held, gives = list(model._tokens), context.gives
             context.shrink()
             after = model.facts.context_tokens
             assert model._tokens == held
             assert max(256, model.length) <= after
             assert after == before or 2 * after <= before
-            assert context.gives == (after >= 512)
+            assert gives == (after < before)
+            assert not context.gives
 
 
 class TestTheDraft:
@@ -160,6 +163,18 @@ class TestTheDraft:
                 notes.append(reply.method.note)
             assert "guesses no more until there is room" in notes[2]
             assert ["guesses no more" in note for note in notes] == [False, False, True, False, False]
+
+    @pytest.mark.long
+    def test_a_window_is_left_as_it_is(self, plain: Runtime) -> None:
+        """Its cache is no larger than it must be: nothing would be free, and it would be read again."""
+        with edgespec.load("demo", "demo-draft", context=512, draft_window=64, method="model") as runtime:
+            for prompt in (LONG, [*LONG, 7], [*LONG, 7, 8]):
+                free(runtime, NOTHING)
+                reply = said(runtime, prompt)
+                assert reply.tokens == said(plain, prompt, method="none").tokens
+                assert reply.stats.drafted_tokens > 0
+                assert "needed memory" not in reply.method.note
+            assert not runtime._session.giving.anything
 
 
 class TestBetweenReplies:
@@ -225,6 +240,36 @@ class TestBetweenReplies:
         del runtime
         assert until(lambda: gc.collect() >= 0 and session() is None)
         assert until(lambda: not watcher.is_alive())
+
+
+SCRIPT = """
+import resource, sys, time
+import psutil
+import edgespec, edgespec.assembly.loading
+
+edgespec.assembly.loading.FIRST_TOKENS = 256
+with edgespec.load("demo", None, context=1024, method="suffix", keep="none") as runtime:
+    for prompt in ("word " * 600, "word"):
+        runtime.generate(prompt, raw=True, max_tokens=2)
+    large = runtime.target.context_tokens
+    limit = psutil.Process().memory_info().vms + 300 * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    end = time.monotonic() + 20
+    while runtime.target.context_tokens == large and time.monotonic() < end:
+        time.sleep(0.02)
+    print(large, runtime.target.context_tokens, runtime.memory().available_bytes < 512 * 2**20)
+    print(runtime.generate("word", raw=True, max_tokens=2).method.note)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="its address space is limited")
+def test_a_limit_that_is_really_there_is_noticed() -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    first, note = done.stdout.splitlines()
+    assert first == "1024 512 True"
+    assert "other programs needed memory" in note
 
 
 def watcher_of(runtime: Runtime) -> threading.Thread:
