@@ -154,14 +154,16 @@ class TestPrepared:
 
 
 class TestMlx:
+    SHORT = 12  # tokens: the embedded MLX model is slow on a CPU
+
     def test_every_self_draft(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx", "none", context=256, method="lowbit") as runtime:
-            same_as_plain(runtime, ["lowbit"])
+            same_as_plain(runtime, ["lowbit"], max_tokens=self.SHORT)
         with edgespec.load(
             "demo-mlx", "none", context=256, methods=("layerskip", "swift"), exit_layer=4
         ) as runtime:
-            early, swift = same_as_plain(runtime, ["layerskip", "swift"])
+            early, swift = same_as_plain(runtime, ["layerskip", "swift"], max_tokens=self.SHORT)
         assert early.stats.accepted_tokens
         assert early.stats.draft_weight_bytes == 0
         assert swift.method.note
@@ -189,7 +191,7 @@ class TestMlx:
         with edgespec.load(
             "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
         ) as runtime:
-            same_as_plain(runtime, ["model", "lowbit+model"])
+            same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
 
     def test_a_draft_of_another_vocabulary_does_not_learn(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,7 +218,7 @@ class TestMlx:
     def test_a_draft_that_learns(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx", "demo-mlx-draft", context=256, learn=True) as runtime:
-            same_as_plain(runtime, ["model", "model+ngram"])
+            same_as_plain(runtime, ["model", "model+ngram"], max_tokens=self.SHORT)
 
 
 class TestTexts:

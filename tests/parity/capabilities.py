@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -184,9 +185,14 @@ def adapter(zoo: Zoo, backend: str) -> str:
     return ""
 
 
+@cache
+def check_mixed_pair(target: str) -> None:
+    """What the target's backend is good for, and the draft's."""
+    check_small_pair(SMALL[target], SMALL[BACKENDS[1 - BACKENDS.index(target)]])
+
+
 def mixed_target(zoo: Zoo, backend: str) -> str:
-    other = BACKENDS[1 - BACKENDS.index(backend)]
-    check_small_pair(SMALL[backend], SMALL[other])
+    check_mixed_pair(backend)
     return ""
 
 

@@ -22,24 +22,38 @@ SAMPLING = {
 }
 
 
+# A few of each are held against plain decoding by every run; `-m long` does the rest.
+DRAFT_LENGTHS = [(1, 2, 4, 7, 16), pytest.param((3, 5, 6, *range(8, 16)), marks=pytest.mark.long)]
+TREE_LENGTHS = [(2, 5), pytest.param((1, 3), marks=pytest.mark.long)]
+
+
 class TestTheSameTokens:
+    @pytest.mark.parametrize("draft_lengths", DRAFT_LENGTHS, ids=["some", "rest"])
     @pytest.mark.parametrize("sampling", SAMPLING.values(), ids=SAMPLING.keys())
     @pytest.mark.parametrize("method", METHODS)
     def test_every_draft_length(
-        self, demo: Runtime, plain: Callable[..., Reply], method: str, sampling: dict[str, Any]
+        self,
+        demo: Runtime,
+        plain: Callable[..., Reply],
+        method: str,
+        sampling: dict[str, Any],
+        draft_lengths: tuple[int, ...],
     ) -> None:
-        for prompt, draft_length in product((HOWTO, REPEATS), range(1, 17)):
+        for prompt, draft_length in product((HOWTO, REPEATS), draft_lengths):
             options: dict[str, Any] = {"seed": 7, "max_tokens": 40} | sampling
             equal(
                 demo.generate(prompt, method=method, draft_length=draft_length, **options),
                 plain(prompt, **options),
             )
 
+    @pytest.mark.parametrize("draft_lengths", TREE_LENGTHS, ids=["some", "rest"])
     @pytest.mark.parametrize("branches", [(2,), (4,), (3, 2), (2, 2, 2), (1, 4)], ids=str)
-    def test_every_tree(self, plain: Callable[..., Reply], branches: tuple[int, ...]) -> None:
+    def test_every_tree(
+        self, plain: Callable[..., Reply], branches: tuple[int, ...], draft_lengths: tuple[int, ...]
+    ) -> None:
         with edgespec.load("demo", draft_branches=branches) as tree:
             for sampling, method, draft_length in product(
-                SAMPLING.values(), ("model", "model+ngram"), (1, 2, 3, 5)
+                SAMPLING.values(), ("model", "model+ngram"), draft_lengths
             ):
                 options: dict[str, Any] = {"seed": 8, "max_tokens": 32} | sampling
                 equal(
