@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter as now
 
@@ -67,15 +69,15 @@ class GivingWay:
         if not short and not self._context.suspended:
             return 0.0
         given: list[tuple[str, int]] = []
-        if short and (freed := self._context.shrink(tokens)):
+        if short and (freed := _returned(self._context.shrink(tokens))):
             given.append((f"{readable(freed)} of the context that no text needs", freed))
             short = self.short
-        if short and self._kept and (freed := self._kept.give_way()):
+        if short and self._kept and (freed := _returned(self._kept.give_way())):
             given.append((f"{readable(freed)} of kept texts", freed))
             short = self.short
         if not short:
             self._context.resume_draft()
-        elif self.available() < _SEVERE_BYTES and (freed := self._context.suspend_draft()):
+        elif self.available() < _SEVERE_BYTES and (freed := _returned(self._context.suspend_draft())):
             given.append((f"the draft's {readable(freed)}: it guesses no more until there is room", freed))
         if given:
             self._news.append(self._given(given))
@@ -87,7 +89,7 @@ class GivingWay:
         if kept is None or clock < self._next_look:
             return
         self._next_look = clock + _LOOK_SECONDS
-        if kept.copied_bytes and self.short and (freed := kept.give_way(write=False)):
+        if kept.copied_bytes and self.short and (freed := _returned(kept.give_way(write=False))):
             said = self._given([(f"{readable(freed)} of kept texts", freed)])
             self.notice = " · ".join(filter(None, (self.notice, said)))
 
@@ -95,3 +97,10 @@ class GivingWay:
         self.said = f"other programs needed memory and got {', '.join(what for what, _ in given)}"
         self.given_bytes += sum(freed for _, freed in given)
         return self.said
+
+
+def _returned(freed_bytes: int) -> int:
+    """So many bytes, which the system has now: glibc would keep all of them for this process."""
+    if freed_bytes and sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+    return freed_bytes

@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Reply, Runtime, idle
+from edgespec.backends.base import Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.memory import giving_way
+from edgespec.memory import giving_way, resident_bytes
 from edgespec.memory.giving_way import GivingWay
 from edgespec.memory.growing import GrowingContext
 from edgespec.memory.kept import RESERVE_BYTES
+from edgespec.memory.kept.pieces import Piece
 from edgespec.methods import Drafters
 from tests.backends.tiny_models import write_jamba
 from tests.memory.kept.keeping import ask, keeper
@@ -319,6 +321,27 @@ class TestWithinAReply:
             assert runtime.memory().kept.disk_bytes == on_disk
             free(runtime, PLENTY)
             assert "needed memory" not in ask(runtime, [*chats[4], 2], max_tokens=5).method.note
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="others return what is freed, or never do")
+    @pytest.mark.parametrize("within", [True, False])
+    def test_the_system_has_what_was_freed(self, within: bool) -> None:
+        model = table(1)
+        kept = keeper(model)
+        giving = GivingWay(GrowingContext(model), kept, lambda: NOTHING)
+        kept._available = lambda: NOTHING
+        largest = b"1" * (30 << 20)  # from here on the allocator keeps what is no larger
+        del largest
+        between = []
+        for i in range(30):
+            snapshot = Snapshot(10, b"1" * (5 << 20))
+            kept._forest.add(Piece(str(i), None, np.full(10, i, np.int32), len(snapshot.data), snapshot))
+            between.append(bytes([i]) * 700)
+            del snapshot
+        before = resident_bytes()
+        giving.within_reply() if within else giving.between_replies()
+        assert giving.given_bytes == 150 << 20
+        assert resident_bytes() < before - (100 << 20)
+        assert len(between) == 30
 
     def test_one_look_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = table(1)
