@@ -18,11 +18,13 @@ __all__ = [
     "holds_gguf",
     "is_model_file",
     "is_quantisation",
+    "listed",
     "repository_folder",
     "snapshots",
 ]
 
 DEFAULT_QUANTISATION = "Q4_K_M"
+_MOST_LISTED = 20
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -59,6 +61,12 @@ def is_quantisation(text: str) -> bool:
     return found is not None and found.group(1) == text
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names for an error; of very many the first."""
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | None) -> list[HubFile]:
     """The files of the model that was asked for, all parts in order.
 
@@ -77,13 +85,13 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     if not fitting:
         labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models.values()))
         raise ModelNotFoundError(
-            f"{repository} has no {wanted}; it has {', '.join(labels)}",
+            f"{repository} has no {wanted}; it has {listed(labels)}",
             f"ask for one, such as {repository}:{labels[0]}",
         )
     if len(fitting) > 1:
         names = [parts[0].name for parts in fitting]
         raise ModelNotFoundError(
-            f"{repository} has {len(fitting)} models at {wanted}: {', '.join(names)}",
+            f"{repository} has {len(fitting)} models at {wanted}: {listed(names)}",
             f"name the file, such as hf:{repository}:{names[0]}",
         )
     parts = fitting[0]

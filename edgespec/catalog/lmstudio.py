@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from edgespec.catalog.hub_files import HubFile, choose_files
+from edgespec.catalog.hub_files import HubFile, choose_files, listed
 from edgespec.catalog.mlx_files import lacking
-from edgespec.catalog.stored import Stored, child, files_below, models_among
+from edgespec.catalog.stored import GgufModel, Stored, child, files_below, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
@@ -38,12 +39,12 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> Stored |
         if models:
             with suppress(ModelNotFoundError):
                 chosen = choose_files(f"lmstudio:{name}", files, quantisation)
-                return Stored("lmstudio", _names(name, chosen, files), folder / chosen[0].name)
+                return Stored("lmstudio", _names(name, chosen, models), folder / chosen[0].name)
             fits = [model for model in models if not quantisation or _is(model.files[0], quantisation)]
             if len(fits) > 1:
                 raise ModelNotFoundError(
                     f"LM Studio has {len(fits)} models of {name}:"
-                    f" {', '.join(model.files[0].name for model in fits)}",
+                    f" {listed([model.files[0].name for model in fits])}",
                     f"name the file, such as lmstudio:{name}/{fits[0].files[0].name}",
                 )
         elif quantisation is None and has_config:
@@ -63,12 +64,13 @@ def lmstudio_models() -> Iterator[Stored]:
     seen: set[Path] = set()
     for folder, name, files, has_config in _repositories():
         models = models_among(files)
+        labels = _labels(models)
         for model in models:
             file = (folder / model.files[0].name).resolve()
             if file in seen:
                 continue  # a link leads to it a second time
             seen.add(file)
-            names = _names(name, model.files, files)
+            names = _names(name, model.files, models, labels)
             if model.whole:
                 yield Stored("lmstudio", names, folder / model.files[0].name)
             else:
@@ -94,13 +96,23 @@ def _of_folder(folder: Path, name: str) -> Stored:
     return Stored("lmstudio", names, folder, "mlx")
 
 
-def _names(repository: str, files: Sequence[HubFile], all_files: Sequence[HubFile]) -> tuple[str, ...]:
-    """What a model may be called: by its repository, its quantisation, its file."""
-    first, models = files[0], models_among(all_files)
-    same = [model for model in models if model.files[0].quantisation == first.quantisation]
+def _labels(models: Sequence[GgufModel]) -> Counter[str]:
+    """How many models of a repository there are of each quantisation."""
+    return Counter(model.files[0].quantisation for model in models)
+
+
+def _names(
+    repository: str,
+    files: Sequence[HubFile],
+    models: Sequence[GgufModel],
+    labels: Mapping[str, int] | None = None,
+) -> tuple[str, ...]:
+    """What a model may be called: by its repository, its quantisation, its file. models: all of them."""
+    first = files[0]
+    label = first.quantisation
     names = [repository] if len(models) == 1 else []
-    if first.quantisation and len(same) == 1:
-        names.append(f"{repository}:{first.quantisation}")
+    if label and (labels or _labels(models))[label] == 1:
+        names.append(f"{repository}:{label}")
     names.append(f"{repository}/{first.name}")
     return (*names, f"lmstudio:{names[0]}", f"lmstudio:{names[-1]}")
 

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from edgespec.cli.screen import line_of
 from edgespec.files import size_text
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ def picture(preview: Preview) -> RenderableType:
     plan = preview.plan
     pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
     parts: list[RenderableType] = [
-        Text(f"{pair}: a context of {plan.context_tokens:,} tokens, its cache of type {plan.kv_type}")
+        _line(f"{pair}: a context of {plan.context_tokens:,} tokens, its cache of type {plan.kv_type}")
     ]
     if not preview.draft:
-        parts.append(Text(f"no draft: {preview.why_no_draft}", "dim"))
+        parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
     for pool in plan.pools:
         taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
         parts += [
@@ -50,11 +51,16 @@ def picture(preview: Preview) -> RenderableType:
     if plan.decisions:
         parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
         parts += [
-            Text(f"  {each.what} (frees {size_text(each.bytes)}): {each.why}") for each in plan.decisions
+            _line(f"  {each.what} (frees {size_text(each.bytes)}): {each.why}") for each in plan.decisions
         ]
     if not plan.fits:
-        parts += [Text(), Text(f"it does not fit: {preview.advice}", "bold red")]
+        parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
+
+
+def _line(words: str, style: str = "") -> Text:
+    """Words with names in them, which may hold anything."""
+    return Text(line_of(words), style)
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:

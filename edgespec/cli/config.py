@@ -100,7 +100,7 @@ def command(ctx: click.Context, as_json: bool) -> int:
         there = "" if settings.path.is_file() else " (not there yet)"
         click.echo(printable(f"file: {settings.path}{there}"))
     for problem in settings.problems:
-        click.echo(describe(problem), err=True)
+        click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
 
 

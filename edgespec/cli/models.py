@@ -23,6 +23,7 @@ from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import (
     ProgressLine,
     is_terminal,
+    line_of,
     note,
     print_json,
     print_table,
@@ -172,7 +173,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> None:
     lines = shown.lines()
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        click.echo(f"{name:{width}}  {printable(value)}")
+        click.echo(f"{name:{width}}  {line_of(value)}")
 
 
 @command.command(

@@ -11,7 +11,7 @@ import click
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.interrupt import interruptible
 from edgespec.cli.options import json_option, model_reference
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
 from edgespec.files import size_text
 
@@ -173,4 +173,4 @@ def _json(prepared: Prepared) -> dict[str, Any]:
 
 
 def _say(prepared: Prepared, what: str) -> None:
-    click.echo(f"{prepared.folder}  {size_text(prepared.size_bytes)}, {what}")
+    click.echo(printable(f"{prepared.folder}  {size_text(prepared.size_bytes)}, {what}"))

@@ -13,6 +13,7 @@ import click
 from edgespec import __version__
 from edgespec.cli.failures import DONE, INTERRUPTED, describe, exit_status
 from edgespec.cli.help import HelpfulGroup
+from edgespec.cli.screen import printable
 from edgespec.errors import EdgespecError
 
 __all__ = ["COMMANDS", "Program", "program"]
@@ -87,7 +88,7 @@ class Program(HelpfulGroup):
             sys.exit(INTERRUPTED)
         except Exception as error:
             with suppress(BrokenPipeError):
-                click.echo(describe(error), err=True)
+                click.echo(printable(describe(error)), err=True)
             sys.exit(exit_status(error))
         sys.exit(status if isinstance(status, int) else DONE)
 

@@ -15,6 +15,7 @@ from edgespec.cli.interrupt import Stop
 
 __all__ = [
     "ProgressLine",
+    "line_of",
     "note",
     "print_json",
     "print_table",
@@ -23,7 +24,8 @@ __all__ = [
     "write_text",
 ]
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Those that turn the direction of what follows would let one name be read as another.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
 _PATIENCE_SECONDS = 0.3
 _PIPE_PATIENCE_SECONDS = 5.0
@@ -42,6 +44,11 @@ def terminal_width() -> int | None:
 def printable(text: str) -> str:
     """Text without control characters: what a model or a file says must not steer the terminal."""
     return _CONTROLS.sub("", text)
+
+
+def line_of(text: str) -> str:
+    """A name or a message as one line, whatever is in it."""
+    return printable(" ".join(text.splitlines()))
 
 
 def write_text(text: str) -> None:
@@ -78,7 +85,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(Text(head), overflow="fold", no_wrap=not on_terminal)
     for row in rows:
         # A name with line ends in it is one name.
-        table.add_row(*(Text(printable(" ".join(cell.splitlines()))) for cell in row))
+        table.add_row(*(Text(line_of(cell)) for cell in row))
     console = Console(width=None if on_terminal else 10_000, highlight=False)
     with console.capture() as capture:
         console.print(table)

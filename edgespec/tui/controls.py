@@ -10,7 +10,8 @@ from textual.filter import LineFilter
 
 __all__ = ["NoControls"]
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Those that turn the direction of what follows would let one name be read as another.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class NoControls(LineFilter):

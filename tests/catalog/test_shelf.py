@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -11,6 +12,9 @@ import pytest
 
 from edgespec.catalog import catalogue, look, resolve, stored
 from edgespec.catalog.catalogue import models_folder
+from edgespec.catalog.hub_files import HubFile
+from edgespec.catalog.lmstudio import lmstudio_models
+from edgespec.catalog.stored import GgufModel, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_llama
@@ -143,6 +147,24 @@ class TestLmStudio:
             ModelNotFoundError, match=r"has 2 models of maker/Twins: a-Q8_0.gguf, b-Q8_0.gguf"
         ):
             resolve("maker/Twins", allow_download=False)
+
+    def test_very_many_take_one_look(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Ten thousand files of one folder took minutes, for each was compared with all."""
+        for number in range(30):
+            add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
+        looks: list[int] = []
+
+        def counted(files: Sequence[HubFile]) -> list[GgufModel]:
+            looks.append(len(files))
+            return models_among(files)
+
+        monkeypatch.setattr("edgespec.catalog.lmstudio.models_among", counted)
+        assert len({names[-1] for names in (model.names for model in lmstudio_models())}) == 30
+        assert looks == [30]
+        with pytest.raises(
+            ModelNotFoundError, match=r"30 models of maker/Many: m00.*m19-Q8_0.gguf and 10 more"
+        ):
+            resolve("maker/Many", allow_download=False)
 
     def test_a_split_model_is_one_and_has_to_be_whole(self, lmstudio: Path, tmp_path: Path) -> None:
         model = write_llama(tmp_path / "tiny.gguf")

@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_model_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    hostile = "a\x1b]0;title\x07b\rc\td\ne\x9bf😀"
+    hostile = "a\x1b]0;title\x07b\rc\td\ne\x9bf😀\u202e\u2066\u2028"
     terminal, pipe = Terminal(), io.StringIO()
     monkeypatch.setattr("sys.stdout", terminal)
     screen.write_text(hostile)

@@ -14,7 +14,7 @@ from edgespec.chat.store import ChatStore, SavedChat
 from tests.tui.driving import Driver, driving
 from tests.tui.scripted import ScriptedRuntime, loading
 
-EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m"
+EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e\u2067"
 
 
 def drawn(d: Driver) -> str:
@@ -37,5 +37,5 @@ async def test_a_saved_chat_does_not_steer_the_terminal(tmp_path: Path) -> None:
         shown = drawn(d)
     for word in ("asked", "said", "code", "title"):
         assert word in shown
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
     assert shown.count("x") < 500
