@@ -53,7 +53,6 @@ class Session:
         self.target = target
         self.kept = kept
         self.context = GrowingContext(target, draft)
-        self.giving = GivingWay(self.context, kept)
         self.drafters = drafters
         self._cached: list[int] = []
         # `_working` is held while a model runs, never while a caller looks at what came out.
@@ -66,6 +65,7 @@ class Session:
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
+        self.giving = GivingWay(self.context, kept)
         _open_sessions.add(self)
 
     @property

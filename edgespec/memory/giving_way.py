@@ -16,7 +16,8 @@ __all__ = ["GivingWay"]
 
 # A look takes a third of a millisecond: within a reply there is one in so much time at most.
 _LOOK_SECONDS = 1.0
-# Guesses cost time when they are gone: below so much that is free, which any plan leaves, they go as well.
+# Guesses cost time when they are gone: the draft's cache goes only where less than this is free, and others
+# took as much since the load. What was planned here is no reason.
 _SEVERE_BYTES = RESERVE_BYTES // 4
 
 
@@ -26,8 +27,8 @@ class GivingWay:
     Between replies first what no text needs of the contexts, then copies of other texts, which go to disk
     where that was wanted, and where hardly anything is free the draft's cache. Within a reply copies only.
 
-    available: the bytes that are free now. notice: what was given back since the last reply but one, in
-    words. said: what was at last; given_bytes: all together.
+    available: the bytes that are free now. notice: what was given back between the last two replies, in
+    words, and in the running one. said: what was at last; given_bytes: all together.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class GivingWay:
         self._context = context
         self._kept = kept
         self._next_look = 0.0
+        # What was free after the load, and what the caches took then.
+        self._free_at_first, self._cache_at_first = available(), context.kv_bytes
         self._news: list[str] = []
 
     @property
@@ -77,11 +80,16 @@ class GivingWay:
             short = self.short
         if not short:
             self._context.resume_draft()
-        elif self.available() < _SEVERE_BYTES and (freed := _returned(self._context.suspend_draft())):
+        elif self._is_severe() and (freed := _returned(self._context.suspend_draft())):
             given.append((f"the draft's {readable(freed)}: it guesses no more until there is room", freed))
         if given:
             self._news.append(self._given(given))
         return now() - started
+
+    def _is_severe(self) -> bool:
+        free = self.available()
+        grown = self._context.kv_bytes - self._cache_at_first
+        return free < _SEVERE_BYTES <= self._free_at_first - grown - free
 
     def within_reply(self) -> None:
         """Between two rounds: look now and then, and drop copies; nothing that is in use is touched."""
@@ -94,7 +102,7 @@ class GivingWay:
             self.notice = " · ".join(filter(None, (self.notice, said)))
 
     def _given(self, given: Sequence[tuple[str, int]]) -> str:
-        self.said = f"other programs needed memory and got {', '.join(what for what, _ in given)}"
+        self.said = f"little memory was free: gave back {', '.join(what for what, _ in given)}"
         self.given_bytes += sum(freed for _, freed in given)
         return self.said
 

@@ -99,13 +99,15 @@ class GrowingContext:
         No round is open. Returns the bytes that are free now. The cache is as it was; of the draft's, what is
         beyond its new size goes.
         """
-        before = self._kv_bytes()
+        before = self.kv_bytes
         self._make_smaller(self._target, max(tokens, self._target.length + ROUND_TOKENS))
         if self._draft and self._draft_follows and not self._suspended_tokens:
             self._make_smaller(self._draft, self._target.facts.context_tokens)
-        return max(0, before - self._kv_bytes())
+        return max(0, before - self.kv_bytes)
 
-    def _kv_bytes(self) -> int:
+    @property
+    def kv_bytes(self) -> int:
+        """What the caches of both take now."""
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller(self, model: LanguageModel, tokens: int) -> int | None:

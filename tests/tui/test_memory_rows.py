@@ -44,10 +44,10 @@ def test_what_is_free_and_what_others_were_given() -> None:
         most_context_tokens=8192,
         available_bytes=400 * 2**20,
         given_way_bytes=96 * 2**20,
-        given_way="other programs needed memory and got 96.0 MiB of kept texts",
+        given_way="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
     assert rows["context"] == "memory for 2,048 tokens so far, of 8,192"
     assert rows["free"] == "400 MiB"
-    assert rows["gave way"].startswith("96 MiB so far; other programs needed")
+    assert rows["gave way"].startswith("96 MiB so far; little memory")
     assert not {"context", "free", "gave way"} & set(dict(memory_rows(MemoryUse(1, 2, 3, KeptUse()))))
