@@ -166,7 +166,7 @@ class TestReplies:
             for seed, (text, temperature) in enumerate(
                 zip((*ASKED, ASKED[0]), (0.0, 0.8, 0.0, 0.8), strict=True)
             ):
-                options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 32}
+                options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
                 got = chat.ask(text, draft_length=4, **options)
                 runtime._session.rest(lambda: True)
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
@@ -261,7 +261,7 @@ class TestReplies:
         assert (grown.unread, grown.unread_whole, draft.length) == (0, 0, len(text) - 1)
         with Runtime(target, None, Chosen(target, grown)) as runtime:
             for text_asked in ASKED:
-                runtime.generate(text_asked, temperature=0.0, max_tokens=32)
+                runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.rest(lambda: True)
             assert usual.note().startswith("the draft took")
             kept = grown.kept()
