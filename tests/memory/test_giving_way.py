@@ -171,7 +171,7 @@ class TestTheDraft:
         models = [TabularModel(np.zeros((11, 11), np.float32), context_tokens=512) for _ in range(2)]
         for model in models:
             model.facts = dataclasses.replace(model.facts, kv_bytes=1 << 20)
-        few = giving_way._SEVERE_BYTES
+        few, free_bytes = giving_way._SEVERE_BYTES, [0]
         for first, grown, now_free, goes in (
             (few + 5, 0, 5, True),
             (few + 4, 0, 5, False),
@@ -180,9 +180,9 @@ class TestTheDraft:
             (1 << 40, 0, few, False),
             (few - 1, 0, few - 1, False),
         ):
-            free_bytes = [first]
+            free_bytes[0] = first
             context = GrowingContext(models[0], models[1])
-            giving = GivingWay(context, None, lambda free_bytes=free_bytes: free_bytes[0])
+            giving = GivingWay(context, None, lambda: free_bytes[0])
             free_bytes[0] = now_free
             giving._cache_at_first -= grown
             assert giving._is_severe() == goes
