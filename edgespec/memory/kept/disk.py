@@ -97,7 +97,13 @@ class KeptDisk:
         self._forgotten_ns = self._last_forgotten_ns()
 
     def stored(self) -> list[StoredPiece]:
-        """What is there, each after what it goes after; a file nobody can use is deleted."""
+        """What is there, each after what it goes after; a file nobody can use is deleted.
+
+        What is more than the quota by now is deleted before.
+        """
+        if self.used_bytes() > self.quota_bytes:
+            with suppress(OSError, Timeout, NotImplementedError), self._lock():
+                self._make_room(0, set())
         found: dict[str, StoredPiece] = {}
         for path in _files(self.folder):
             piece = self._told(path)
@@ -331,8 +337,11 @@ def _by_value(root: Path, now: float) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of one model, or of all where it is the folder of all."""
-    return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
+    """The files of one model, or of all where it is the folder of all; none where it cannot be entered."""
+    try:
+        return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
+    except OSError:
+        return []
 
 
 def _digest(name: str) -> str:

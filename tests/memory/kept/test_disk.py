@@ -164,3 +164,23 @@ def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None
 def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
     bound = disk_bound(tmp_path / "not there yet")
     assert 0 < bound <= 4 << 30
+
+
+def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
+    """Such as another user's: a model loads, and says that nothing is kept."""
+    disk = KeptDisk("a model", PLENTY, tmp_path / ("x" * 300))
+    assert disk.stored() == []
+    assert disk.used_bytes() == 0
+    assert not disk.write(name_of(TEXT, 0), digest_of(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
+    assert "what was read is not kept" in disk.notice
+
+
+def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
+    names = [put(KeptDisk(model, PLENTY, tmp_path), TEXT) for model in ("a model", "another")]
+    both = KeptDisk("a model", PLENTY, tmp_path).used_bytes()
+    assert len(KeptDisk("a model", both, tmp_path).stored()) == 1
+    less = KeptDisk("a model", both - 1, tmp_path)
+    less.stored()
+    assert less.used_bytes() == both // len(names)
+    assert KeptDisk("a model", 0, tmp_path).stored() == []
+    assert less.used_bytes() == 0
