@@ -45,7 +45,8 @@ def command(as_json: bool, **options: Any) -> int:
     """What a model and its draft would take in memory, item by item, and what would be given up to fit.
 
     Nothing is loaded, and nothing downloaded: of a model that is not here its metadata is read from the hub.
-    Every load goes by the same plan. What is asked for by an option is never given up.
+    Every load goes by the same plan. What is asked for by an option is never given up. The exit status is 0
+    also when it does not fit, for that is an answer: scripts read `fits` of --json.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:

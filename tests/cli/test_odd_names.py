@@ -25,6 +25,7 @@ def test_a_file_may_be_called_anything(words: tuple[str, ...], run: Run, tmp_pat
     if words[0] == "generate":
         path.write_bytes(b"GGUF")  # the error names it
     done = run(*words, *options)
+    assert done.exit_code == (1 if words[0] == "generate" else 0), "a plan that does not fit is an answer"
     said = done.stdout + done.stderr
     assert "🙂]0;ownedgnp.gguf" in said
     assert not STEERS.search(said)

@@ -117,7 +117,7 @@ def _most(header: GgufHeader, key: str) -> int:
     """A count, or the largest of those of all layers; 0 where none is said."""
     said: Any = header.of_architecture(key, 0)
     if isinstance(said, np.ndarray):
-        return int(said.max()) if said.size and said.dtype.kind in "iu" else 0
+        return int(said.max()) if said.size and said.dtype.kind in "iub" else 0
     return said if isinstance(said, int) else 0
 
 
