@@ -130,7 +130,7 @@ class CombinedDrafter(Drafter):
         self._asked = {}
         self._last_token = tokens[-1]
         for member in self._members:
-            member.drafter.begin(tokens)
+            member.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         return self.propose_within(sampler, acceptance, draft_length, draft_length)
@@ -180,6 +180,7 @@ class CombinedDrafter(Drafter):
         # What seems to be nearly worth it loses next to nothing when it is tried.
         depth, rows = (1, 1) if member.drafter.adapts else (None, round(member.record.rows.value))
         price = max(1.0 - gain, 0.0) * (self._cost(member, depth) + self._curve(1 + rows))
+        price += self._entrance(member)
         if member.probe.rare and price * self._plain_seconds.value > self._may_try():
             return False
         if not member.probe.due(price):
@@ -187,6 +188,16 @@ class CombinedDrafter(Drafter):
         member.record.doubt()
         member.drafter.dare()
         return self._read(member)
+
+    def _entrance(self, member: Member) -> float:
+        """What a drafter would read before its first guess in this text, in plain steps.
+
+        Later the same tokens are to be read however rare its tries are: then that is no price of one.
+        """
+        plain = self._plain_seconds.value
+        if member.has_entered or plain <= 0.0:
+            return 0.0
+        return self._to_read(member) * member.reading_seconds(plain) / plain
 
     def _read(self, member: Member) -> bool:
         """Let a drafter read what it has to; False while that may not be paid for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ _HORIZON = 48
 class Member:
     """A drafter among others: how often its guesses come true, what they cost, when to try it again.
 
-    record, probe: for texts of the present kind.
+    record, probe: for texts of the present kind. has_entered: it has read something of this text.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -34,11 +34,17 @@ class Member:
         self.probe = Probe()
         # Asked for so many levels it found that none would pay; to guess so few it has to be dared.
         self.refused_levels = 0
+        self.has_entered = False
         # Those of another kind begin with what was learnt last.
         self._by_kind: dict[str, Record] = {}
         self._probes: dict[str, Probe] = {}
         # Seconds of reading a token.
         self._reading = Mean()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A text begins, of which it has read nothing."""
+        self.has_entered = False
+        self.drafter.begin(tokens)
 
     def asked(self, said: TokenTree, levels: int, seconds: float) -> None:
         """Asked for so many levels it said this, which took so long."""
@@ -79,6 +85,7 @@ class Member:
     def has_read(self, tokens: int, seconds: float) -> None:
         """It has read so many tokens in so long."""
         self._reading.add(seconds / max(tokens, 1))
+        self.has_entered = True
 
     def kept(self) -> dict[str, NDArray[Any]]:
         """All of it by name, for another run."""

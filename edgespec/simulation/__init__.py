@@ -4,7 +4,7 @@ from edgespec.simulation.machines import MACHINES, Machine
 from edgespec.simulation.oracle import PLAIN, Fixed, best_fixed, fixed_seconds
 from edgespec.simulation.policy import policy
 from edgespec.simulation.report import Case, Outcome, judged, recovery_tokens
-from edgespec.simulation.traces import Text, Trace, flips, passages, recorded, stationary, stretches
+from edgespec.simulation.traces import Text, Trace, flips, passages, recorded, replies, stationary, stretches
 from edgespec.simulation.world import World
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "policy",
     "recorded",
     "recovery_tokens",
+    "replies",
     "stationary",
     "stretches",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from edgespec.policy.curve import CostCurve
 from edgespec.simulation.machines import Machine
 from edgespec.simulation.report import Case, judged, recovery_tokens
-from edgespec.simulation.traces import Text, flips, passages, recorded, stationary
+from edgespec.simulation.traces import Text, flips, passages, recorded, replies, stationary
 
 __all__ = ["CASES", "FLIPS", "in_markdown", "row"]
 
@@ -49,6 +49,7 @@ CASES = (
     Case("changes every 50 tokens", [flips(0.85, 0.05, 50, 400, seed) for seed in _SEEDS]),
     Case("recorded, T 0", recorded(0.0)),
     Case("recorded, T 0.8", recorded(0.8)),
+    *(Case(f"short replies, T {t:g}, after 12", replies(t), warm=12) for t in (0.0, 0.8)),
     Case("0.3, and 40 % copied", [passages(text, 0.4, 30, s) for s, text in enumerate(_stationary(0.3))]),
     Case("0.7, a prompt of 1,000", [text.after(1000) for text in _stationary(0.7)]),
     Case("0.7, 800 tokens, a prompt of 1,000", [text.after(1000) for text in _stationary(0.7, 800)]),

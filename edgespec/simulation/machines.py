@@ -29,8 +29,9 @@ def _curve(*points: tuple[int, float]) -> CostCurve:
     return CostCurve(widths, costs)
 
 
-# v beyond the last width goes on as steeply as before it. None of the sources tells what a draft costs there:
-# it is taken to be of an eighth of the target's size, and to read fifty tokens while the target makes one.
+# v beyond the last width goes on as steeply as before it. The sources from elsewhere do not tell what a draft
+# costs there: it is taken to be of an eighth of the target's size, and to read fifty tokens while the target
+# makes one.
 _APPLE, _SMALL = 0.12, 0.08
 
 MACHINES = (
@@ -46,25 +47,29 @@ MACHINES = (
     Machine(
         "2 CPU cores, F16",
         _curve((2, 1.47), (3, 1.63), (4, 1.41), (5, 1.48), (6, 1.52), (8, 1.79), (12, 2.13), (16, 2.47)),
-        _SMALL,
+        0.076,
         "measured, 1.1 B parameters",
+        reading_cost=0.0125,
     ),
     Machine(
         "2 CPU cores, Q8_0",
         _curve((2, 1.96), (3, 2.35), (4, 2.47), (5, 3.51), (6, 3.73), (8, 3.36), (12, 4.27), (16, 5.26)),
-        _SMALL,
+        0.13,
         "measured, 1.1 B parameters",
+        reading_cost=0.03,
     ),
     Machine(
         "2 CPU cores, Q4_0",
         _curve((2, 1.70), (3, 2.43), (4, 1.72), (5, 2.47), (6, 3.17), (8, 3.05), (12, 4.37), (16, 4.52)),
-        _SMALL,
+        0.18,
         "measured, 1.1 B parameters",
+        reading_cost=0.057,
     ),
     Machine(
         "2 CPU cores, Q4_K_M",
         _curve((2, 1.66), (3, 2.22), (4, 2.71), (5, 3.42), (6, 4.04), (8, 4.63), (12, 5.83), (16, 5.70)),
-        _SMALL,
+        0.2,
         "measured, 1.1 B parameters",
+        reading_cost=0.06,
     ),
 )

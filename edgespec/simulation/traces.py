@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Text", "Trace", "flips", "passages", "recorded", "stationary", "stretches"]
+__all__ = ["Text", "Trace", "flips", "passages", "recorded", "replies", "stationary", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +92,29 @@ def passages(
 
 
 @cache
-def recorded(temperature: float) -> tuple[Text, ...]:
+def replies(temperature: float) -> tuple[Text, ...]:
     """What the demo draft said of the demo target's replies to held-out prompts, at temperature 0 or 0.8.
 
-    Its replies are short: those of one skill, such as code, are said as one. `scripts/record_traces.py` made
-    the file.
+    Each by itself, after its own prompt. `scripts/record_traces.py` made the file.
     """
+    recordings = json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8"))
+    return tuple(
+        Text(
+            one["name"],
+            Trace(np.array([each == "1" for each in one["right"]]), np.array(one["sure_percent"]) / 100.0),
+            prompt_tokens=one["prompt_tokens"],
+        )
+        for one in recordings
+        if one["temperature"] == temperature
+    )
+
+
+@cache
+def recorded(temperature: float) -> tuple[Text, ...]:
+    """The same replies, as one text for each skill, such as code: they are short."""
     skills: dict[str, list[Trace]] = {}
-    for one in json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8")):
-        if one["temperature"] == temperature:
-            right = np.array([each == "1" for each in one["right"]])
-            skills.setdefault(one["name"], []).append(Trace(right, np.array(one["sure_percent"]) / 100.0))
+    for reply in replies(temperature):
+        skills.setdefault(reply.name, []).append(reply.model)
     return tuple(
         Text(
             f"{name}, T {temperature:g}",
