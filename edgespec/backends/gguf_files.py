@@ -23,9 +23,9 @@ def gguf_files(path: Path) -> list[Path]:
         begins = f"it begins with {magic!r}" if magic else "it is empty"
         raise ModelFileError(f"{path} is not a GGUF file: {begins}", "give the .gguf file of a model")
     match = _PART.fullmatch(path.name)
-    if not match:
+    count = int(match[2]) if match else 0
+    if match is None or not count:
         return [path]
-    count = int(match[2])
     parts = [path.with_name(f"{match[1]}-{i:05}-of-{count:05}{match[3]}") for i in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:

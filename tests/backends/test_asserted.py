@@ -149,6 +149,11 @@ def test_tensors_of_a_later_part(tmp_path: Path) -> None:
     refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight is not of type F32")
 
 
+def test_a_file_of_no_parts_is_one(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model-00000-of-00000.gguf")
+    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight is not of type F32")
+
+
 def test_weights_that_begin_where_they_cannot(tmp_path: Path) -> None:
     path = with_value(write_llama(tmp_path / "model.gguf"), "general.alignment", 8, off=8)
     refuse(path, "no multiple of 32")
