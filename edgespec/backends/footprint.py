@@ -9,8 +9,8 @@ from edgespec.backends.base import LoadOptions
 
 __all__ = ["DEVICE", "MEMORY", "Blueprint", "Footprint", "Part", "PartKind", "Pool"]
 
-PartKind = Literal["weights", "cache", "compute", "output"]
-"""Weights; keys, values and states; what a pass computes in; the logits it leaves."""
+PartKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
+"""Weights; keys, values and states; what a pass computes in; the logits it leaves; tokens as text."""
 
 Pool = Literal["memory", "gpu"]
 """Which memory: the system's, or that of graphics cards that have their own."""

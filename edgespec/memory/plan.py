@@ -10,13 +10,14 @@ from edgespec.memory.budget import Budget
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
 
-ItemKind = Literal["weights", "cache", "compute", "output", "process", "headroom", "kept"]
+ItemKind = Literal["weights", "cache", "compute", "output", "vocabulary", "process", "headroom", "kept"]
 
 _NAMES: dict[PartKind, str] = {
     "weights": "weights",
     "cache": "cache",
     "compute": "buffers to compute in",
     "output": "logits",
+    "vocabulary": "vocabulary",
 }
 
 

@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.native import give_back, library, overheard
 from edgespec.backends.llamacpp.planning import (
     UNDO_TOKENS,
     States,
@@ -37,6 +37,8 @@ _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 _MANY_TOKENS = 32768
 _LONG_TOKENS = 2**18
 _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
+# A token as text, and its number by its text: measured.
+_TOKEN_BYTES = 220
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class GgufBlueprint:
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute),
             Part("output", _logits_bytes(weights, options.batch_tokens)),
+            Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
         )
         return Footprint(plan.tokens, plan.kv_types.text, parts)
 
@@ -105,6 +108,7 @@ class GgufBlueprint:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
+            give_back()
 
 
 class HalvesBlueprint:
@@ -146,6 +150,7 @@ class HalvesBlueprint:
             Part("cache", sum(each.cache_bytes for each in buffers)),
             Part("compute", sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
             Part("output", logits),
+            Part("vocabulary", sum(map(_tokens, self._halves)) * _TOKEN_BYTES),
         )
         return Footprint(plans[0].tokens, plans[0].kv_types.text, parts)
 
@@ -153,6 +158,7 @@ class HalvesBlueprint:
         """See `Blueprint`."""
         while self._halves:
             library().llama_model_free(self._halves.pop())
+        give_back()
 
 
 def _of_any_length(weights: Any, plan: ContextPlan, options: LoadOptions) -> Buffers:
@@ -211,6 +217,9 @@ def _pool(buffer: str) -> Pool:
 
 def _logits_bytes(weights: Any, batch_tokens: int) -> int:
     """What the logits of the widest pass take."""
+    return min(MAX_WIDTH, batch_tokens) * _tokens(weights) * 4
+
+
+def _tokens(weights: Any) -> int:
     lib = library()
-    vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
-    return min(MAX_WIDTH, batch_tokens) * vocab * 4
+    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights)))

@@ -59,8 +59,10 @@ class KvTypes:
         return _TYPES[self.keys][0], _TYPES[self.values][0]
 
 
-def choose_kv_types(options: LoadOptions, f16_bytes: int) -> KvTypes:
+def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False) -> KvTypes:
     """The types that `options.kv_type` asks for, for a cache of so many bytes in f16. Raises OptionError.
+
+    alike: keys and values have to be of one type.
 
     For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a
     few, and for many. They add up in different orders and in half precision, so that a plain step and a
@@ -71,9 +73,15 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int) -> KvTypes:
         plain = KvTypes("f16", "f16")
         on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
         # A draft may round as it likes.
-        small = f16_bytes <= _SMALL_CACHE_BYTES and not options.draft
+        small = f16_bytes <= _SMALL_CACHE_BYTES and not options.draft and not alike
         return KvTypes("f16", "bf16") if on_cpu and small and options.flash_attention != "off" else plain
-    return parse_kv_types(options.kv_type)
+    types = parse_kv_types(options.kv_type)
+    if alike and types.keys != types.values:
+        raise OptionError(
+            f"kv_type is {types.text!r}, and this model keeps keys and values as one",
+            f"use --kv-type {types.keys} or --kv-type auto",
+        )
+    return types
 
 
 def parse_kv_types(text: str) -> KvTypes:
@@ -88,6 +96,12 @@ def parse_kv_types(text: str) -> KvTypes:
     return KvTypes(keys, values or keys)
 
 
+def has_latent_attention(weights: Any) -> bool:
+    """Whether keys and values of a token are one vector of all heads (DeepSeek-V2, arXiv 2405.04434)."""
+    arch = metadata(weights, "general.architecture") or ""
+    return bool(metadata(weights, f"{arch}.attention.key_length_mla"))
+
+
 def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     """Bytes of keys and values for one token in all layers."""
     lib = library()
@@ -98,7 +112,7 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
-    if metadata(weights, f"{arch}.attention.key_length_mla"):
+    if has_latent_attention(weights):
         # With latent attention the values are a part of the keys (DeepSeek-V2, arXiv 2405.04434).
         value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

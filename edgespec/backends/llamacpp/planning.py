@@ -9,7 +9,12 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.kv_types import KvTypes, choose_kv_types, kv_bytes_per_token
+from edgespec.backends.llamacpp.kv_types import (
+    KvTypes,
+    choose_kv_types,
+    has_latent_attention,
+    kv_bytes_per_token,
+)
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
@@ -79,7 +84,8 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
     asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
     wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
     if states is None:
-        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted))
+        alike = has_latent_attention(weights)
+        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
         plan = ContextPlan(wanted, types, options.max_branches + 1)
         return replace(

@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""Is a model's memory what the plan said? Over kinds of models, types of weights and caches, and contexts.
+
+    scripts/bench_plan.py                                       # GGUF and MLX: half an hour
+    scripts/bench_plan.py --kinds gqa,jamba --types F16,Q4_0 --contexts 2048,131072
+    scripts/bench_plan.py --limits                              # the same models under hard limits
+
+Writes models of random weights, 130 to 300 MB each in F16, into a temporary folder. Each is planned in one
+process (`edgespec.plan`) and loaded in another, where its context is filled and passes as wide as can be are
+made: that is what a plan is of. planned: weights, caches, buffers to compute in, logits and vocabulary; not
+Python itself, nor headroom. measured: the most the process ever held (VmHWM), pages of mapped files
+included, more than after a model of a few kilobytes was loaded and closed. Longer contexts of llama.cpp are
+filled by copies of their own cells.
+Of MLX it is the most that MLX itself says it held; what its buffers leave in glibc's heap is beside that
+(`peak` in the JSON is all). A cell is near where planned and measured differ by at most 3 %, or by
+3 MiB: what is allocated beside, and the grain of the allocator. Linux only.
+
+--limits sets RLIMIT_AS so tightly that a context has to come down, that it is refused, or that all just fits
+(what has to come down or is refused is found by the plan itself): whatever is planned to fit has to run, and
+whatever not has to be refused before anything is taken. Exit status 1 where a cell is not near or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matrix.cell import Cell
+from matrix.gguf_models import KINDS, Sizes, write_gguf
+from matrix.mlx_models import MLX_KINDS, write_mlx
+
+_MIB = 2**20
+_NEAR_SHARE, _NEAR_BYTES = 0.03, 3 * _MIB
+_BESIDE = ("process", "headroom", "kept")
+_PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
+# What fits under a hard limit is asked for so much more and less than that.
+_LIMITS = (0.4, 0.8, 1.0, 1.3)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell and what came of it, in bytes."""
+
+    name: str
+    cell: Cell
+    plan: dict[str, Any]
+    run: dict[str, Any]
+
+    @property
+    def planned(self) -> int:
+        """What the plan says, without what is no model's."""
+        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] not in _BESIDE)
+
+    @property
+    def measured(self) -> int:
+        return int(self.run["library_peak"] or self.run["peak"])
+
+    @property
+    def ratio(self) -> float:
+        return self.planned / self.measured
+
+    @property
+    def near(self) -> bool:
+        difference = abs(self.planned - self.measured)
+        return difference <= max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
+
+    def of(self, *kinds: str) -> float:
+        """MiB of some kinds in the plan."""
+        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] in kinds) / _MIB
+
+
+def main() -> int:
+    """Print the table, or JSON; 1 where a cell is not near."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of GGUF models")
+    parser.add_argument("--types", default="F16,Q8_0,Q4_0,Q4_K_M", help="of their weights")
+    parser.add_argument("--contexts", default="2048,8192,32768,131072", help="the longest for F16 only")
+    parser.add_argument("--kv-types", default="f16,q8_0,q4_0", help="of caches, with the second context")
+    parser.add_argument("--mlx-kinds", default=",".join(MLX_KINDS))
+    parser.add_argument("--mlx-types", default="float16,8,4")
+    parser.add_argument("--mlx-contexts", default="2048,8192", help="read token by token, so not too long")
+    parser.add_argument("--limits", action="store_true", help="run under hard limits instead")
+    parser.add_argument("--folder", type=Path, help="where models are written and kept")
+    parser.add_argument("--json", type=Path, help="also write all there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="edgespec-matrix-") as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        shop = _Models(folder)
+        cells = [*_gguf_cells(args, shop), *_mlx_cells(args, shop)]
+        if args.limits:
+            return _under_limits(cells)
+        rows = [row for name, cell in cells if (row := _run(name, cell))]
+    if args.json:
+        every = [asdict(row) | {"planned": row.planned, "ratio": row.ratio} for row in rows]
+        args.json.write_text(json.dumps(every, indent=1), encoding="utf-8")
+    bad = [row.name for row in rows if not row.near]
+    if rows:
+        worst = max(rows, key=lambda row: abs(row.planned - row.measured) / row.measured)
+        print(f"\n{len(rows)} of {len(cells)} cells; worst {worst.ratio:.3f} ({worst.name}); far: {bad or 0}")
+    return 1 if bad or len(rows) < len(cells) else 0
+
+
+class _Models:
+    """Writes each model once, when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.tiny = str(self.gguf("gqa", "F16", Sizes(300, 64, 64, 1, 1, 1), "tiny"))
+
+    def gguf(self, kind: str, type_name: str, sizes: Sizes | None = None, name: str = "") -> Path:
+        path = self._folder / f"{name or kind}-{type_name}.gguf"
+        return path if path.exists() else write_gguf(path, kind, type_name, sizes)
+
+    def mlx(self, kind: str, type_name: str, name: str = "") -> Path:
+        path = self._folder / f"{name or kind}-mlx-{type_name}"
+        return path if path.exists() else write_mlx(path, kind, type_name, tiny=bool(name))
+
+
+def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:
+    contexts = [int(context) for context in args.contexts.split(",")]
+    for kind in filter(None, args.kinds.split(",")):
+        for type_name in args.types.split(","):
+            basic = Cell(str(shop.gguf(kind, type_name)), warm=shop.tiny)
+            for context in contexts if type_name == "F16" else contexts[:1]:
+                yield f"{kind} {type_name}", replace(basic, context=context)
+        for kv_type in args.kv_types.split(",") if kind != "mamba" else ():
+            basic = Cell(str(shop.gguf(kind, args.types.split(",")[0])), warm=shop.tiny)
+            yield (
+                f"{kind} {args.types.split(',')[0]}",
+                replace(basic, context=contexts[-1 if len(contexts) < 2 else 1], kv_type=kv_type),
+            )
+    if "gqa" in args.kinds.split(","):
+        draft = str(shop.gguf("gqa", "F16", Sizes(embedding=256, feed_forward=512), "draft"))
+        for context in contexts[:2]:
+            yield "gqa F16 with a draft", Cell(str(shop.gguf("gqa", "F16")), draft, context, warm=shop.tiny)
+
+
+def _mlx_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:
+    for kind in filter(None, args.mlx_kinds.split(",")):
+        for type_name in args.mlx_types.split(","):
+            basic = Cell(str(shop.mlx(kind, type_name)), warm=str(shop.mlx("llama", "float16", "tiny")))
+            contexts = [int(context) for context in args.mlx_contexts.split(",")]
+            for context in contexts if type_name == "float16" else contexts[:1]:
+                yield f"{kind} MLX {type_name}", replace(basic, context=context)
+
+
+def _run(name: str, cell: Cell) -> Row | None:
+    """Plan and run a cell, and print its row."""
+    plan, run = _asked("plan", cell), _asked("run", cell)
+    label = f"{name}, {cell.context:,}, {cell.kv_type}"
+    if "items" not in plan or "peak" not in run:
+        print(f"{label}: failed: {plan if 'items' not in plan else run}", flush=True)
+        return None
+    row = Row(label, cell, plan, run)
+    parts = (row.of("weights"), row.of("cache"), row.of("compute", "output"), row.of("vocabulary"))
+    sizes = " + ".join(f"{part:,.1f}" for part in parts)
+    print(
+        f"| {label} | {sizes} | {row.planned / _MIB:,.1f} | {row.measured / _MIB:,.1f} | {row.ratio:.3f} |"
+        f"{'' if row.near else ' not near'}",
+        flush=True,
+    )
+    return row
+
+
+def _asked(what: str, cell: Cell) -> dict[str, Any]:
+    """What the program of a cell says."""
+    with tempfile.TemporaryDirectory() as data:
+        done = subprocess.run(
+            [sys.executable, str(_PROGRAM), what, json.dumps(asdict(cell))],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "EDGESPEC_DATA_DIR": data},
+        )
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"failed": done.returncode, "said": done.stderr[-500:]}
+    return found
+
+
+def _under_limits(cells: list[tuple[str, Cell]]) -> int:
+    """Run each cell under several limits of its addresses; 1 where any ended otherwise than it was told."""
+    counts = {"ran": 0, "ran with less": 0, "refused": 0, "failed": 0}
+    for name, cell in cells:
+        plan = _asked("plan", cell)
+        if "total_bytes" not in plan:
+            print(f"{name}: not planned: {plan}")
+            counts["failed"] += 1
+            continue
+        for share in _LIMITS:
+            for fixed in (True, False):
+                limited = replace(cell, address_bytes=int(share * plan["total_bytes"]), fixed=fixed)
+                run = _asked("run", limited)
+                how = _outcome(run)
+                counts[how] += 1
+                label = (
+                    f"{name}, {cell.context:,}, {share:.1f} of the plan, {'as named' if fixed else 'free'}"
+                )
+                told = run["refused"][1] if "refused" in run else ""
+                print(f"{label}: {how} {told if how != 'failed' else run}", flush=True)
+    print(", ".join(f"{how} {count}" for how, count in counts.items()))
+    return 1 if counts["failed"] else 0
+
+
+def _outcome(run: dict[str, Any]) -> str:
+    if "peak" in run:
+        return "ran with less" if run["plan"]["decisions"] else "ran"
+    early = run.get("refused", [""])[0] == "MemoryBudgetError" and not run.get("taken")
+    return "refused" if early else "failed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

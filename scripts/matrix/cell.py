@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""One cell of the matrix, in a process of its own: given as JSON, what came of it is printed as JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import edgespec
+from edgespec.engine.tree import TokenTree
+
+__all__ = ["Cell"]
+
+# Prefill in whole passes, then as wide a pass as one may be, then steps.
+_LAST_TOKENS, _STEPS = 1100, 3
+# So many sequences of a context are left to what models remember of earlier moments.
+_LEFT_SEQUENCES = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model, and how it is loaded. full: fill the context, else read some passes only.
+
+    warm: a model of hardly any size, which is loaded before anything is measured: then all is imported.
+    address_bytes: the process may have so many addresses more from then on.
+    """
+
+    target: str
+    draft: str = "none"
+    context: int = 2048
+    kv_type: str = "auto"
+    grows: bool = False
+    full: bool = True
+    warm: str = "demo"
+    address_bytes: int = 0
+    fixed: bool = True
+
+    @property
+    def is_mlx(self) -> bool:
+        """Which backend runs it."""
+        return Path(self.target).is_dir()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `edgespec.plan` and `edgespec.load` are both given."""
+        named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
+        drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
+        return {"target": self.target, "draft": self.draft, "keep": "none", **named, **drafting}
+
+
+def planned(cell: Cell) -> dict[str, Any]:
+    """What `edgespec plan --json` says of it."""
+    return edgespec.plan(**cell.options).plan.to_json()
+
+
+def measured(cell: Cell) -> dict[str, Any]:
+    """What loading it and filling its context took, in bytes, more than the process held before."""
+    with edgespec.load(cell.warm, "none", method="none", keep="none") as smallest:
+        list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
+    gc.collect()
+    _forget_peak()
+    before = _status()
+    if cell.address_bytes:
+        limit = before["VmSize"] + cell.address_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    threads = {} if cell.is_mlx else {"threads": 2}
+    with edgespec.load(**cell.options, **threads, reserve_full_context=not cell.grows) as runtime:
+        loaded = _status()
+        context = runtime.target.most_context_tokens
+        if cell.grows:
+            stream = runtime.stream_tokens(_text(context - 16), max_tokens=8, temperature=0.0)
+            generated = len([*stream])
+        else:
+            generated = 0
+            for model in filter(None, (runtime._target, runtime._draft)):
+                _read(model, cell)
+        after = _status()
+        plan = runtime.plan.to_json() if runtime.plan else {}
+    return {
+        "plan": plan,
+        "generated": generated,
+        "peak": max(loaded["VmHWM"], after["VmHWM"]) - before["VmRSS"],
+        "loaded": loaded["VmRSS"] - before["VmRSS"],
+        "file": after["RssFile"] - before["RssFile"],
+        "own": after["RssAnon"] - before["RssAnon"],
+        "addresses": after["VmPeak"] - before["VmSize"],
+        "library_peak": _mlx_peak() if cell.is_mlx else 0,
+    }
+
+
+def _read(model: Any, cell: Cell) -> None:
+    """Fill the context of a model; the last passes of each width see all of it."""
+    room = model.facts.context_tokens - 8
+    if cell.is_mlx or not cell.full:
+        model.prefill(_text((room if cell.full else _LAST_TOKENS) - 260))
+    elif room <= 4 * _LAST_TOKENS:
+        model.prefill(_text(room - 260))
+    else:
+        _fill_cells(model, room)
+    for width in (32 if cell.is_mlx else 256, *[1] * _STEPS):
+        able = model.facts.capabilities
+        tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
+        if tree.width <= model.room:
+            logits = model.verify(tree)
+            logits.argmax() if cell.is_mlx and hasattr(logits, "argmax") else None
+            model.commit(())
+    _forget_unused()
+
+
+def _fill_cells(model: Any, room: int) -> None:
+    """Read a part of what fits, and copy its cells until the rest has no more room than for the last passes.
+
+    Attention goes over all cells of a context, whatever sequence they belong to.
+    """
+    context = getattr(model, "_inner", model)._context
+    spare = range(1, max(2, context.plan.sequences - _LEFT_SEQUENCES))
+    part = (room - _LAST_TOKENS) // (len(spare) + 1)
+    model.prefill(_text(part))
+    state = context.state()
+    for sequence in spare:
+        if not context.set_state(state, sequence):
+            raise SystemExit("the cells of a sequence could not be copied")
+    del state
+    _forget_unused()
+    _forget_peak()
+    model.prefill(_text(_LAST_TOKENS - 270))
+
+
+def _text(tokens: int) -> list[int]:
+    return [1, *(5 + (7 * i) % 199 for i in range(tokens - 1))]
+
+
+def _mlx_peak() -> int:
+    import mlx.core as mx
+
+    return int(mx.get_peak_memory())
+
+
+def _status() -> dict[str, int]:
+    """Bytes, by the kernel's names."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    words = (line.split() for line in lines if line.endswith(" kB"))
+    return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _forget_unused() -> None:
+    gc.collect()
+
+
+if __name__ == "__main__":
+    what, given = sys.argv[1], Cell(**json.loads(sys.argv[2]))
+    try:
+        print(json.dumps(planned(given) if what == "plan" else measured(given)))
+    except edgespec.EdgespecError as error:
+        print(json.dumps({"refused": [type(error).__name__, error.what, error.next_step]}))

@@ -1,0 +1,17 @@
+"""Models that keep keys and values of a token as one vector take one type for both."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.kv_types import choose_kv_types
+from edgespec.errors import OptionError
+
+
+def test_both_are_of_one_type() -> None:
+    few = 2**20
+    assert choose_kv_types(LoadOptions(), few, alike=True).text == "f16"
+    assert choose_kv_types(LoadOptions(kv_type="q8_0"), few, alike=True).text == "q8_0"
+    with pytest.raises(OptionError, match="keys and values as one"):
+        choose_kv_types(LoadOptions(kv_type="q8_0/f16"), few, alike=True)

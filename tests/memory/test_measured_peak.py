@@ -1,0 +1,44 @@
+"""What is planned against the most that a process really held; the matrix is scripts/bench_plan.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.catalog import resolve
+from tests.backends.tiny_models import write_llama
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is read from /proc")
+
+_SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
+    """What the program of one cell of the matrix found on the demo."""
+    given = {"target": str(resolve("demo").path), "warm": str(write_llama(tmp_path / "tiny.gguf")), **cell}
+    program = [sys.executable, str(_SCRIPTS / "matrix" / "cell.py"), "run", json.dumps(given)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_full_context_takes_what_was_planned(tmp_path: Path) -> None:
+    found = _ran(tmp_path, context=4096)
+    beside = ("process", "headroom", "kept")
+    planned = sum(item["bytes"] for item in found["plan"]["items"] if item["kind"] not in beside)
+    # Passes leave some MiB in the heap, whatever the model: in the matrix, of larger ones, that is noise.
+    assert abs(planned - found["peak"]) <= 0.03 * found["peak"] + 5 * 2**20
+
+
+@pytest.mark.long
+def test_every_kind_of_memory_takes_what_was_planned() -> None:
+    options = ["--types", "F16,Q4_0", "--contexts", "2048", "--kv-types", "q8_0", "--mlx-kinds", ""]
+    program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
