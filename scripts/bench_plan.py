@@ -134,7 +134,7 @@ def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, 
             basic = Cell(str(shop.gguf(kind, type_name)), warm=shop.tiny)
             for context in contexts if type_name == "F16" else contexts[:1]:
                 yield f"{kind} {type_name}", replace(basic, context=context)
-        for kv_type in args.kv_types.split(",") if kind != "mamba" else ():
+        for kv_type in filter(None, args.kv_types.split(",") if kind != "mamba" else ()):
             basic = Cell(str(shop.gguf(kind, args.types.split(",")[0])), warm=shop.tiny)
             yield (
                 f"{kind} {args.types.split(',')[0]}",
