@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from edgespec.bench.plan import AUTO, PLAIN, Way
+from edgespec.bench.plan import AUTO, CONTROL, PLAIN, Way
 from edgespec.bench.runs import Row
 from edgespec.bench.statistics import Ratios, geometric_mean, interval, oracle, worst
 from edgespec.engine.stats import Stats
@@ -117,7 +117,7 @@ def hindsights(rows: Sequence[Row], ways: Sequence[Way]) -> list[Hindsight]:
 def _hindsight(
     temperature: float, category: str | None, prompts: int, ways: Mapping[Way, Ratios]
 ) -> Hindsight:
-    fixed = {way: ratios for way, ratios in ways.items() if way != AUTO}
+    fixed = {way: ratios for way, ratios in ways.items() if way not in (AUTO, CONTROL)}
     means = {way: geometric_mean(ratios) for way, ratios in fixed.items()}
     best = max(means, key=lambda way: means[way])
     reached = oracle(list(fixed.values()))

@@ -12,25 +12,29 @@ from edgespec.engine.chain import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.sameness import Prompt, read_prompts
 
-__all__ = ["AUTO", "PLAIN", "Plan", "Round", "Way", "bench_prompts", "ways_of"]
+__all__ = ["AUTO", "CONTROL", "PLAIN", "Plan", "Round", "Way", "bench_prompts", "ways_of"]
 
 _MOST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A method at a draft length; None is the runtime's own."""
+    """A method at a draft length; None is the runtime's own. again: it is measured a second time."""
 
     method: str
     draft_length: int | None = None
+    again: bool = False
 
     @property
     def name(self) -> str:
         """What tables call it."""
-        return self.method if self.draft_length is None else f"{self.method} k={self.draft_length}"
+        length = "" if self.draft_length is None else f" k={self.draft_length}"
+        return f"{self.method}{length}{' again' if self.again else ''}"
 
 
 PLAIN, AUTO = Way("none"), Way("auto")
+# What differs from plain decoding no more than this does not differ.
+CONTROL = Way("none", again=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,14 @@ class Plan:
                     yield Round(prompt, temperature, repeat, ways if repeat % 2 == 0 else ways[::-1])
 
 
-def ways_of(methods: Sequence[str], draft_lengths: Sequence[int] = ()) -> tuple[Way, ...]:
-    """Plain decoding, then each method at each draft length. `auto` has no length: it is to choose."""
-    ways = [PLAIN]
+def ways_of(
+    methods: Sequence[str], draft_lengths: Sequence[int] = (), *, control: bool = False
+) -> tuple[Way, ...]:
+    """Plain decoding, then each method at each draft length. `auto` has no length: it is to choose.
+
+    control: plain decoding once more, as if it were another method.
+    """
+    ways = [PLAIN, CONTROL] if control else [PLAIN]
     for method in methods:
         lengths = (None,) if method in (PLAIN.method, AUTO.method) else draft_lengths or (None,)
         ways += [Way(method, length) for length in lengths]

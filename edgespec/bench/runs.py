@@ -48,6 +48,7 @@ class Row:
             "position": self.position,
             "method": self.way.method,
             "draft_length": self.way.draft_length,
+            "again": self.way.again,
             "seconds": self.seconds,
             "joules": self.joules,
             "reply": reply,

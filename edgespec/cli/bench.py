@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,11 @@ _BAR = 20
     default=2,
     show_default=True,
     help="How often everything is measured.",
+)
+@click.option(
+    "--control",
+    is_flag=True,
+    help="Measure plain decoding twice: by how much it differs from itself says what the rest is worth.",
 )
 @max_tokens_option(64)
 @seed_option("The seed of all replies.")
@@ -173,12 +179,13 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
 
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
-    Plan(tuple(texts), ways_of(methods or (), lengths), **settings)  # what makes no sense is refused at once
+    ways = partial(ways_of, draft_lengths=lengths, control=options["control"])
+    Plan(tuple(texts), ways(methods or ()), **settings)  # what makes no sense is refused at once
     # No reply is to wait for a cache that grows.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime:
         stop.then(runtime.cancel)
-        plan = Plan(tuple(texts), ways_of(methods or _all_methods(runtime.drafters), lengths), **settings)
+        plan = Plan(tuple(texts), ways(methods or _all_methods(runtime.drafters)), **settings)
         progress = _Progress(stop)
         try:
             measured = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)

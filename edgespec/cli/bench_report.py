@@ -58,7 +58,7 @@ def _print_speeds(temperature: float, found: Sequence[Figures]) -> None:
     click.echo(f"temperature {temperature:g}")
     rows, said = [], ""
     for each in found:
-        if each.way.method != "none":
+        if each.way.name != "none":
             category = each.category or "all"
             between = "-" if each.low is None or each.high is None else f"{each.low:.2f}-{each.high:.2f}"
             speeds = [_times(each.speed_up), between, _times(each.worst), _times(each.whole_speed_up)]

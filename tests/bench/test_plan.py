@@ -65,6 +65,7 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
         Way("model", 4),
     )
     assert [way.name for way in ways_of(["model"], [2])] == ["none", "model k=2"]
+    assert [way.name for way in ways_of(["auto"], control=True)] == ["none", "none again", "auto"]
 
 
 @pytest.mark.parametrize(

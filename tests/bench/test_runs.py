@@ -104,8 +104,8 @@ def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
     assert told["replies"] == told["planned_replies"] == len(told["rows"]) == 8
     first = told["rows"][0]
     assert set(first) == {
-        "prompt", "category", "temperature", "repeat", "position", "method", "draft_length", "seconds",
-        "joules", "reply",
+        "prompt", "category", "temperature", "repeat", "position", "method", "draft_length", "again",
+        "seconds", "joules", "reply",
     }  # fmt: skip
     assert first["reply"]["stats"]["generated_tokens"] == len(first["reply"]["tokens"])
     assert "text" not in first["reply"]

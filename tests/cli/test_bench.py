@@ -47,11 +47,20 @@ def test_json_and_everything_in_a_file(run: Run, prompts: str, tmp_path: Path) -
     args = (
         "bench", "--threads", "1", "--context", "256", "--prompts", prompts, "-n", "8", "--repeats", "1",
         "--methods", "auto,model,suffix", "--draft-lengths", "2,4", "--temperatures", "0,0.8",
+        "--control",
     )  # fmt: skip
     told = json_of(run(*args, "--json", "--save", str(saved), "--plots", str(pictures)))
     assert (told["target"], told["draft"], told["ending"]) == ("demo", "demo-draft", "complete")
-    assert told["replies"] == told["planned_replies"] == 2 * 2 * 6
-    ways = [("none", None), ("auto", None), ("model", 2), ("model", 4), ("suffix", 2), ("suffix", 4)]
+    assert told["replies"] == told["planned_replies"] == 2 * 2 * 7
+    ways = [
+        ("none", None),
+        ("none", None),
+        ("auto", None),
+        ("model", 2),
+        ("model", 4),
+        ("suffix", 2),
+        ("suffix", 4),
+    ]
     of_all = [each for each in told["figures"] if each["category"] is None and each["temperature"] == 0]
     assert [(each["way"]["method"], each["way"]["draft_length"]) for each in of_all] == ways
     assert {each["category"] for each in told["figures"]} == {None, "copy", "howto"}
@@ -60,6 +69,7 @@ def test_json_and_everything_in_a_file(run: Run, prompts: str, tmp_path: Path) -
         assert each["worst"] <= each["speed_up"]
         assert min(each["seconds"].values()) >= 0
         assert each["ttft_seconds"] > 0
+    assert not any(each["best"]["again"] for each in told["hindsights"])
     for each in told["hindsights"]:
         assert each["oracle_speed_up"] >= each["best_speed_up"] >= 1
         assert each["share_of_best"] == pytest.approx(each["auto_speed_up"] / each["best_speed_up"])
@@ -68,7 +78,8 @@ def test_json_and_everything_in_a_file(run: Run, prompts: str, tmp_path: Path) -
     whole = json.loads(saved.read_text())
     rows = whole.pop("rows")
     assert whole == told
-    assert len(rows) == 24
+    assert len(rows) == 28
+    assert sum(row["again"] for row in rows) == 4
     assert all(row["reply"]["stats"]["cached_prompt_tokens"] == 0 for row in rows)
     assert len(list(pictures.glob("*.png"))) == 4
 
