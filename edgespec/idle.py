@@ -29,7 +29,7 @@ def resting_parts(drafter: Drafter | None) -> tuple[Drafter, ...]:
 
 
 class Idle:
-    """Lets drafters rest. At most one rest is wanted at a time.
+    """A rest after each reply, in a thread: it is used once, then memory is watched, until `stop`.
 
     trouble: why a drafter rests no more, by its name.
     """

@@ -1,4 +1,4 @@
-"""A target, its drafters and what their caches hold: one reply after another over the same caches."""
+"""A target and its drafters: one reply after another over the same caches, and what is done between them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
 from edgespec.engine.loop import Step, decode
-from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
+from edgespec.memory.cached import CachedText
 from edgespec.memory.giving_way import GivingWay
 from edgespec.memory.growing import ROUND_TOKENS, GrowingContext
 from edgespec.memory.kept import KeptTexts
@@ -41,6 +41,7 @@ class Session:
 
     `plain_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
     of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
+    `giving`: what of that other programs are given back.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class Session:
         self.kept = kept
         self.context = GrowingContext(target, draft)
         self.drafters = drafters
-        self._cached: list[int] = []
         # `_working` is held while a model runs, never while a caller looks at what came out.
         self._working = threading.Lock()
         self._state = threading.Lock()
@@ -66,6 +66,7 @@ class Session:
         self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
         self.giving = GivingWay(self.context, kept)
+        self._text = CachedText(target, kept, self.context, self.giving)
         _open_sessions.add(self)
 
     @property
@@ -124,7 +125,8 @@ class Session:
         self._start(object())
         try:
             with self._working:
-                self._cached, self._resting = [], ()
+                self._resting = ()
+                self._text.distrust()
                 self.target.truncate(0)
                 yield self.target
         finally:
@@ -146,11 +148,10 @@ class Session:
     def _end(self) -> None:
         with self._state:
             if not self._closed:
-                self._cached = self._cached[: self.target.length]
+                self._text.settle()
                 self._interrupt(False)
             self._current = None
-            saves = self.kept is not None and self.kept.saves
-            if not self._closing and (self._resting or saves or self.giving.anything):
+            if not self._closing and (self._resting or self._text.saved or self.giving.anything):
                 self._idle.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
@@ -165,19 +166,16 @@ class Session:
             self.kept.write(wanted)  # what is on disk is soon dropped
         with self._working:
             if wanted() and not self._closing and self._current is None:
-                self._cached = self._cached[: self.target.length]
-                self.giving.between_replies()
-                self._cached = self._cached[: self.target.length]
+                self._text.give_way()
         return self.giving.anything
 
     def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
-        if not self.kept or not self.kept.saves:
+        if not self.kept or not self._text.saved:
             return
         with self._working:
             if wanted() and not self._closed and self._current is None:
-                self._cached = self._cached[: self.target.length]
-                self.kept.keep(self._cached)
+                self._text.keep()
         self.kept.write(wanted)
 
     def rest(self, wanted: Callable[[], bool]) -> None:
@@ -189,9 +187,12 @@ class Session:
             fine = self._idle.take_turns(
                 self._resting, lambda: not self._closing and self._current is None and wanted()
             )
-            # Who knows what a failure left behind; and what a rest lost is lost.
-            if not self._closed:
-                self._cached = self._cached[: self.target.length] if fine else []
+            if self._closed:
+                return
+            if fine:
+                self._text.settle()  # what a rest lost is lost
+            else:
+                self._text.distrust()
 
     def report(self, method: str) -> MethodReport:
         """How the running or last reply by this method stands: what guesses, why, and what that gains.
@@ -259,7 +260,7 @@ class Session:
         self, tokens: list[int], beyond: int, drafter: Drafter | None, stats: Stats, progress: Progress | None
     ) -> None:
         """Bring target and drafter to the prompt, with room for `beyond` tokens more."""
-        stats.cached_prompt_tokens = self._prefill(tokens, beyond, stats, progress)
+        stats.cached_prompt_tokens = self._text.become(tokens, beyond, stats, progress)
         self.target.run_ahead(drafter is None)
         if drafter:
             drafter.begin(tokens)
@@ -282,7 +283,7 @@ class Session:
         return decode(
             self.target,
             drafter,
-            acceptance_rule(request),
+            _acceptance_rule(request),
             Sampler(request.params, request.seed, tokens),
             tokens[-1],
             vocab_size=self.target.facts.vocab_size,
@@ -294,41 +295,6 @@ class Session:
             is_cancelled=is_cancelled,
             stats=stats,
         )
-
-    def _prefill(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
-        """Bring the target's cache to all tokens but the last; how many of them it held already.
-
-        beyond: so many tokens more should find room.
-        """
-        # At every moment the target holds the beginning of `_cached`, or more than it: an interrupt may come
-        # between any two steps.
-        shared = min(common_prefix(self._cached, tokens), len(tokens) - 1)
-        if self.kept and shared < len(self._cached):
-            self.kept.keep(self._cached, shared)
-        self._cached = self._cached[:shared]
-        self.target.truncate(shared)
-        stats.growth_seconds += self.giving.between_replies(len(tokens) + beyond)
-        self.giving.begin_reply()
-        self._cached = self._cached[: self.target.length]
-        stats.growth_seconds += self.context.hold(len(tokens) + beyond)
-        self.context.check_holds(len(tokens))
-        if self.kept and (found := self.kept.find(tokens, self.target.length)):
-            self._cached = []
-            self.kept.restore(found, tokens, self.target.length)
-        held = self.target.length
-        self._cached = tokens
-        if self.kept and (parting := self.kept.parting(tokens, held)):
-            self._read(tokens, parting, progress)
-            self.kept.keep_parting(tokens[:parting])
-        self._read(tokens, len(tokens) - 1, progress)
-        return held
-
-    def _read(self, tokens: list[int], end: int, progress: Progress | None) -> None:
-        """Bring the target's cache from a beginning of `tokens` to `end` of them."""
-        held, started = self.target.length, now()
-        self.target.prefill(tokens[held:end], progress)
-        if self.kept:
-            self.kept.worth.note_read(end - held, now() - started)
 
     def _interrupt(self, wanted: bool) -> None:
         self.target.interrupt(wanted)
@@ -354,9 +320,9 @@ class Session:
         with self._working, self._state:
             if not self._closed:
                 self._closed = True
-                if self.kept and self.kept.saves:
+                if self._text.saved:
                     self._interrupt(False)
-                    self.kept.keep(self._cached[: self.target.length])
+                    self._text.keep()
                 self.drafters.close()
                 self.target.close()
         self._idle.join()
@@ -383,7 +349,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
         _count_memory(stats, drafter)
 
 
-def acceptance_rule(request: Request) -> Acceptance:
+def _acceptance_rule(request: Request) -> Acceptance:
     """The rule a request asks for."""
     return Rejection(Dice(request.seed)) if request.how.acceptance == "rejection" else Invariant()
 

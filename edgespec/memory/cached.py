@@ -1,0 +1,90 @@
+"""The text in a target's cache: brought to a prompt, and kept before it makes room for another."""
+
+from __future__ import annotations
+
+from time import perf_counter as now
+
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.engine.prefix import common_prefix
+from edgespec.engine.stats import Stats
+from edgespec.memory.giving_way import GivingWay
+from edgespec.memory.growing import GrowingContext
+from edgespec.memory.kept import KeptTexts
+
+__all__ = ["CachedText"]
+
+
+class CachedText:
+    """The tokens that a target has read. Belongs to the thread that runs the model.
+
+    At every moment the target holds a beginning of them, or more than them: an interrupt may come between any
+    two steps.
+    """
+
+    def __init__(
+        self, target: LanguageModel, kept: KeptTexts | None, context: GrowingContext, giving: GivingWay
+    ) -> None:
+        self._target = target
+        self._kept = kept
+        self._context = context
+        self._giving = giving
+        self._tokens: list[int] = []
+
+    @property
+    def saved(self) -> bool:
+        """Whether `keep` keeps it on disk, too."""
+        return self._kept is not None and self._kept.saves
+
+    def settle(self) -> None:
+        """Nothing runs: it is as long as what the target holds of it."""
+        self._tokens = self._tokens[: self._target.length]
+
+    def distrust(self) -> None:
+        """Who knows what the target holds: the next prompt is read from its beginning."""
+        self._tokens = []
+
+    def keep(self) -> None:
+        """Keep it among the other texts, where they are kept on disk."""
+        if self._kept and self._kept.saves:
+            self.settle()
+            self._kept.keep(self._tokens)
+
+    def give_way(self) -> None:
+        """Give back what other programs need; the text may lose its end by that."""
+        self.settle()
+        self._giving.between_replies()
+        self.settle()
+
+    def become(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
+        """Bring the target's cache to all tokens but the last; how many of them it held already.
+
+        tokens: what is appended to them later belongs to the text. beyond: so many more should find room.
+        """
+        target, kept = self._target, self._kept
+        shared = min(common_prefix(self._tokens, tokens), len(tokens) - 1)
+        if kept and shared < len(self._tokens):
+            kept.keep(self._tokens, shared)
+        self._tokens = self._tokens[:shared]
+        target.truncate(shared)
+        stats.growth_seconds += self._giving.between_replies(len(tokens) + beyond)
+        self._giving.begin_reply()
+        self.settle()
+        stats.growth_seconds += self._context.hold(len(tokens) + beyond)
+        self._context.check_holds(len(tokens))
+        if kept and (found := kept.find(tokens, target.length)):
+            self._tokens = []
+            kept.restore(found, tokens, target.length)
+        held = target.length
+        self._tokens = tokens
+        if kept and (parting := kept.parting(tokens, held)):
+            self._read(parting, progress)
+            kept.keep_parting(tokens[:parting])
+        self._read(len(tokens) - 1, progress)
+        return held
+
+    def _read(self, end: int, progress: Progress | None) -> None:
+        """Read on, to the first `end` tokens."""
+        held, started = self._target.length, now()
+        self._target.prefill(self._tokens[held:end], progress)
+        if self._kept:
+            self._kept.worth.note_read(end - held, now() - started)
