@@ -67,7 +67,7 @@ _HOMES = {
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.sampling",
+    "SamplingParams": "edgespec.engine.chain",
     "Stats": "edgespec.engine.stats",
     "forget": "edgespec.forgetting",
     "load": "edgespec.assembly.loading",
