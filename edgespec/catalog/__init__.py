@@ -8,23 +8,22 @@ from edgespec.catalog.catalogue import (
     recommended_drafts,
 )
 from edgespec.catalog.download import Progress
-from edgespec.catalog.drafts import Choice, DraftOption, choose_draft, drafts_for
+from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
 from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
+from edgespec.catalog.shelf import Shelved, info_of, look
 from edgespec.catalog.smaller import smaller_forms, smaller_models
 
 __all__ = [
     "Catalogue",
-    "Choice",
+    "DraftChoice",
     "DraftOption",
     "ModelEntry",
     "ModelFormat",
     "ModelInfo",
     "Progress",
     "Resolved",
-    "Shelf",
     "Shelved",
     "choose_draft",
     "drafts_for",

@@ -345,15 +345,21 @@ def translated(repository: str) -> Iterator[None]:
             "set HF_HOME to a folder on a local disk",
         ) from error
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise DownloadError(
-                f"the disk of {constants.HF_HUB_CACHE} is full",
-                "free some space and try again; it goes on from where it stopped",
-            ) from error
-        raise DownloadError(
-            f"{repository} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror or error}",
-            "make the folder writable, or set HF_HOME to another",
-        ) from error
+        raise _not_stored(repository, error) from error
+
+
+def _not_stored(repository: str, error: OSError) -> DownloadError:
+    from huggingface_hub import constants
+
+    if error.errno == errno.ENOSPC:
+        return DownloadError(
+            f"the disk of {constants.HF_HUB_CACHE} is full",
+            "free some space and try again; it goes on from where it stopped",
+        )
+    return DownloadError(
+        f"{repository} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror or error}",
+        "make the folder writable, or set HF_HOME to another",
+    )
 
 
 def _refused(repository: str, status: int, sign_in: str) -> DownloadError:

@@ -22,7 +22,7 @@ from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.files import size_text
 
-__all__ = ["Choice", "DraftOption", "choose_draft", "drafts_for"]
+__all__ = ["DraftChoice", "DraftOption", "choose_draft", "drafts_for"]
 
 By = Literal["catalogue", "tokens"]
 
@@ -79,7 +79,7 @@ class DraftOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """The draft that `auto` takes, or None. why: in words. usual: the one a person would have named."""
 
     draft: Resolved | None
@@ -113,7 +113,7 @@ def drafts_for(target: Resolved, shelf: Shelf) -> list[DraftOption]:
 
 def choose_draft(
     target: Resolved, memory_bytes: int | None = None, context_tokens: int | None = None
-) -> Choice:
+) -> DraftChoice:
     """The draft for `--draft auto`: the user's own choice, or else the one of which most may be expected.
 
     Only what is on this machine counts, and what memory_bytes hold beside the target. Raises ModelFileError
@@ -136,28 +136,30 @@ def choose_draft(
         draft = resolve(best.reference, allow_download=False)
         others = f", the best of {len(promising)}" if len(promising) > 1 else ""
         why = f"it has {best.tokens}, and {best.why}{others}"
-        return Choice(draft, why, usual=best.by == "catalogue")
-    return Choice(None, _why_none(target, found, fitting))
+        return DraftChoice(draft, why, usual=best.by == "catalogue")
+    return DraftChoice(None, _why_none(target, found, fitting))
 
 
-def _wanted(target: Resolved, draft: str) -> Choice:
+def _wanted(target: Resolved, draft: str) -> DraftChoice:
     """What the user chose."""
     if draft == "none":
-        return Choice(None, f"you chose no draft for {target.name}")
+        return DraftChoice(None, f"you chose no draft for {target.name}")
     try:
-        return Choice(resolve(draft, allow_download=False), f"you chose {draft} for {target.name}")
+        return DraftChoice(resolve(draft, allow_download=False), f"you chose {draft} for {target.name}")
     except ModelNotFoundError:
-        return Choice(None, f"{draft}, which you chose, is not on this machine: --draft {draft} fetches it")
+        return DraftChoice(
+            None, f"{draft}, which you chose, is not on this machine: --draft {draft} fetches it"
+        )
 
 
-def _first_recommended(target: Resolved) -> Choice:
+def _first_recommended(target: Resolved) -> DraftChoice:
     assert target.entry is not None
     for name in recommended_drafts(target.entry):
         try:
-            return Choice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
+            return DraftChoice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
         except EdgespecError:
             continue
-    return Choice(None, f"no draft is known for {target.name}: name one with --draft")
+    return DraftChoice(None, f"no draft is known for {target.name}: name one with --draft")
 
 
 def _why_none(target: Resolved, found: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:

@@ -10,7 +10,15 @@ from edgespec.files import size_text
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import Choice, DraftOption, ModelEntry, ModelFormat, ModelInfo, Resolved, Shelved
+    from edgespec.catalog import (
+        DraftChoice,
+        DraftOption,
+        ModelEntry,
+        ModelFormat,
+        ModelInfo,
+        Resolved,
+        Shelved,
+    )
     from edgespec.prepare.store import Prepared
 
 __all__ = [
@@ -46,7 +54,7 @@ class Shown:
     info: ModelInfo | None = None
     facts: ModelFacts | None = None
     options: Sequence[DraftOption] = ()
-    choice: Choice | None = None
+    choice: DraftChoice | None = None
     problem: str = ""
 
     @property
@@ -266,7 +274,7 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     ]
 
 
-def _draft_lines(options: Sequence[DraftOption], choice: Choice) -> list[tuple[str, str]]:
+def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
     """Which models can draft, and which of them `auto` takes, for people."""
     lines = []
     for option in options[:_MOST_DRAFTS]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.backends.gguf_header import read_header
-from edgespec.catalog import Choice, DraftOption, catalogue, choose_draft, drafts_for, look, resolve
+from edgespec.catalog import DraftChoice, DraftOption, catalogue, choose_draft, drafts_for, look, resolve
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.expected import expected_acceptance, expected_speedup
 from tests.backends.tiny_models import WORDS, write_llama
@@ -61,7 +61,7 @@ def drafts_of(reference: str) -> list[DraftOption]:
     return drafts_for(resolve(reference, allow_download=False), look())
 
 
-def chosen(reference: str, memory_bytes: int | None = None) -> Choice:
+def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
     return choose_draft(resolve(reference, allow_download=False), memory_bytes)
 
 
