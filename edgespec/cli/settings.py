@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from edgespec.cli.options import SAMPLING_NAMES, SettingOption, every_setting
-from edgespec.cli.settings_file import KeyPath, line_of
+from edgespec.cli.settings_file import KeyPath, line_number
 from edgespec.errors import (
     ConfigurationError,
     DownloadError,
@@ -267,7 +267,7 @@ class _File:
         return {path[-1]: Found(written, value, ParameterSource.DEFAULT_MAP, str(self._path))}
 
     def _refuse(self, path: KeyPath, what: str, next_step: str) -> None:
-        line = line_of(self._text, path)
+        line = line_number(self._text, path)
         where = f"{self._path}, line {line}" if line else str(self._path)
         self._problems.append(ConfigurationError(f"{where}: {what}", next_step))
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["KeyPath", "NotEditableError", "changed", "line_of"]
+__all__ = ["KeyPath", "NotEditableError", "changed", "line_number"]
 
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
@@ -34,7 +34,7 @@ class _Statement:
     opens: bool
 
 
-def line_of(text: str, path: KeyPath) -> int | None:
+def line_number(text: str, path: KeyPath) -> int | None:
     """The line, counted from 1, where a value or table of a sound file begins; None where it is not found."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:

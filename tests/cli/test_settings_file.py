@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.cli.settings_file import KeyPath, NotEditableError, changed, line_of
+from edgespec.cli.settings_file import KeyPath, NotEditableError, changed, line_number
 
 FILE = '''\
 # Mine.
@@ -89,14 +89,14 @@ def test_a_dotted_line_is_known() -> None:
 
 def test_lines_are_counted() -> None:
     assert [
-        line_of(FILE, path) for path in (("target",), ("system",), ("chat",), ("chat", "temperature"))
+        line_number(FILE, path) for path in (("target",), ("system",), ("chat",), ("chat", "temperature"))
     ] == [
         2,
         7,
         13,
         14,
     ]
-    assert line_of(FILE, ("seed",)) is None
+    assert line_number(FILE, ("seed",)) is None
 
 
 def as_file(table: dict[str, Any], remarks: list[str]) -> str:
