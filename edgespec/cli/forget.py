@@ -1,4 +1,4 @@
-"""`edgespec forget`: deletes what drafters keep of earlier chats."""
+"""`edgespec forget`: deletes what is kept of earlier chats, and what was learnt."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NAMES = {
 @click.command(
     "forget",
     cls=HelpfulCommand,
-    short_help="Delete what drafters keep of earlier chats.",
+    short_help="Delete what is kept of earlier chats, and what was learnt.",
     examples=("edgespec forget", "edgespec forget replies", "edgespec forget kept"),
 )
 @click.argument("what", type=click.Choice(tuple(_NAMES)), default="all")
 @json_option
 def command(what: str, as_json: bool) -> int:
-    """Delete what is kept of earlier chats, to guess better and to go on at once.
+    """Delete what is kept of earlier chats, and what was learnt.
 
     \b
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)

@@ -217,7 +217,7 @@ model_options = _apply([
     _model("--memory", metavar="SIZE",
            help="What weights and caches may take, such as 8GiB. [default: what is available]"),
     _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",
-           help="What to keep where memory is short: the draft model, or a long context."),
+           help="What to keep where memory is short. speed: the draft model; context: long texts."),
     _model("--context", type=whole(1), metavar="N",
            help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
     _model("--reserve-full-context", is_flag=True, show_default=False,

@@ -92,7 +92,10 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 )
 @model_reference("reference")
 @click.option(
-    "--type", "type_name", metavar="TYPE", help="What the copy's weights become, such as Q4_0 or Q2_K."
+    "--type",
+    "type_name",
+    metavar="TYPE",
+    help="What the copy's weights become, such as Q2_K. [default: Q4_0]",
 )
 @_to_option
 @json_option

@@ -39,7 +39,8 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Drafters to try besides those that are always there, such as layerskip. [default: auto]",
+    help="Drafters to try beside those that are always there: layerskip, lowbit, swift or lookahead."
+    " [default: auto]",
 )
 @json_option
 @model_options
