@@ -1,6 +1,6 @@
 """What several texts have read is kept, in memory and on disk, so that going back to one reads it no more."""
 
-from edgespec.memory.kept.disk import KeptDisk, disk_bound, forget_kept, kept_folder
+from edgespec.memory.kept.disk import KeptDisk, disk_bound, forget_kept
 from edgespec.memory.kept.texts import RESERVE_BYTES, KeptTexts, memory_bound
 from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
@@ -13,6 +13,5 @@ __all__ = [
     "Worth",
     "disk_bound",
     "forget_kept",
-    "kept_folder",
     "memory_bound",
 ]
