@@ -1,7 +1,9 @@
-"""Whether weights, a context and more tokens fit what is there for them, and the errors that say so."""
+"""Whether weights, a context and more tokens fit what is there for them, and giving back what was freed."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Protocol
 
 from edgespec.backends.base import LoadOptions, ModelFacts
@@ -13,12 +15,19 @@ __all__ = [
     "check_tokens_fit",
     "check_weights_fit",
     "context_wanted",
+    "give_back",
+    "in_blocks",
     "readable",
 ]
 
 _USUAL_CONTEXT_TOKENS = 8192
 # Both libraries make their caches in blocks of so many tokens.
 BLOCK_TOKENS = 256
+
+
+def in_blocks(tokens: int) -> int:
+    """So many tokens in whole blocks: asked for less, a library would round up by itself."""
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 class _Limited(Protocol):
@@ -71,6 +80,12 @@ def cache_too_large(
         if fitting_tokens
         else "choose a smaller model or give more with --memory",
     )
+
+
+def give_back() -> None:
+    """Let the system have what was freed: glibc would keep it for this process."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def readable(size_bytes: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter as now
 
-from edgespec.backends.room import readable
+from edgespec.backends.room import give_back, readable
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.growing import GrowingContext
 from edgespec.memory.kept import RESERVE_BYTES, KeptTexts
@@ -108,7 +106,7 @@ class GivingWay:
 
 
 def _returned(freed_bytes: int) -> int:
-    """So many bytes, which the system has now: glibc would keep all of them for this process."""
-    if freed_bytes and sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
+    """So many bytes, which the system has now."""
+    if freed_bytes:
+        give_back()
     return freed_bytes

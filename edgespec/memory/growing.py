@@ -7,7 +7,7 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.room import BLOCK_TOKENS
+from edgespec.backends.room import in_blocks
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
 
@@ -115,7 +115,7 @@ class GrowingContext:
 
         So much at most is copied meanwhile, while memory is short.
         """
-        size = max(self._first_tokens[id(model)], -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS)
+        size = max(self._first_tokens[id(model)], in_blocks(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
     def _make_smaller(self, model: LanguageModel, tokens: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from edgespec.backends.footprint import Footprint
+from edgespec.backends.room import BLOCK_TOKENS
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.budget import Budget
 from edgespec.memory.plan import Decision, Item, MemoryPlan
@@ -29,7 +30,6 @@ StepName = Literal[
     "gpu_layers",
 ]
 
-_BLOCK_TOKENS = 256
 # A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
 _SMALL_CONTEXT_TOKENS, _LEAST_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
@@ -206,14 +206,14 @@ def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice
 
 def _with_most_context(choice: Choice, wanted_tokens: int, ladder: _Ladder) -> Choice:
     """The largest context that still fits, where a shorter one had to be taken."""
-    low, high = choice.context_tokens // _BLOCK_TOKENS, wanted_tokens // _BLOCK_TOKENS
+    low, high = choice.context_tokens // BLOCK_TOKENS, wanted_tokens // BLOCK_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if ladder.fits(replace(choice, context_tokens=middle * _BLOCK_TOKENS)):
+        if ladder.fits(replace(choice, context_tokens=middle * BLOCK_TOKENS)):
             low = middle
         else:
             high = middle - 1
-    return replace(choice, context_tokens=max(choice.context_tokens, low * _BLOCK_TOKENS))
+    return replace(choice, context_tokens=max(choice.context_tokens, low * BLOCK_TOKENS))
 
 
 def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision, ...]:

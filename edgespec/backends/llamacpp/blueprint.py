@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import give_back, library, overheard
+from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.planning import (
     UNDO_TOKENS,
     States,
@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.planning import (
     wished_halves,
 )
 from edgespec.backends.llamacpp.share import on_device
+from edgespec.backends.room import give_back
 
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in"]
 
@@ -108,7 +109,7 @@ class GgufBlueprint:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
-            give_back()
+            give_back()  # metadata that was looked at is large
 
 
 class HalvesBlueprint:

@@ -40,12 +40,12 @@ from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.probe import Findings, probe
-from edgespec.backends.llamacpp.resizing import check_growth, first_plan, in_blocks, remake
+from edgespec.backends.llamacpp.resizing import check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.room import check_weights_fit
+from edgespec.backends.room import check_weights_fit, in_blocks
 from edgespec.backends.usual import UsualModel, in_batches
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree

@@ -30,7 +30,13 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.llamacpp.resizing import check_growth, remake
 from edgespec.backends.llamacpp.target_parts import TargetParts
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, check_tokens_fit, check_weights_fit
+from edgespec.backends.room import (
+    BLOCK_TOKENS,
+    cache_too_large,
+    check_tokens_fit,
+    check_weights_fit,
+    in_blocks,
+)
 from edgespec.backends.view import TargetView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -108,14 +114,11 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
 
 
 def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
-    """A context of the target's kind, as large or as large as the window and what is drafted after it.
-
-    As large as it ever has to be.
-    """
+    """As large a context as the target's may become, or as the window and what is drafted after it."""
     tokens = target.plan.tokens
     if how.window_tokens is not None:
         looked_at = how.sink_tokens + how.window_tokens + COPY_ROOM_TOKENS
-        tokens = min(tokens, -(-looked_at // BLOCK_TOKENS) * BLOCK_TOKENS)
+        tokens = min(tokens, in_blocks(looked_at))
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available

@@ -19,7 +19,7 @@ from typing import Any
 from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 
-__all__ = ["Interrupt", "give_back", "library", "overheard", "recent_errors"]
+__all__ = ["Interrupt", "library", "overheard", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
@@ -48,12 +48,6 @@ def library() -> ModuleType:
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp
-
-
-def give_back() -> None:
-    """Let the system have what was freed, which glibc keeps: metadata that was looked at is large."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def _open_log() -> None:

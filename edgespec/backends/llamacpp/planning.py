@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.kv_types import (
 )
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
 
 __all__ = [
     "UNDO_TOKENS",
@@ -80,9 +80,8 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
 
     Raises OptionError for an unknown kv_type.
     """
-    # llama.cpp makes whole blocks; asked for less, it would refuse passes that fit what it made, by aborting.
-    asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
-    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
+    # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
+    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         alike = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
@@ -107,7 +106,7 @@ def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     """What keys and values of so many tokens take: whole blocks, sliding windows kept whole, no states."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS * kv_bytes_per_token(weights, types)
+    return in_blocks(tokens) * kv_bytes_per_token(weights, types)
 
 
 def plan_halves(
@@ -127,8 +126,7 @@ def plan_halves(
 
 def wished_halves(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
     """`wished_context` for both halves of a model."""
-    asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
-    wanted = -(-asked // BLOCK_TOKENS) * BLOCK_TOKENS
+    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
         ContextPlan(

@@ -14,15 +14,10 @@ import psutil
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, readable
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks, readable
 from edgespec.errors import BackendError, MemoryBudgetError
 
-__all__ = ["check_growth", "first_plan", "in_blocks", "remake"]
-
-
-def in_blocks(tokens: int) -> int:
-    """A size that the library makes as it stands; asked for less, it would round up by itself."""
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+__all__ = ["check_growth", "first_plan", "remake"]
 
 
 def first_plan(whole: ContextPlan, options: LoadOptions) -> ContextPlan:
