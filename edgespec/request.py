@@ -21,6 +21,8 @@ ACCEPTANCES = ("invariant", "rejection")
 _DRAFT_LENGTH = 4
 _ADAPTIVE_LENGTH = 16
 _NO_LIMIT = (1 << 63) - 1
+# A reply that nobody bounded ends here at the latest: one that repeats itself would fill any context.
+_USUAL_REPLY_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,10 @@ def make_request(
     stop: Sequence[str],
     sampling: dict[str, Any],
 ) -> Request:
-    """A request that the model can serve in so large a context. Raises OptionError and ContextFullError."""
+    """A request that the model can serve in so large a context. Raises OptionError and ContextFullError.
+
+    max_tokens: None is 8,192, or to the end of the context.
+    """
     if not tokens:
         raise OptionError("the prompt is empty", "give at least one word")
     if len(tokens) > context_tokens:
@@ -101,7 +106,7 @@ def make_request(
         tokens=tuple(tokens),
         params=params,
         seed=secrets.randbits(32) if seed is None else seed,
-        max_tokens=max_tokens or context_tokens,
+        max_tokens=max_tokens or min(context_tokens, _USUAL_REPLY_TOKENS),
         stop=_stop_strings(stop),
         how=how,
     )

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
+from edgespec.backends.mapped import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
@@ -74,6 +75,7 @@ class Runtime:
         plan: MemoryPlan | None = None,
         kept: KeptTexts | None = None,
         record: PairRecord | None = None,
+        mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
         self._target, self._draft, self._notice = target, draft, notice
@@ -90,6 +92,7 @@ class Runtime:
         self.method: MethodReport = drafters.choose(defaults.method)[1]
         self.plan: MemoryPlan | None = plan
         self._record = record
+        self._mapped = mapped
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         self._session = Session(target, drafters, kept, draft)
@@ -222,11 +225,13 @@ class Runtime:
     ) -> ReplyStream:
         """The reply to a prompt of tokens.
 
-        max_tokens: None goes on to the end of the context. seed: None draws one; the reply tells it.
+        max_tokens: None ends it after 8,192, or with the context. seed: None draws one; the reply tells it.
         on_end: called once with the reply, or None when it failed. progress: of the prefill.
         """
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
+        if self._mapped:
+            self._mapped.check()
         how = self._defaults.but(method, draft_length, acceptance)
         report = self.method_for(how.method)
         request = make_request(

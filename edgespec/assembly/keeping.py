@@ -15,17 +15,15 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
 from edgespec.learnt import identity_of
 from edgespec.memory import MemoryPlan, parse_size
-from edgespec.memory.kept import KeptDisk, KeptTexts, Worth
+from edgespec.memory.kept import KeptDisk, KeptTexts, Worth, copy_bound
 
-__all__ = ["PLACES", "Keeping", "files_seen", "kept_texts"]
+__all__ = ["PLACES", "Keeping", "files_of", "files_seen", "kept_texts"]
 
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
 _READ_FASTER = 4.0
 # A single step reads all weights, and memory gives about so much: a guess that the first real reads replace.
 _GUESSED_BYTES_PER_SECOND = 1e10
-# A copy is in memory twice for a moment, beside those that are kept.
-_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,11 @@ def _size(name: str, given: str | int | None) -> int | None:
         raise OptionError(f"{name} is {given!r}", error.next_step) from error
 
 
+def files_of(model: Path) -> list[Path]:
+    """A model's files, in a folder or the parts of a GGUF file. Raises OSError and ModelFileError."""
+    return sorted(model.iterdir()) if model.is_dir() else gguf_files(model)
+
+
 def files_seen(target: Path, adapter: str | None) -> tuple[str, ...]:
     """What the files of a model are like now; () where one cannot be looked at. See `kept_texts`.
 
@@ -63,7 +66,7 @@ def files_seen(target: Path, adapter: str | None) -> tuple[str, ...]:
     changes both of its times, and only the first can be set back.
     """
     try:
-        files = sorted(target.iterdir()) if target.is_dir() else list(gguf_files(target))
+        files = files_of(target)
         files += sorted(Path(adapter).iterdir()) if adapter is not None else []
         return tuple(map(_state, files))
     except (OSError, ModelFileError):
@@ -98,13 +101,12 @@ def kept_texts(
             disk = KeptDisk(identity, keeping.disk_bytes)
         else:
             notice = "texts are not kept on disk: the model's files changed while they were loaded"
-    left_bytes = plan.left_bytes("memory") + plan.kept_bytes
     return KeptTexts(
         target,
         plan.kept_bytes,
         disk,
         worth=Worth(_guessed_seconds(target)),
-        most_copied_bytes=max(0, left_bytes) // _COPIES,
+        most_copied_bytes=copy_bound(plan.left_bytes("memory") + plan.kept_bytes),
         notice=notice,
     )
 

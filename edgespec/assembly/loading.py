@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
-from edgespec.assembly.keeping import Keeping, files_seen, kept_texts
+from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
-from edgespec.backends.base import Progress
+from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.mapped import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import flag, path_text, text
 from edgespec.costs import FreeCosts, TargetCosts
-from edgespec.errors import OptionError
+from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan, parse_size
-from edgespec.memory.growing import FIRST_TOKENS, room_to_grow
+from edgespec.memory.growing import FIRST_TOKENS
 from edgespec.methods import Drafters
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
@@ -80,9 +81,11 @@ def load(
     machine, by its tokens and its size, `none` takes none. memory: the budget for weights and caches, such as
     "8GiB"; by default what is available. prefer: where that is short, "speed" gives up context before the
     draft, "context" the draft before context; what is named here is never given up. context: tokens
-    of prompt and reply together. reserve_full_context: take the memory for all of them at once; without it
-    the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter for an MLX target, as mlx-lm
-    writes them. methods: those that replies may ask for besides `method`; what they need is loaded as well.
+    of prompt and reply together; by default what the target was trained for, as far as nothing
+    else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at once (of
+    8,192 by default); without it the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter
+    for an MLX target, as mlx-lm writes them. methods: those that replies may ask for besides `method`; what
+    they need is loaded as well.
     draft_branches to measure_costs: see `Drafting`.
     keep: where what was read of other texts than the last is kept, so that going back to one reads it no
     more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
@@ -134,8 +137,6 @@ def load(
     budget = budget_for(pair, given_bytes)
     planned = plan_pair(pair, how, options, budget, wishes)
     check_fits(planned)
-    if not room_to_grow(planned.plan):
-        planned = replace(planned, options=replace(planned.options, first_tokens=None))
     return _loaded(planned, defaults, keeping, progress)
 
 
@@ -177,9 +178,20 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             plan=planned.plan,
             record=_record_of(pair, how),
             kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan, seen),
+            mapped=_mapped(pair, options),
         )
         undo.pop_all()
         return runtime
+
+
+def _mapped(pair: Pair, options: LoadOptions) -> MappedFiles:
+    """The files whose pages llama.cpp reads when it needs them."""
+    paths: list[Path] = []
+    for each in (pair.target, pair.draft):
+        if each and each.format != "mlx" and options.mmap:
+            with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
+                paths += files_of(each.path)
+    return MappedFiles(paths)
 
 
 def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:

@@ -13,7 +13,7 @@ from edgespec.backends.footprint import Blueprint
 from edgespec.catalog import Resolved, look, require_mlx, smaller_forms
 from edgespec.drafters.windowed import window_for
 from edgespec.errors import EdgespecError
-from edgespec.memory import Budget, Choice, Item, Measured, StepName, fitted, items_of
+from edgespec.memory import Budget, Choice, Item, Measured, MemoryPlan, StepName, fitted, items_of
 
 __all__ = ["PROCESS_BYTES", "Models", "headroom_bytes", "opened"]
 
@@ -50,9 +50,13 @@ class Models:
         self._undo.callback(draft.close)
         return draft
 
+    def plan(self, choice: Choice, budget: Budget) -> MemoryPlan:
+        """The plan of a choice as it stands, which may not fit. Raises OptionError and MemoryBudgetError."""
+        return fitted(choice, self.measure, budget, fixed=_EVERYTHING)[1]
+
     def smaller_drafts(self, start: Choice, budget: Budget) -> list[str]:
         """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
-        if self._pair.draft is None or fitted(start, self.measure, budget, fixed=_EVERYTHING)[1].fits:
+        if self._pair.draft is None or self.plan(start, budget).fits:
             return []
         for found in smaller_forms(self._pair.draft, look()):
             with suppress(EdgespecError):
@@ -105,6 +109,17 @@ class Models:
         """The context of the draft: the target's, or that of its window."""
         window = window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
         return window.context_tokens if window else target_tokens
+
+    def draft_sees(self, choice: Choice) -> int:
+        """The longest context of the target with which the draft sees the text as it does with this one.
+
+        Without a window that is what it was trained for.
+        """
+        if not self._drafts or not choice.draft:
+            return self.target.trained_context_tokens
+        trained = self._drafts[choice.draft_form][1].trained_context_tokens
+        window = window_for(choice.context_tokens, trained, choice.draft_window, self._how.sink_tokens)
+        return self.target.trained_context_tokens if window or not trained else trained
 
     def _copied_tokens(self, choice: Choice, target_tokens: int) -> int:
         """The context of a low-bit copy: as large as the target's, or its window and the drafts after it."""

@@ -28,6 +28,8 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
+# A draft with other tokens begins with so many: its text need not be as long as the target's.
+_OTHER_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,11 @@ def load_draft(
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
-        if window or compared.translation is not None:
-            # A window never grows, and a text of other tokens does not grow alike: all of it at once.
-            draft.resize(draft.facts.most_context_tokens)
+        now, most = draft.facts.context_tokens, draft.facts.most_context_tokens
+        if window:  # it never grows
+            draft.resize(most)
+        elif compared.translation is not None:
+            draft.resize(max(now, min(most, _OTHER_TOKENS)))
         if how.learn:
             _check_learns(found, draft.facts, pair.target, compared.translation is None, window)
         said = [pair.why_draft, compared.explanation]

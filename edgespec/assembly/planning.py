@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from edgespec.assembly.advice import advice_for
 from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.longer import longest
 from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
@@ -23,6 +24,7 @@ from edgespec.memory import (
     find_budget,
     fitted,
 )
+from edgespec.memory.growing import room_to_grow
 from edgespec.memory.kept import memory_bound
 
 __all__ = ["PREFERENCES", "Planned", "Wishes", "budget_for", "check_fits", "plan_pair"]
@@ -59,7 +61,7 @@ class Wishes:
 class Planned:
     """What to load, and how. options: for both models together. float32: see `Choice`.
 
-    advice: the next step where the plan does not fit.
+    advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
     """
 
     pair: Pair
@@ -68,6 +70,7 @@ class Planned:
     float32: bool
     plan: MemoryPlan
     advice: str = ""
+    trained_tokens: int = 0
 
     @property
     def target_options(self) -> LoadOptions:
@@ -79,6 +82,17 @@ class Planned:
             target = (item for item in self.plan.items if item.role == "target" and item.kind in kinds)
             left = min(left, sum(item.bytes for item in target))
         return replace(self.options, memory_bytes=max(0, left))
+
+    @property
+    def first_tokens(self) -> int:
+        """What the context begins with, and grows from with the text; all of it where it does not grow.
+
+        MLX makes its caches as large as the text: 0.
+        """
+        if self.pair.target.format == "mlx":
+            return 0
+        tokens = self.plan.context_tokens
+        return tokens if self.options.first_tokens is None else min(tokens, self.options.first_tokens)
 
     @property
     def notice(self) -> str:
@@ -100,6 +114,8 @@ def plan_pair(
     pair: Pair, how: Drafting, options: LoadOptions, budget: Budget, wishes: Wishes | None = None
 ) -> Planned:
     """Decide what is loaded so that it fits the budget. The plan may not fit: see `check_fits`.
+
+    A context that nobody asked for is the usual one; one that grows is as long as costs nothing else.
 
     Raises what opening the models does: ModelFileError, BackendMissingError, OptionError.
     """
@@ -137,6 +153,11 @@ def plan_pair(
             )
 
         choice, plan = fit(fixed)
+        plan = _with_kept(plan, wishes.kept_bytes)
+        grows = options.first_tokens is not None and room_to_grow(plan)
+        if grows and options.context_tokens is None and plan.fits and not plan.decisions:
+            choice, plan = longest(choice, plan, pairs, budget)
+        trained_tokens = pairs.target.trained_context_tokens
         chosen = pairs.options_of(choice)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
@@ -152,9 +173,8 @@ def plan_pair(
     # The headroom is there for what backends count more closely, such as a file's own header.
     beside = ("process", "compute", "output", "vocabulary")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
-    chosen = replace(chosen, memory_bytes=max(0, left))
-    plan = _with_kept(plan, wishes.kept_bytes)
-    return Planned(pair, how, chosen, choice.float32, plan, advice)
+    chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
+    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens)
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

@@ -17,12 +17,17 @@ from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import text
 from edgespec.memory import MemoryPlan, check_room_to_plan, parse_size
+from edgespec.memory.growing import FIRST_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The plan of a pair. note, draft_note: what the references came to. advice: where it does not fit."""
+    """The plan of a pair. notes: what the references came to. advice: where it does not fit.
+
+    trained_context_tokens: what the target was trained for, 0 where its files do not say.
+    first_context_tokens: what the context begins with, and grows from with the text.
+    """
 
     def __init__(self, planned: Planned) -> None:
         pair = planned.pair
@@ -32,6 +37,8 @@ class Preview:
         self.why_no_draft: str = pair.why_no_draft
         self.plan: MemoryPlan = planned.plan
         self.advice: str = planned.advice
+        self.trained_context_tokens: int = planned.trained_tokens
+        self.first_context_tokens: int = planned.first_tokens
 
 
 def plan(
@@ -71,6 +78,7 @@ def plan(
         how,
         given_bytes=given_bytes,
         context=context,
+        first_tokens=FIRST_TOKENS,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
         flash_attention=flash_attention,

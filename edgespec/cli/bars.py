@@ -35,9 +35,8 @@ def picture(preview: Preview) -> RenderableType:
     """Everything about a plan, for a terminal."""
     plan = preview.plan
     pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
-    parts: list[RenderableType] = [
-        _line(f"{pair}: a context of {plan.context_tokens:,} tokens, its cache of type {plan.kv_type}")
-    ]
+    context = f"a context of {plan.context_tokens:,} tokens{_about_context(preview)}"
+    parts: list[RenderableType] = [_line(f"{pair}: {context}, its cache of type {plan.kv_type}")]
     if not preview.draft:
         parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
     for pool in plan.pools:
@@ -56,6 +55,15 @@ def picture(preview: Preview) -> RenderableType:
     if not plan.fits:
         parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
+
+
+def _about_context(preview: Preview) -> str:
+    """Why it is so long, and how it becomes so."""
+    tokens, first = preview.plan.context_tokens, preview.first_context_tokens
+    said = ["what the model was trained for"] if tokens == preview.trained_context_tokens else []
+    if first < tokens:
+        said.append("grows on demand" + (f" from {first:,}" if first else ""))
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _line(words: str, style: str = "") -> Text:

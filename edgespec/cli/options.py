@@ -219,9 +219,11 @@ model_options = _apply([
     _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",
            help="What to keep where memory is short. speed: the draft model; context: long texts."),
     _model("--context", type=whole(1), metavar="N",
-           help="Tokens of prompt and reply together. [default: as trained, at most 8192]"),
+           help="Tokens of prompt and reply together. [default: as trained, and beyond 8192 only"
+                " while nothing else is given up for it]"),
     _model("--reserve-full-context", is_flag=True, show_default=False,
-           help="Take the memory for all of --context at once. Without it the caches grow with the text."),
+           help="Take the memory for all of --context at once, by default for 8192 at most. Without it the"
+                " caches grow with the text."),
     _model("--threads", type=whole(1), metavar="N",
            help="Threads to compute with. [default: one for each core; one for a tiny model]"),
     _model("--gpu-layers", type=whole(0), metavar="N",
@@ -349,7 +351,7 @@ def sampling_options(*, logit_bias: bool = True) -> Decorator:
 reply_options = _apply([
     _reply("--system", metavar="TEXT", help="Instructions for the model."),
     _reply("-n", "--max-tokens", type=whole(1), metavar="N",
-           help="The longest reply, in tokens. [default: to the end of the context]"),
+           help="The longest reply, in tokens. [default: 8192, or to the end of the context]"),
     _reply("--seed", type=whole(0, MAX_SEED), metavar="N",
            help="The same seed gives the same reply, whatever the method (but see --acceptance)."
                 " [default: another each time]"),

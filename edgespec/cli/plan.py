@@ -53,6 +53,10 @@ def command(as_json: bool, **options: Any) -> int:
         print_json(
             {"target": preview.target, "draft": preview.draft}
             | preview.plan.to_json()
+            | {
+                "context_trained": preview.trained_context_tokens,
+                "context_begins": preview.first_context_tokens,
+            }
             | ({"advice": preview.advice} if preview.advice else {})
         )
     else:

@@ -136,8 +136,9 @@ def write_llama(
     architecture: str = "llama",
     context: int = 512,
     layers: int = 1,
+    long_from: int = 0,
 ) -> Path:
-    """A transformer."""
+    """A transformer. long_from: with LongRoPE, that turns keys otherwise in a context longer than that."""
     random = np.random.default_rng(seed)
     writer = _open(path, architecture, layers=layers, context=context)
     writer.add_head_count(2)
@@ -146,6 +147,11 @@ def write_llama(
     tensors = _ends(random, vocab)
     for layer in range(layers):
         tensors |= _attention(random, layer, heads_kv=2) | _norms_and_feed_forward(random, layer)
+    if long_from:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_orig_ctx_len(long_from)
+        for name, factor in (("short", 1.0), ("long", 4.0)):
+            tensors[f"rope_factors_{name}.weight"] = np.full(_HEAD // 2, factor, np.float32)
     _finish(writer, tensors)
     return path
 

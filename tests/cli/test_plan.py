@@ -93,6 +93,17 @@ def test_the_picture(run: Run) -> None:
     assert "it does not fit" in over.stdout
 
 
+def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> None:
+    path = str(write_llama(tmp_path / "long.gguf", context=1 << 17))
+    options = ("plan", "--target", path, "--draft", "none", "--memory", "4GiB")
+    said = json.loads(run(*options, "--json").stdout)
+    assert (said["context"], said["context_trained"], said["context_begins"]) == (1 << 17, 1 << 17, 2048)
+    shown = " ".join(run(*options).stdout.split())
+    assert "131,072 tokens (what the model was trained for; grows on demand from 2,048), its cache" in shown
+    asked = " ".join(run(*options, "--context", "1024").stdout.split())
+    assert "a context of 1,024 tokens, its cache" in asked
+
+
 def test_options_of_no_use(run: Run) -> None:
     assert run("plan", "--prefer", "beauty").exit_code == 2
     assert run("plan", "--memory", "lots").exit_code == 2

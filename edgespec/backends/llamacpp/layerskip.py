@@ -137,7 +137,7 @@ class LayerSkipModel(UsualModel):
         if _mapped(options):
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         wholes = plan_halves(lower, upper, weight_bytes, options)
-        plans = [first_plan(whole, options) for whole in wholes]
+        plans = [first_plan(lower, whole, options) for whole in wholes]
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)

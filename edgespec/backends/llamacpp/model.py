@@ -81,7 +81,7 @@ class LlamaCppModel(UsualModel):
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
             )
         whole = plan_context(weights, options)
-        plan = first_plan(whole, options)
+        plan = first_plan(weights, whole, options)
         threads = options.threads or default_threads(library().llama_model_size(weights))
         self._context = LlamaContext(weights, options, plan, threads)
         self._moments = Moments(self._context, range(1, plan.sequences))

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks, readable
 from edgespec.errors import BackendError, MemoryBudgetError
@@ -20,11 +22,25 @@ from edgespec.errors import BackendError, MemoryBudgetError
 __all__ = ["check_growth", "first_plan", "remake"]
 
 
-def first_plan(whole: ContextPlan, options: LoadOptions) -> ContextPlan:
+def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
     """The context to begin with, of one that is to become as large as `whole`."""
     if options.first_tokens is None:
         return whole
-    return whole.sized(min(whole.tokens, in_blocks(options.first_tokens)))
+    first, turning = options.first_tokens, _turns_within(weights)
+    if turning < whole.tokens:
+        first = max(first, turning + 1)
+    return whole.sized(min(whole.tokens, in_blocks(first)))
+
+
+def _turns_within(weights: Any) -> int:
+    """With LongRoPE (arXiv 2402.13753) a context beyond this turns keys by other factors; 0 for other models.
+
+    What is cached was turned by those of its time: a context must not come to be beyond it.
+    """
+    arch = metadata(weights, "general.architecture") or ""
+    if metadata(weights, f"{arch}.rope.scaling.type") not in (None, "longrope"):
+        return 0
+    return int(metadata(weights, f"{arch}.rope.scaling.original_context_length") or 0)
 
 
 def check_growth(

@@ -1,7 +1,7 @@
 """What several texts have read is kept, in memory and on disk, so that going back to one reads it no more."""
 
 from edgespec.memory.kept.disk import KeptDisk, disk_bound, forget_kept
-from edgespec.memory.kept.texts import RESERVE_BYTES, KeptTexts, memory_bound
+from edgespec.memory.kept.texts import RESERVE_BYTES, KeptTexts, copy_bound, memory_bound
 from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
 
@@ -11,6 +11,7 @@ __all__ = [
     "KeptTexts",
     "KeptUse",
     "Worth",
+    "copy_bound",
     "disk_bound",
     "forget_kept",
     "memory_bound",

@@ -17,7 +17,7 @@ from edgespec.memory.kept.pieces import Forest, Piece, Tokens, digest_of, name_o
 from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
 
-__all__ = ["RESERVE_BYTES", "KeptTexts", "memory_bound"]
+__all__ = ["RESERVE_BYTES", "KeptTexts", "copy_bound", "memory_bound"]
 
 # So few tokens are not worth a piece of their own.
 _SHORT_TOKENS = 64
@@ -25,6 +25,8 @@ _SHORT_TOKENS = 64
 _TURN_TOKENS = 256
 _MOST_BYTES = 4 * 2**30
 _SHARE_OF_LEFT = 0.25
+# A copy is in memory twice for a moment, beside those that are kept.
+_COPIES = 3
 # Left to other programs, whatever was allowed.
 RESERVE_BYTES = 512 * 2**20
 _FRESH_SECONDS = 60.0
@@ -33,6 +35,11 @@ _FRESH_SECONDS = 60.0
 def memory_bound(left_bytes: int) -> int:
     """The bytes that may be kept in memory unless the user says: a quarter of what is left, at most 4 GiB."""
     return min(_MOST_BYTES, max(0, int(left_bytes * _SHARE_OF_LEFT)))
+
+
+def copy_bound(left_bytes: int) -> int:
+    """The bytes that one copy may take, of what is left while none is kept."""
+    return max(0, left_bytes) // _COPIES
 
 
 class KeptTexts:

@@ -1,0 +1,70 @@
+"""A model's file that is cut short while it is used: mapped pages that are gone would end the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.backends.mapped import MappedFiles
+from edgespec.errors import ModelFileError
+from tests.backends.tiny_models import write_llama
+
+SCRIPT = """
+import os, sys
+import edgespec
+
+target, draft = sys.argv[1:]
+with edgespec.load(target, draft, method="none", threads=1, measure_costs=False, keep="none") as runtime:
+    said = runtime.generate("the file", raw=True, max_tokens=2, seed=1).tokens
+    for path in (target, draft):
+        whole = open(path, "rb").read()
+        os.truncate(path, 4096)
+        try:
+            runtime.generate("a list of the file", raw=True, max_tokens=2, seed=1)
+        except edgespec.EdgespecError as error:
+            print(error)
+        with open(path, "r+b") as file:
+            file.write(whole)
+        print(runtime.generate("the file", raw=True, max_tokens=2, seed=1).tokens == said)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
+def test_the_next_reply_says_so(tmp_path: Path) -> None:
+    paths = [write_llama(tmp_path / f"{name}.gguf", seed=seed) for seed, name in enumerate(("big", "small"))]
+    command = [sys.executable, "-c", SCRIPT, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[1::2] == ["True", "True"]
+    for line, path in zip(lines[::2], paths, strict=True):
+        assert f"{path} was cut short while it is in use" in line
+        assert "load the model again" in line
+
+
+def test_what_took_its_name_is_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(100))
+    files = MappedFiles([path])
+    files.check()
+    path.write_bytes(bytes(101))
+    files.check()
+    (tmp_path / "new").write_bytes(bytes(3))
+    os.replace(tmp_path / "new", path)
+    files.check()
+    path.unlink()
+    files.check()
+
+
+def test_a_file_that_was_cut_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(100))
+    files = MappedFiles([path, tmp_path / "none"])
+    with path.open("r+b") as file:
+        file.truncate(99)
+    with pytest.raises(ModelFileError, match="99 of 100 bytes"):
+        files.check()
