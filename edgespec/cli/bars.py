@@ -40,11 +40,13 @@ def picture(preview: Preview) -> RenderableType:
     if not preview.draft:
         parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
     for pool in plan.pools:
-        taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
+        kept = plan.kept_bytes if pool == "memory" else 0
+        taken = f"{size_text(plan.taken_bytes(pool) - kept)} of {size_text(plan.budget_bytes(pool))}"
+        more = f", and up to {size_text(kept)} for kept texts" if kept else ""
         parts += [
             Text(),
             bar(plan, pool),
-            Text(f"{size_text(taken)} of {size_text(budget)} {_NAMES[pool]}", "bold"),
+            Text(f"{taken} {_NAMES[pool]}{more}", "bold"),
         ]
     parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:

@@ -9,7 +9,7 @@ from edgespec.tui.numbers import bytes_text, count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
+    from edgespec import KeptUse, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.session import Session
 
@@ -53,7 +53,7 @@ def show_rows(
         )
     rows += [
         ("takes back", runtime.target.rollback or "–"),
-        ("context", _context(runtime)),
+        ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", bytes_text(runtime.memory_bytes())),
         ("system", session.system or "none"),
     ]
@@ -66,10 +66,10 @@ def show_rows(
     return [*rows, ("defaults", ", ".join(rest))]
 
 
-def _context(runtime: RuntimeLike) -> str:
+def _context(most_tokens: int, tokens_now: int) -> str:
     """How long the text may become, and for how much of it there is memory by now."""
-    most, now = runtime.context_tokens, runtime.target.context_tokens
-    return f"{count(most)} tokens" + (f", memory for {count(now)} so far" if now < most else "")
+    so_far = f", memory for {count(tokens_now)} so far" if tokens_now < most_tokens else ""
+    return f"{count(most_tokens)} tokens{so_far}"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
@@ -81,24 +81,28 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         ("process", bytes_text(use.resident_bytes)),
         *_now_rows(use),
         *_plan_rows(use.plan),
-        ("kept", f"{bytes_text(kept.memory_bytes)} in memory, of {bytes_text(kept.memory_limit_bytes)}"),
+        ("kept", _kept(kept)),
     ]
     if kept.disk_limit_bytes:
         disk = f"{bytes_text(kept.disk_bytes)} of this model, of {bytes_text(kept.disk_limit_bytes)} for all"
         rows.append(("on disk", disk))
-    rows.append(("of", count(kept.texts, "text")))
     rows.append(
         ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
 
+def _kept(kept: KeptUse) -> str:
+    """What is kept of texts in memory, of what may be."""
+    texts, limit = count(kept.texts, "text"), bytes_text(kept.memory_limit_bytes)
+    return f"{texts}, {bytes_text(kept.memory_bytes)} in memory, of {limit}"
+
+
 def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """How large the context is by now, what is free, and what other programs were given."""
     rows = []
     if use.context_tokens:
-        most = count(use.most_context_tokens)
-        rows.append(("context", f"memory for {count(use.context_tokens, 'token')} so far, of {most}"))
+        rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", bytes_text(use.available_bytes)))
     if use.given_way:

@@ -47,7 +47,13 @@ def test_what_is_free_and_what_others_were_given() -> None:
         given_way="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
-    assert rows["context"] == "memory for 2,048 tokens so far, of 8,192"
+    assert rows["context"] == "8,192 tokens, memory for 2,048 so far"
+    assert rows["kept"] == "0 texts, 0 B in memory, of 0 B"
     assert rows["free"] == "400 MiB"
     assert rows["gave way"].startswith("96 MiB so far; little memory")
     assert not {"context", "free", "gave way"} & set(dict(memory_rows(MemoryUse(1, 2, 3, KeptUse()))))
+
+
+def test_a_context_that_is_as_large_as_it_gets_says_so_once() -> None:
+    use = MemoryUse(1, 2, 3, KeptUse(), context_tokens=1024, most_context_tokens=1024)
+    assert dict(memory_rows(use))["context"] == "1,024 tokens"

@@ -54,8 +54,7 @@ async def test_show_has_the_line_and_what_may_be_lost_and_cuts_nothing(
 
 @pytest.mark.parametrize("width", [24, 36, 60])
 def test_a_plain_reply_says_why_and_claims_no_gain(width: int) -> None:
-    stats = replace(made_up_stats(9), drafted_tokens=0)
-    text = details_content(stats, width, method=SMALL, reply=None, memory_bytes=1).plain
+    text = details_content(made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1).plain
     assert SMALL.line in text
     assert text.index("Method") < text.index("This reply")
     assert "May lose at most" in text

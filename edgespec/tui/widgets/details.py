@@ -64,7 +64,7 @@ def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) 
         rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}", width))
     if method.gain_text and method.effective != "none":
         rows.append(_row("Against plain", method.gain_text, width))
-    elif stats.drafted_tokens and stats.speedup_estimate is not None:
+    elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(_row("Against plain", f"{stats.speedup_estimate:.2f}×", width))
     if stats.worst_case_loss is not None:
         rows.append(_row("May lose at most", percent(stats.worst_case_loss), width))
