@@ -25,7 +25,9 @@ __all__ = ["GuardedDrafter", "Policy"]
 # After so many tokens without a plain step what one takes is measured again.
 _REFRESH_TOKENS = 96
 # Where asking is given up, so many rounds of plain decoding go by before one is looked at.
-_CALM_ROUNDS = 7
+_CALM_ROUNDS = 15
+# So much of what may be lost is staked on each of so many first rounds of a reply.
+_STAKED, _STAKED_ROUNDS = 0.5, 2
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
 # What was found out is saved after so long, when another reply begins, and at the end.
@@ -161,9 +163,10 @@ class GuardedDrafter(Drafter):
             if not self._following:
                 self._drafter.begin(self._tokens)
                 self._following = True
-            levels = self._affordable(draft_length, self._worst_level_seconds, self._drafter.reading_seconds)
+            levels = self._staked(draft_length, self.may_lose_seconds - self._drafter.reading_seconds)
             # Guesses that are looked up take no more than their rows.
-            length = self._affordable(draft_length, 0.0, 0.0) if self._drafter.looks_up else levels
+            lookup = self._drafter.looks_up
+            length = self._affordable(draft_length, self.may_lose_seconds, 0.0) if lookup else levels
             self._short_rounds += levels == 0 < draft_length
         self._asked = length > 0
         if self._asked:
@@ -195,9 +198,19 @@ class GuardedDrafter(Drafter):
             return False
         return self._patience.asks()
 
-    def _affordable(self, draft_length: int, level_seconds: float, reading_seconds: float) -> int:
-        """How many levels may be drafted, so that the ledger bears it if all of it is wrong."""
-        most = self.may_lose_seconds - reading_seconds
+    def _staked(self, draft_length: int, most: float) -> int:
+        """How many levels are drafted, where so many seconds may be lost.
+
+        At first a part of them is staked, if that buys any: a guess that fails is then not the last, and
+        shorter drafts bring nearly as much.
+        """
+        each = self._worst_level_seconds
+        is_early = self.ledger.rounds < _STAKED_ROUNDS
+        few = self._affordable(draft_length, _STAKED * most, each) if is_early else 0
+        return few or self._affordable(draft_length, most, each)
+
+    def _affordable(self, draft_length: int, most: float, level_seconds: float) -> int:
+        """How many levels may be drafted, so that no more is lost if all of it is wrong."""
         for levels in range(draft_length, 0, -1):
             if levels * level_seconds + self._worst_extra(levels + 1) <= most:
                 return levels
@@ -249,12 +262,16 @@ class GuardedDrafter(Drafter):
             self.costs.saw(self._width, self._pass_seconds)
         if not self._asked:
             self.costs.at(len(self._tokens))
-            self._beside.add(seconds - self._pass_seconds)
+            self._beside.add(seconds - self._pass_seconds - asking)
             # What was bad once is not held against it for ever.
             self._expect_of_a_level(self._worst_level_seconds * _FORGIVING)
             self._worst_pass = max(self._worst_pass * _FORGIVING, 1.0)
             self.ledger.plain(tokens)
+            self.ledger.charge(asking)
             self._since_plain = 0
+            if self._following:
+                self._patience.looked(asking / plain)
+                self._go_on()
             return
         if self._width == 1:
             self.ledger.plain(tokens)
@@ -272,6 +289,10 @@ class GuardedDrafter(Drafter):
         if levels:
             self._level_seconds.add(drafting)
         self._expect_of_a_level(max(self._worst_level_seconds * _FADING, drafting))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Follow the text, unless asking is given up."""
         self._following = not self._patience.over
         self._ahead(self._patience.over)
 

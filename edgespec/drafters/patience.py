@@ -69,6 +69,11 @@ class Patience:
         self._silence.add(cost)
         self._judge(-cost)
 
+    def looked(self, cost: float) -> None:
+        """Nothing was asked, for the ledger could not bear it; to find that out took so many plain steps."""
+        if cost > _FREE_ASKING:
+            self.silent(cost)
+
     def guessed(self, gain: float) -> None:
         """It was asked, and the round gained so many plain steps."""
         self._judge(gain)
