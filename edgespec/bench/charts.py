@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgespec.bench.figures import PHASES, Figures
-from edgespec.bench.plan import PLAIN
 from edgespec.bench.report import Report
 from edgespec.policy.curve import CostCurve
 
@@ -90,4 +89,4 @@ def _phases(found: Sequence[Figures], width: int) -> list[str]:
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart(f"a pass of so many tokens, in steps of {PLAIN.method}", bars, width)
+    return bar_chart("a pass of so many tokens, in plain steps", bars, width)

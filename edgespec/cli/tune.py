@@ -50,7 +50,8 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
 
     What passes cost is kept, and later loads of this model go by it. v is a pass in plain steps; LIMIT is the
     speed-up over plain decoding if all guesses were right and free; BREAK-EVEN is how often guesses that cost
-    nothing have to be right for that pass to pay.
+    nothing have to be right for that pass to pay. C is what a drafted token cost, in plain steps; EXPECTED is
+    the speed-up to expect at the BEST LENGTH, of text where guesses come true as often.
     """
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
     note(tuning.notice)
