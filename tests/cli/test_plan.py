@@ -85,7 +85,7 @@ def test_the_picture(run: Run) -> None:
     done = run("plan", "--memory", "200MiB")
     assert done.exit_code == 0
     assert "demo with demo-draft: a context of 1,024 tokens" in done.stdout
-    assert "of 210 MB memory" in done.stdout
+    assert "of 210 MB memory, and up to " in done.stdout
     assert "█" in done.stdout
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
