@@ -28,6 +28,8 @@ _REFRESH_TOKENS = 96
 _CALM_ROUNDS = 15
 # So much of what may be lost is staked on each of so many first rounds of a reply.
 _STAKED, _STAKED_ROUNDS = 0.5, 2
+# So many times dearer a level may be in a shorter draft.
+_HARDLY = 1.25
 # What drafting a token takes until it was measured, in plain steps.
 _UNKNOWN_LEVEL = 0.3
 # What was found out is saved after so long, when another reply begins, and at the end.
@@ -201,18 +203,25 @@ class GuardedDrafter(Drafter):
     def _staked(self, draft_length: int, most: float) -> int:
         """How many levels are drafted, where so many seconds may be lost.
 
-        At first a part of them is staked, if that buys any: a guess that fails is then not the last, and
-        shorter drafts bring nearly as much.
+        At first a part of them is staked, where a level is hardly dearer in a shorter draft: a guess that
+        fails is then not the last.
         """
         each = self._worst_level_seconds
-        is_early = self.ledger.rounds < _STAKED_ROUNDS
-        few = self._affordable(draft_length, _STAKED * most, each) if is_early else 0
-        return few or self._affordable(draft_length, most, each)
+        many = self._affordable(draft_length, most, each)
+        if many and self.ledger.rounds < _STAKED_ROUNDS:
+            few = self._affordable(many, _STAKED * most, each)
+            if few and self._worst(few, each) * many <= _HARDLY * self._worst(many, each) * few:
+                return few
+        return many
+
+    def _worst(self, levels: int, level_seconds: float) -> float:
+        """What so many levels lose if all of it is wrong."""
+        return levels * level_seconds + self._worst_extra(levels + 1)
 
     def _affordable(self, draft_length: int, most: float, level_seconds: float) -> int:
         """How many levels may be drafted, so that no more is lost if all of it is wrong."""
         for levels in range(draft_length, 0, -1):
-            if levels * level_seconds + self._worst_extra(levels + 1) <= most:
+            if self._worst(levels, level_seconds) <= most:
                 return levels
         return 0
 

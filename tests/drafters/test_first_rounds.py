@@ -13,7 +13,7 @@ from edgespec.simulation import MACHINES, Machine, Text, Trace, World, policy
 
 
 def widths_of_failing_rounds(machine: Machine) -> tuple[list[int], list[float]]:
-    """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before each."""
+    """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before."""
     world = World(machine)
     drafter = policy(world)
     sure = np.full(60, 0.99)
