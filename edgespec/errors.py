@@ -17,6 +17,7 @@ __all__ = [
     "MemoryBudgetError",
     "ModelFileError",
     "ModelNotFoundError",
+    "NoMemoryError",
     "OptionError",
     "TemplateError",
     "VocabularyMismatchError",
@@ -73,6 +74,10 @@ class VocabularyMismatchError(EdgespecError):
 
 class MemoryBudgetError(EdgespecError):
     """The models and their caches do not fit the memory they were given."""
+
+
+class NoMemoryError(MemoryBudgetError, BackendError):
+    """A library found no memory for what it was doing; the model stays as it was before."""
 
 
 class ContextFullError(EdgespecError):

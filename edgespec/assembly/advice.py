@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from edgespec.assembly.measuring import PROCESS_BYTES, headroom_bytes, opened
+from edgespec.assembly.measuring import headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.room import readable
 from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
 from edgespec.errors import EdgespecError
-from edgespec.memory import Budget, Choice, MemoryPlan, StepName
+from edgespec.memory import PROCESS_BYTES, Budget, Choice, MemoryPlan, StepName
 
 __all__ = ["advice_for"]
 

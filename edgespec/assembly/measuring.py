@@ -13,12 +13,20 @@ from edgespec.backends.footprint import Blueprint
 from edgespec.catalog import Resolved, look, require_mlx, smaller_forms
 from edgespec.drafters.windowed import window_for
 from edgespec.errors import EdgespecError
-from edgespec.memory import Budget, Choice, Item, Measured, MemoryPlan, StepName, fitted, items_of
+from edgespec.memory import (
+    PROCESS_BYTES,
+    Budget,
+    Choice,
+    Item,
+    Measured,
+    MemoryPlan,
+    StepName,
+    fitted,
+    items_of,
+)
 
-__all__ = ["PROCESS_BYTES", "Models", "headroom_bytes", "opened"]
+__all__ = ["Models", "headroom_bytes", "opened"]
 
-# What Python and the libraries take before any model: measured, with the terminal's interface.
-PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 # Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
 _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
 _ROOM_BYTES = 1 << 62

@@ -9,8 +9,11 @@ from edgespec.backends.base import LoadOptions
 
 __all__ = ["DEVICE", "MEMORY", "Blueprint", "Footprint", "Part", "PartKind", "Pool"]
 
-PartKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
-"""Weights; keys, values and states; what a pass computes in; the logits it leaves; tokens as text."""
+PartKind = Literal["weights", "cache", "cells", "compute", "output", "vocabulary"]
+"""Weights; keys, values and states; what a pass computes in; the logits it leaves; tokens as text.
+
+cells: what is noted of each place in the cache, such as whose it is.
+"""
 
 Pool = Literal["memory", "gpu"]
 """Which memory: the system's, or that of graphics cards that have their own."""

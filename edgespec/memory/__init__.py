@@ -1,6 +1,7 @@
 """The memory that target, draft and their caches are given."""
 
 from edgespec.memory.budget import (
+    PROCESS_BYTES,
     Budget,
     available_bytes,
     check_room_to_plan,
@@ -8,12 +9,14 @@ from edgespec.memory.budget import (
     parse_size,
     peak_bytes,
     resident_bytes,
+    within_limits,
 )
 from edgespec.memory.ladder import Choice, Measured, Prefer, StepName, fitted
-from edgespec.memory.limits import Limit
+from edgespec.memory.limits import Limit, addresses_are_limited
 from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 
 __all__ = [
+    "PROCESS_BYTES",
     "Budget",
     "Choice",
     "Decision",
@@ -23,6 +26,7 @@ __all__ = [
     "MemoryPlan",
     "Prefer",
     "StepName",
+    "addresses_are_limited",
     "available_bytes",
     "check_room_to_plan",
     "find_budget",
@@ -31,4 +35,5 @@ __all__ = [
     "parse_size",
     "peak_bytes",
     "resident_bytes",
+    "within_limits",
 ]

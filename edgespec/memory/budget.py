@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -17,6 +17,7 @@ if sys.platform != "win32":
     import resource  # here: a reply may end while the interpreter does, when nothing can be imported
 
 __all__ = [
+    "PROCESS_BYTES",
     "Budget",
     "available_bytes",
     "check_room_to_plan",
@@ -24,8 +25,11 @@ __all__ = [
     "parse_size",
     "peak_bytes",
     "resident_bytes",
+    "within_limits",
 ]
 
+# What Python and the libraries take before any model: measured, with the terminal's interface.
+PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 # Left for other programs of what is found, and never more than the second.
@@ -58,10 +62,31 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     if given_bytes is not None:
         return Budget(given_bytes, f"--memory{on_cards}", gpu_bytes)
     limits = process_limits()
-    least = min(limits, key=lambda limit: limit.bytes)
-    reserve = _reserve(least.bytes)
-    source = f"{least.what}, less {readable(reserve)} for other programs{on_cards}"
-    return Budget(least.bytes - reserve, source, gpu_bytes, limits)
+    least, source = min(map(_left_by, limits))
+    return Budget(least, f"{source}{on_cards}", gpu_bytes, limits)
+
+
+def within_limits(budget: Budget) -> Budget:
+    """A budget that was named, or as much of it as this process can have at all: there is nothing beyond."""
+    hard = [_left_by(limit) for limit in process_limits() if limit.hard]
+    least, source = min(hard, default=(budget.bytes, ""))
+    if budget.limits or least >= budget.bytes:
+        return budget
+    return replace(budget, bytes=least, source=f"{source}: that is less than {budget.source}")
+
+
+def _left_by(limit: Limit) -> tuple[int, str]:
+    """What a limit leaves to Python, its libraries and models, and in words what is not theirs."""
+    if limit.stack_bytes is None:
+        kept_free, whose = _reserve(limit.bytes), "for other programs"
+    else:
+        kept_free, whose = limit.stack_bytes, "for stacks of threads"
+    source = f"{limit.what}, less {readable(kept_free)} {whose}"
+    # Python and its libraries are planned with so much; what else this process holds is no model's.
+    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    if (beside := resident_bytes() - process) > 0:
+        source += f" and {readable(beside)} that this one holds"
+    return max(0, limit.bytes - kept_free - max(0, beside)), source
 
 
 def _reserve(found_bytes: int) -> int:

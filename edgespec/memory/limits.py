@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,18 +19,35 @@ import psutil
 if sys.platform != "win32":
     import resource
 
-__all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_limits"]
+__all__ = [
+    "Limit",
+    "address_limit",
+    "addresses_are_limited",
+    "apple_limit",
+    "cgroup_limits",
+    "process_limits",
+]
 
 # What a limit counts as none from: cgroup v1 says "no limit" with a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
+# Threads that a backend may start beside those that compute: of a reply, of a rest, one that a library makes.
+_MORE_THREADS = 3
+# glibc gives a thread so much where there is no limit for stacks.
+_USUAL_STACK_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """So many bytes this process may hold, and why, in words."""
+    """So many bytes this process may hold, and why, in words.
+
+    hard: what is beyond is refused by the system. stack_bytes: of it that threads take which are still to be
+    started; None where memory that nobody touches counts for nothing.
+    """
 
     bytes: int
     what: str
+    hard: bool = False
+    stack_bytes: int | None = None
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
@@ -74,9 +92,8 @@ def cgroup_limits(held_bytes: int, root: Path = Path("/")) -> Iterator[Limit]:
             if ".." in group.parts:
                 continue
             if (limit := _limit_of(folder / group, names, held_bytes)) is not None:
-                yield Limit(
-                    limit, f"the memory limit of the control group /{'' if str(group) == '.' else group}"
-                )
+                shown = "" if str(group) == "." else group
+                yield Limit(limit, f"the memory limit of the control group /{shown}", hard=True)
 
 
 def _limit_of(folder: Path, names: tuple[str, str, str], held_bytes: int) -> int | None:
@@ -106,16 +123,34 @@ def _idle_files(file: Path, name: str) -> int:
 
 
 def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
-    """The limit of the address space (`ulimit -v`), where one is set: mapped files count towards it as well.
+    """The limit of the address space (`ulimit -v`), where one is set.
 
+    Mapped files and stacks of threads count towards it as well, whether or not they are in memory.
     held_bytes, mapped_bytes: what the process holds, and all it has addresses for.
     """
-    if sys.platform == "win32":
+    if not addresses_are_limited():
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft in (resource.RLIM_INFINITY, -1):
-        return None
-    return Limit(max(0, soft - mapped_bytes) + held_bytes, "the limit of the address space (ulimit -v)")
+    left = max(0, soft - mapped_bytes) + held_bytes
+    return Limit(left, "the limit of the address space (ulimit -v)", hard=True, stack_bytes=_stack_bytes())
+
+
+def addresses_are_limited() -> bool:
+    """Whether there is such a limit."""
+    if sys.platform == "win32":
+        return False
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return soft not in (resource.RLIM_INFINITY, -1)
+
+
+def _stack_bytes() -> int:
+    """What the stacks of threads take that are still to be started."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    each = _USUAL_STACK_BYTES if soft in (resource.RLIM_INFINITY, -1) else soft
+    cores = psutil.cpu_count(logical=False) or 1
+    if sys.platform == "linux":
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return each * (cores + _MORE_THREADS)
 
 
 def apple_limit() -> Limit | None:

@@ -10,11 +10,14 @@ from edgespec.memory.budget import Budget
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
 
-ItemKind = Literal["weights", "cache", "compute", "output", "vocabulary", "process", "headroom", "kept"]
+ItemKind = Literal[
+    "weights", "cache", "cells", "compute", "output", "vocabulary", "process", "headroom", "kept"
+]
 
 _NAMES: dict[PartKind, str] = {
     "weights": "weights",
     "cache": "cache",
+    "cells": "notes on the cache",
     "compute": "buffers to compute in",
     "output": "logits",
     "vocabulary": "vocabulary",
@@ -45,7 +48,7 @@ class Decision:
 class MemoryPlan:
     """What a target and what drafts for it take. context_tokens: of the target's context.
 
-    kv_type: of its cache, in words. target_bytes: the target's weights and cache.
+    kv_type: of its cache, in words.
     """
 
     budget: Budget

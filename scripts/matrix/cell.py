@@ -7,12 +7,18 @@ import gc
 import json
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import edgespec
+from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.room import give_back
+from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
+from edgespec.memory import PROCESS_BYTES
+from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
 
@@ -27,7 +33,8 @@ class Cell:
     """A model, and how it is loaded. full: fill the context, else read some passes only.
 
     warm: a model of hardly any size, which is loaded before anything is measured: then all is imported.
-    address_bytes: the process may have so many addresses more from then on.
+    address_bytes: the process may have so many addresses more from then on, and those of stacks.
+    grows: the context grows with the text, in two steps of which the second copies what is in it.
     """
 
     target: str
@@ -59,38 +66,74 @@ def planned(cell: Cell) -> dict[str, Any]:
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """What loading it and filling its context took, in bytes, more than the process held before."""
+    """What loading it and filling its context took, in bytes, more than the process held before.
+
+    Where loading was refused, why, and what the process held afterwards and at most meanwhile.
+    """
     with edgespec.load(cell.warm, "none", method="none", keep="none") as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
-    gc.collect()
+    with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
+        edgespec.load(cell.warm, "none", memory="1MiB", method="none", keep="none").close()
+    _forget_unused()
     _forget_peak()
     before = _status()
-    if cell.address_bytes:
-        limit = before["VmSize"] + cell.address_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = _limit_addresses(before, cell.address_bytes) if cell.address_bytes else 0
     threads = {} if cell.is_mlx else {"threads": 2}
-    with edgespec.load(**cell.options, **threads, reserve_full_context=not cell.grows) as runtime:
+    try:
+        runtime = edgespec.load(**cell.options, **threads, reserve_full_context=not cell.grows)
+    except edgespec.EdgespecError as error:
+        _forget_unused()
+        after = _status()
+        return {
+            "refused": [type(error).__name__, error.what, error.next_step],
+            "taken": after["VmRSS"] - before["VmRSS"],
+            "looked": after["VmHWM"] - before["VmRSS"],
+        }
+    with runtime:
         loaded = _status()
-        context = runtime.target.most_context_tokens
         if cell.grows:
-            stream = runtime.stream_tokens(_text(context - 16), max_tokens=8, temperature=0.0)
-            generated = len([*stream])
+            _grow(runtime)
         else:
-            generated = 0
             for model in filter(None, (runtime._target, runtime._draft)):
                 _read(model, cell)
         after = _status()
         plan = runtime.plan.to_json() if runtime.plan else {}
+        context = runtime.context_tokens
     return {
         "plan": plan,
-        "generated": generated,
+        "context": context,
         "peak": max(loaded["VmHWM"], after["VmHWM"]) - before["VmRSS"],
         "loaded": loaded["VmRSS"] - before["VmRSS"],
         "file": after["RssFile"] - before["RssFile"],
         "own": after["RssAnon"] - before["RssAnon"],
         "addresses": after["VmPeak"] - before["VmSize"],
+        "limit": limit - before["VmSize"] if limit else 0,
         "library_peak": _mlx_peak() if cell.is_mlx else 0,
     }
+
+
+def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
+    """Let the process have so many addresses more, and those of threads it may start, and of what Python is
+    planned to take and has not taken yet. Returns the limit.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
+    found = address_limit(0, 0)
+    stacks = found.stack_bytes or 0 if found else 0
+    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    limit = before["VmSize"] + more_bytes + stacks + max(0, process - before["VmRSS"])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return limit
+
+
+def _grow(runtime: edgespec.Runtime) -> None:
+    """Read a text that fills less than half of the context, then one that goes on from it to the end."""
+    context = runtime._target.facts.most_context_tokens
+    for tokens in (context * 2 // 5, context - 280):
+        list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
+    runtime._target.truncate(context - 280)
+    _verify(runtime._target, 256)
+    _forget_unused()
 
 
 def _read(model: Any, cell: Cell) -> None:
@@ -102,14 +145,18 @@ def _read(model: Any, cell: Cell) -> None:
         model.prefill(_text(room - 260))
     else:
         _fill_cells(model, room)
-    for width in (32 if cell.is_mlx else 256, *[1] * _STEPS):
-        able = model.facts.capabilities
-        tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
-        if tree.width <= model.room:
-            logits = model.verify(tree)
-            logits.argmax() if cell.is_mlx and hasattr(logits, "argmax") else None
-            model.commit(())
+    for width in (256, *[1] * _STEPS):
+        _verify(model, width)
     _forget_unused()
+
+
+def _verify(model: Any, width: int) -> None:
+    """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
+    able = model.facts.capabilities
+    tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
+    if tree.width <= model.room:
+        model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+        model.commit(())
 
 
 def _fill_cells(model: Any, room: int) -> None:
@@ -125,7 +172,9 @@ def _fill_cells(model: Any, room: int) -> None:
     for sequence in spare:
         if not context.set_state(state, sequence):
             raise SystemExit("the cells of a sequence could not be copied")
+    # No text is ever copied like that: what the copy was written to is no part of a plan.
     del state
+    context._copies = ReusedBytes()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
@@ -154,6 +203,7 @@ def _forget_peak() -> None:
 
 def _forget_unused() -> None:
     gc.collect()
+    give_back()
 
 
 if __name__ == "__main__":
@@ -161,4 +211,4 @@ if __name__ == "__main__":
     try:
         print(json.dumps(planned(given) if what == "plan" else measured(given)))
     except edgespec.EdgespecError as error:
-        print(json.dumps({"refused": [type(error).__name__, error.what, error.next_step]}))
+        print(json.dumps({"failed": [type(error).__name__, error.what, error.next_step]}))

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.native import overheard
+from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.vocabularies import compare
@@ -116,6 +116,21 @@ class TestMapping:
         quantise(models_folder() / "demo-draft-q8_0.gguf", path, "Q4_0")
         buffers = self._buffers(path, gpu_layers=0)
         assert ("_REPACK" in buffers) != ("_Mapped" in buffers)
+
+
+def test_a_pass_without_memory_leaves_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(write_llama(tmp_path / "tiny.gguf"), context_tokens=256)
+    model.prefill([1, 2, 3])
+    expected = np.array(model.verify(TokenTree.chain(4, [5, 6])).at(0, np.arange(8)))
+    model.commit(())
+    model.truncate(3)
+    with monkeypatch.context() as failing:
+        failing.setattr(library(), "llama_decode", lambda *_: -2)
+        with pytest.raises(MemoryBudgetError, match="no memory for a pass of 3 tokens"):
+            model.verify(TokenTree.chain(4, [5, 6]))
+    assert model.length == 3
+    assert np.array_equal(model.verify(TokenTree.chain(4, [5, 6])).at(0, np.arange(8)), expected)
+    model.close()
 
 
 class TestAfterClosing:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.memory import find_budget, limits, resident_bytes
+from edgespec.memory import find_budget, limits, resident_bytes, within_limits
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 
 GIB = 2**30
@@ -82,7 +82,7 @@ class TestControlGroups:
         files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "1000"}
         found = process_limits(_write(tmp_path, files))
         assert min(found, key=lambda limit: limit.bytes) == Limit(
-            1000, "the memory limit of the control group /a"
+            1000, "the memory limit of the control group /a", hard=True
         )
         assert found[0].what == "memory that the system has available"
 
@@ -92,6 +92,10 @@ def test_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     found = address_limit(held_bytes=100, mapped_bytes=1500)
     assert found is not None
     assert found.bytes == 3600
+    # One thread at least computes, and others may begin beside it.
+    assert found.hard
+    assert found.stack_bytes is not None
+    assert found.stack_bytes >= 2 * 5000
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, -1))
     assert address_limit(100, 1500) is None
 
@@ -129,6 +133,10 @@ class TestMac:
 
 
 class TestBudget:
+    @pytest.fixture(autouse=True)
+    def held(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: HELD)
+
     def test_what_was_given_is_taken_whole(self) -> None:
         budget = find_budget(8 * GIB)
         assert (budget.bytes, budget.gpu_bytes, budget.source) == (8 * GIB, 0, "--memory")
@@ -142,6 +150,35 @@ class TestBudget:
         assert budget.bytes == 1900
         assert budget.source == "the group /a, less 0.0 MiB for other programs"
         assert budget.limits == found
+
+    def test_what_this_process_holds_beside_python_is_no_models(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = (Limit(2000 << 20, "the group"),)
+        monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
+        monkeypatch.setattr("edgespec.memory.budget.PROCESS_BYTES", {"gguf": 80 << 20, "mlx": 80 << 20})
+        alone = find_budget().bytes
+        monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: 500 << 20)
+        budget = find_budget()
+        assert budget.bytes == alone - (420 << 20)
+        assert budget.source.endswith(" and 420.0 MiB that this one holds")
+
+    def test_addresses_are_shared_with_nobody_but_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        limit = Limit(2000 << 20, "addresses", hard=True, stack_bytes=40 << 20)
+        monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: (limit,))
+        budget = find_budget()
+        assert budget.bytes == 1960 << 20
+        assert budget.source == "addresses, less 40.0 MiB for stacks of threads"
+
+    def test_what_was_given_is_no_more_than_a_hard_limit_leaves(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = (Limit(1 << 20, "free now"), Limit(2000 << 20, "the group", hard=True))
+        monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
+        assert within_limits(find_budget(100 << 20)) == find_budget(100 << 20)
+        bounded = within_limits(find_budget(8 * GIB))
+        assert bounded.bytes == 1900 << 20
+        assert bounded.source.endswith(": that is less than --memory")
 
     def test_cards_with_memory_of_their_own_are_a_second_pool(self) -> None:
         budget = find_budget(8 * GIB, [("CUDA0", 40 * GIB), ("CUDA1", 10 * GIB)])

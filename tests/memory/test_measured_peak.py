@@ -28,6 +28,7 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_full_context_takes_what_was_planned(tmp_path: Path) -> None:
     found = _ran(tmp_path, context=4096)
     beside = ("process", "headroom", "kept")
@@ -39,6 +40,15 @@ def test_a_full_context_takes_what_was_planned(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_every_kind_of_memory_takes_what_was_planned() -> None:
     options = ["--types", "F16,Q4_0", "--contexts", "2048", "--kv-types", "q8_0", "--mlx-kinds", ""]
+    program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_what_is_planned_to_fit_runs_under_a_hard_limit_and_the_rest_is_refused() -> None:
+    options = ["--limits", "--kinds", "gqa,jamba", "--types", "F16,Q4_0", "--contexts", "8192"]
+    options += ["--kv-types", "", "--mlx-kinds", ""]
     program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

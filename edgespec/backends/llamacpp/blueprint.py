@@ -31,30 +31,37 @@ from edgespec.backends.room import give_back
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in"]
 
 _F16 = KvTypes("f16", "f16")
-_CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
+_CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # The library rounds to hundredths of a MiB: of so many tokens a size is known to a byte a token.
 _MANY_TOKENS = 32768
 _LONG_TOKENS = 2**18
 _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
+# What llama.cpp notes of a cell: position, place in an image, shift, sequences; and two nodes of sets, once
+# it is used (llama-kv-cells.h).
+_CELL_BYTES = 4 + 12 + 4 + 32 + 2 * 48
 # A token as text, and its number by its text: measured.
 _TOKEN_BYTES = 220
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What llama.cpp said of a context while it made one. compute: by the name of the buffer's kind."""
+    """What llama.cpp said of a context while it made one.
+
+    cells: places for tokens, of all its caches. compute: by the name of the buffer's kind.
+    """
 
     cache_bytes: int
+    cells: int
     compute: tuple[tuple[str, int], ...]
 
 
 def buffers_in(lines: Sequence[str]) -> Buffers:
     """The sizes in what the library logged of one context."""
-    caches = [_mib(found[1]) for line in lines if (found := _CACHE.search(line))]
+    caches = [found for line in lines if (found := _CACHE.search(line))]
     compute = tuple((found[1], _mib(found[2])) for line in lines if (found := _COMPUTE.search(line)))
-    return Buffers(sum(caches), compute)
+    return Buffers(sum(_mib(found[1]) for found in caches), sum(int(found[2]) for found in caches), compute)
 
 
 def _mib(text: str) -> int:
@@ -93,6 +100,7 @@ class GgufBlueprint:
         parts = (
             *_split("weights", size + twice, weights_there),
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
+            Part("cells", buffers.cells * _CELL_BYTES),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute),
             Part("output", _logits_bytes(weights, options.batch_tokens)),
             Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
@@ -149,6 +157,7 @@ class HalvesBlueprint:
         parts = (
             Part("weights", weight_bytes),
             Part("cache", sum(each.cache_bytes for each in buffers)),
+            Part("cells", sum(each.cells for each in buffers) * _CELL_BYTES),
             Part("compute", sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
             Part("output", logits),
             Part("vocabulary", sum(map(_tokens, self._halves)) * _TOKEN_BYTES),
@@ -177,6 +186,7 @@ def _of_any_length(weights: Any, plan: ContextPlan, options: LoadOptions) -> Buf
     pairs = zip(half.compute, whole.compute, strict=True)
     return Buffers(
         grown(half.cache_bytes, whole.cache_bytes),
+        grown(half.cells, whole.cells),
         tuple((kind, grown(first, second)) for (kind, first), (_, second) in pairs),
     )
 

@@ -17,13 +17,20 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.backends.llamacpp.tap import Tap
-from edgespec.errors import BackendError, CancelledError, ContextFullError, MemoryBudgetError, OptionError
+from edgespec.errors import (
+    BackendError,
+    CancelledError,
+    ContextFullError,
+    MemoryBudgetError,
+    NoMemoryError,
+    OptionError,
+)
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
-_NO_SLOT, _ABORTED = 1, 2
+_NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 MAX_WIDTH = 256
 
@@ -95,7 +102,6 @@ class LlamaContext:
         self.window: int = lib.llama_model_n_swa(model)
         # How many earlier states of a pass are kept: none where the library cannot.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
-        self._copies = ReusedBytes()
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
             Batch(options.batch_tokens, plan.sequences, lib.llama_model_n_embd(model))
@@ -110,6 +116,8 @@ class LlamaContext:
         be; there is no memory then, and room for no token, until one can be made.
         """
         self._free()
+        # Copies of cells: those of another size are large, and not needed again.
+        self._copies = ReusedBytes()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
         self._context = self._lib.llama_init_from_model(self._model, self._params)
@@ -209,6 +217,11 @@ class LlamaContext:
             raise CancelledError("cancelled")
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens} tokens is full", "use a larger --context")
+        if status == _NO_MEMORY:
+            raise NoMemoryError(
+                f"there was no memory for a pass of {count} tokens",
+                "close other programs, or use a smaller --context",
+            )
         detail = (recent_errors() or ["no reason was given"])[-1]
         raise BackendError(
             f"llama.cpp failed on {count} tokens (status {status}): {detail}",

@@ -16,16 +16,14 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Footprint, Part
 from edgespec.backends.mlx.about import core
-from edgespec.backends.mlx.device import leave_thread
+from edgespec.backends.mlx.device import freed_buffers_bytes, leave_thread
 from edgespec.backends.mlx.files import Outline, Sizes, outline_of
-from edgespec.backends.mlx.loading import KV_BITS, check_options
+from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
 from edgespec.backends.room import context_wanted
 from edgespec.errors import OptionError
 
 __all__ = ["MlxBlueprint"]
 
-# A wide pass that verifies; prefill gives no logits.
-_VERIFIED_ROWS = 32
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
 
@@ -87,8 +85,10 @@ class MlxBlueprint:
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
         # A processor writes all scores down; the kernels of a graphics processor do not. Measured.
         row = self._figures.row_elements + (2 * self._figures.heads * tokens if on_cpu else 0)
+        # Prefill gives no logits.
         logits = 2 * self._figures.vocab_size
-        return max(rows * row, _VERIFIED_ROWS * (row + logits)) * (4 if widened or on_cpu else 2)
+        pass_bytes = max(rows * row, MAX_WIDTH * (row + logits)) * (4 if widened or on_cpu else 2)
+        return pass_bytes + freed_buffers_bytes()
 
     def close(self) -> None:
         """See `Blueprint`."""

@@ -8,9 +8,20 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from edgespec.errors import BackendError
+from edgespec.errors import BackendError, NoMemoryError
 
-__all__ = ["evaluated", "launched", "leave_thread", "translated"]
+__all__ = [
+    "bound_freed_buffers",
+    "evaluated",
+    "freed_buffers_bytes",
+    "launched",
+    "leave_thread",
+    "translated",
+]
+
+# What is kept of freed buffers: those of a step, which are small. Where the memory is a graphics processor's,
+# making one is dear.
+_KEPT_BYTES, _KEPT_BYTES_BY_GPU = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
@@ -21,7 +32,7 @@ def translated(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
         text = " ".join(str(error).split())
         if "alloc" in text.lower() or "memory" in text.lower():
-            raise BackendError(f"{what}: {text}", "free some memory or use a smaller --context") from error
+            raise NoMemoryError(f"{what}: {text}", "free some memory or use a smaller --context") from error
         raise BackendError(f"{what}: {text}", "try another model, or report this one") from error
 
 
@@ -35,6 +46,16 @@ def evaluated(*arrays: mx.array) -> None:
     """Wait until these are computed. Raises BackendError."""
     with translated("MLX failed"):
         mx.eval(*arrays)
+
+
+def freed_buffers_bytes() -> int:
+    """How much MLX keeps of buffers that were freed, to use them again."""
+    return _KEPT_BYTES if mx.default_device() == mx.cpu else _KEPT_BYTES_BY_GPU
+
+
+def bound_freed_buffers() -> None:
+    """Let MLX keep no more than that: by itself it keeps as much as the machine has."""
+    mx.set_cache_limit(freed_buffers_bytes())
 
 
 def leave_thread() -> None:

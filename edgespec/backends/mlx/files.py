@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Outline", "Sizes", "open_checkpoint", "outline_of"]
 
-_PIECE_BYTES = 64 * 2**20
+_PIECE_BYTES = 16 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
@@ -263,8 +263,9 @@ def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
     from mlx.utils import tree_unflatten
 
     mx = core()
-    # Taken from the list one by one, so that no half stays beside its wider self.
-    waiting = _arrays(model.parameters())[::-1]
+    # Taken from the list one by one, so that no half stays beside its wider self: the largest first, while
+    # there is room for both.
+    waiting = sorted(_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total = max(1, sum(weight.nbytes for _, weight in waiting))
     done, widened = 0, False
     while waiting:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.heap import return_large_buffers
 from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
     from edgespec.backends.mlx.probe import Findings
 
-__all__ = ["KV_BITS", "check_options", "load"]
+__all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
 
-MAX_WIDTH = 256
+# As many rows as any policy asks for. What a pass computes in grows with them, and is part of the plan.
+MAX_WIDTH = 64
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
@@ -33,8 +35,10 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     """
     check_options(options)
     core()  # says so where mlx is missing; what is imported from here on needs it
-    from edgespec.backends.mlx.device import leave_thread
+    from edgespec.backends.mlx.device import bound_freed_buffers, leave_thread
 
+    return_large_buffers()
+    bound_freed_buffers()
     try:
         return _load(path, name, options, progress)
     except BaseException:

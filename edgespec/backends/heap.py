@@ -1,0 +1,38 @@
+"""What glibc's malloc keeps beside what is in use, limited where that counts. Nothing on other systems."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+
+__all__ = ["return_large_buffers", "share_one_heap"]
+
+# By malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_LARGE_BYTES, _TOP_BYTES = 128 * 2**10, 2**20
+
+
+@cache
+def share_one_heap() -> None:
+    """Let threads that begin from now on share the heaps there are.
+
+    Each would reserve 64 MiB of addresses for one of its own, of which it uses next to nothing.
+    """
+    _set(_ARENA_MAX, 1)
+
+
+@cache
+def return_large_buffers() -> None:
+    """Let the system have buffers of a MiB and more as soon as they are freed.
+
+    By itself malloc keeps what was freed up to 32 MiB at a time, in a heap that has holes: memory that a
+    library counts as free, and the system does not.
+    """
+    _set(_MMAP_THRESHOLD, _LARGE_BYTES)
+    _set(_TRIM_THRESHOLD, _TOP_BYTES)
+
+
+def _set(name: int, value: int) -> None:
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        mallopt(name, value)

@@ -1,0 +1,70 @@
+"""What malloc keeps, in processes of their own: it is told once and for good."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is that of Linux")
+
+_MIB = 2**20
+_STATUS = """
+import ctypes, sys, threading
+from edgespec.backends.heap import return_large_buffers, share_one_heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+"""
+_THREAD = """
+if sys.argv[1:]:
+    share_one_heap()
+before, done = status("VmSize"), threading.Event()
+asked = threading.Event()
+
+def ask():
+    libc.malloc(1000)
+    asked.set()
+    done.wait()
+
+thread = threading.Thread(target=ask)
+thread.start()
+asked.wait()
+print(status("VmSize") - before)
+done.set()
+"""
+_BUFFERS = """
+if sys.argv[1:]:
+    return_large_buffers()
+size = 8 << 20
+libc.free(libc.malloc(size))  # by this malloc learns to take as much from its heap
+before = status("VmRSS")
+buffer = ctypes.c_void_p(libc.malloc(size))
+ctypes.memset(buffer, 1, size)
+libc.malloc(100_000)  # stays, after it
+libc.free(buffer)
+print(status("VmRSS") - before)
+"""
+
+
+def _said(program: str, *how: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _STATUS + program, *how], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def test_threads_reserve_no_heap_of_their_own() -> None:
+    assert _said(_THREAD) > 64 * _MIB
+    assert _said(_THREAD, "shared") < 32 * _MIB
+
+
+def test_large_buffers_are_the_systems_when_they_are_freed() -> None:
+    assert _said(_BUFFERS) > 4 * _MIB
+    assert _said(_BUFFERS, "returned") < 2 * _MIB
