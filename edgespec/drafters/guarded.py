@@ -98,7 +98,7 @@ class GuardedDrafter(Drafter):
         self._tokens: list[int] = []
         # Not measured yet in this run.
         self._since_plain = _REFRESH_TOKENS
-        self._following = self._asked = False
+        self._following = self._looked = self._asked = False
         # A round that began without `propose`, or that nobody looks at, is not timed.
         self._timed = False
         self._started = self._proposed = 0.0
@@ -141,7 +141,7 @@ class GuardedDrafter(Drafter):
         if self._clock() - self._saved_at > _SAVED_SECONDS:
             self.keep()
         self._tokens = list(tokens)
-        self._following = self._asked = self._timed = False
+        self._following = self._looked = self._asked = self._timed = False
         self.ledger.begin()
         self.costs.at(len(tokens))
         self._look_around()
@@ -161,7 +161,9 @@ class GuardedDrafter(Drafter):
         self._look_around()
         tree = TokenTree.chain(self._tokens[-1])
         levels = length = 0
-        if self._wants():
+        wants = self._wants()
+        self._looked = wants and self.may_lose_seconds > 0.0
+        if self._looked:
             if not self._following:
                 self._drafter.begin(self._tokens)
                 self._following = True
@@ -169,7 +171,7 @@ class GuardedDrafter(Drafter):
             # Guesses that are looked up take no more than their rows.
             lookup = self._drafter.looks_up
             length = self._affordable(draft_length, self.may_lose_seconds, 0.0) if lookup else levels
-            self._short_rounds += levels == 0 < draft_length
+        self._short_rounds += wants and levels == 0 < draft_length
         self._asked = length > 0
         if self._asked:
             self._asked_rounds += 1
@@ -276,9 +278,9 @@ class GuardedDrafter(Drafter):
             self._expect_of_a_level(self._worst_level_seconds * _FORGIVING)
             self._worst_pass = max(self._worst_pass * _FORGIVING, 1.0)
             self.ledger.plain(tokens)
-            self.ledger.charge(asking)
             self._since_plain = 0
-            if self._following:
+            if self._looked:
+                self.ledger.charge(asking)
                 self._patience.looked(asking / plain)
                 self._go_on()
             return
