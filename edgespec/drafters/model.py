@@ -24,6 +24,9 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["ModelDrafter"]
 
+# So many tokens a first reading is likely to have at least.
+_WARM_TOKENS = 16
+
 
 class ModelDrafter(Drafter):
     """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
@@ -102,6 +105,8 @@ class ModelDrafter(Drafter):
 
     def warm(self) -> None:
         if self._model.length == 0:
+            # As much as a first reading and a first guess run: passes of a shape that is new take longer.
+            self._model.prefill([0] * min(_WARM_TOKENS, self._model.room - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
 
