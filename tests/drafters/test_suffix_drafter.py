@@ -188,3 +188,17 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     drafter.begin([0, 1, 2, 0, 1, 2])
     assert drafter.reading.tokens == 12
     assert tree(drafter, 2).drafted
+
+
+def test_what_is_known_beforehand_is_asked_for_once_and_before_the_first_reply() -> None:
+    asked: list[int] = []
+
+    def known() -> Known:
+        asked.append(1)
+        return Known()
+
+    drafter = SuffixDrafter(known)
+    drafter.warm()
+    assert asked == [1]
+    drafter.begin([1, 2, 3])
+    assert asked == [1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -122,7 +123,11 @@ class TestSameness:
     """The policy on a clock by which guessing pays, and fails to: asleep, awake, cut short, read in parts."""
 
     @pytest.fixture(params=[0.0, 0.003], ids=["steady", "jumps"])
-    def hurried(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    def hurried(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath
+    ) -> Iterator[Runtime]:
+        # What other tests found out about the demo, by a clock that is right, is not known here.
+        monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
         curve = CostCurve((1, 16), (0.001, 0.0011))
         monkeypatch.setattr(TargetCosts, "curve", lambda *_: curve)
         with edgespec.load("demo", context=256, methods=("model", "suffix")) as runtime:

@@ -52,7 +52,7 @@ class SuffixDrafter(Drafter):
     finds, not to how long the chat is. A chat that goes on is not read again; another one is, all of it.
 
     cost: of the rounds, for each token of a reply. reading: of taking prompts in, for each of their tokens.
-    known: asked for once, when the first reply begins. is_end: nothing is guessed after these.
+    known: asked for once, before the first reply. is_end: nothing is guessed after these.
     What is guessed depends on emitted tokens alone, so every node is certain and rejection mode stays exact.
     """
 
@@ -79,11 +79,14 @@ class SuffixDrafter(Drafter):
         # What this chat holds and other chats are to find once it is over.
         self._said: list[Sequence[int]] = []
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        self._keep_turn()
+    def warm(self) -> None:
         if self._make_known is not None:
             self._take(self._make_known())
             self._make_known = None
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._keep_turn()
+        self.warm()
         self._prompt = tokens
         with self.reading:
             read = self._chat.automaton.hold(tokens)
