@@ -37,15 +37,24 @@ class Rescored:
 
 
 def rescore(
-    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], widths: Sequence[int]
+    model: LanguageModel,
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    widths: Sequence[int],
+    *,
+    pieces: Sequence[int] = (),
 ) -> Rescored:
     """Score the token after `prompt` and `reply` by single steps and by passes of each width.
+
+    pieces: of so many tokens the prompt is read, too, with single steps after it: a text that was kept was
+    read, and in part written, in other passes than the longest ones.
 
     The error is the largest difference over the rows of the reply (the last 64 of them). The prompt's
     last token is the first to be run in passes, as in decoding. The model's cache is overwritten.
     """
     plain = _rows(model, prompt, reply, 1)
     wide = [_rows(model, prompt, reply, min(width, _widest(model, prompt, reply))) for width in widths]
+    wide += [_rows(model, prompt, reply, 1, piece) for piece in pieces]
     error = max((float(_distance(plain, rows).max()) for rows in wide), default=0.0)
     return Rescored(plain[-1], [rows[-1] for rows in wide], error)
 
@@ -56,11 +65,12 @@ def _widest(model: LanguageModel, prompt: Sequence[int], reply: Sequence[int]) -
 
 
 def _rows(
-    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int
+    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int, piece: int = 0
 ) -> NDArray[np.float32]:
     """The logits after the prompt's last token and after each token of the reply: float32 [n, vocab]."""
     model.truncate(0)
-    model.prefill(prompt[:-1])
+    for start in range(0, len(prompt) - 1, piece or len(prompt)):
+        model.prefill(prompt[start : min(start + (piece or len(prompt)), len(prompt) - 1)])
     tokens = [prompt[-1], *reply]
     everything = np.arange(model.facts.vocab_size)
     rows: list[NDArray[np.float32]] = []
