@@ -10,8 +10,9 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +27,7 @@ Setting = str | int | float | bool | list[str]
 
 VERSION = 1
 _MAX_TITLE = 60
+_LOCK_SECONDS = 5.0
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
@@ -111,6 +113,38 @@ class ChatStore:
                 "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
             ) from error
         return path
+
+    def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
+        """Save a chat that goes on from what it was at `known`, None where that is not known.
+
+        Where another program has changed it since, what that wrote stays, and this one becomes a chat of its
+        own. Returns the chat as it was saved. Raises ChatFileError.
+        """
+        with self._alone():
+            if known is not None and self._changed(chat.id, known):
+                chat = replace(chat, id=self.new_id())
+            self.save(chat)
+        return chat
+
+    def _changed(self, chat_id: str, known: datetime) -> bool:
+        try:
+            return self.load(chat_id).updated != known
+        except ChatFileError:
+            return False
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no other program looks at a chat to write it; at once where there are no locks."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)
+        with suppress(OSError, Timeout, NotImplementedError):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
 
     def load(self, chat_id: str) -> SavedChat:
         """Read one chat by its id. Raises ChatFileError."""

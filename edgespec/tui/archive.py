@@ -30,20 +30,14 @@ class Archive:
         if not session.lines:
             return False
         async with self._lock:
-            parted = bool(session.id) and await asyncio.to_thread(self._changed_elsewhere, session.id)
-            if parted or not session.id:
+            if not session.id:
                 session.id = self._store.new_id()
-            chat = session.saved(target)
-            await asyncio.to_thread(self._store.save, chat)
-            self._updated[chat.id] = chat.updated
-        return parted
-
-    def _changed_elsewhere(self, chat_id: str) -> bool:
-        try:
-            there = self._store.load(chat_id)
-        except ChatFileError:
-            return False
-        return chat_id in self._updated and there.updated != self._updated[chat_id]
+            wanted = session.saved(target)
+            known = self._updated.get(wanted.id)
+            saved = await asyncio.to_thread(self._store.save_after, wanted, known)
+            session.id = saved.id
+            self._updated[saved.id] = saved.updated
+        return saved.id != wanted.id
 
     async def list(self) -> list[StoredChat]:
         """All chats, newest first."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -52,3 +55,27 @@ async def test_a_chat_that_another_program_deleted_is_saved_again(
     says(chat, "still here")
     assert not await archive.save(chat, "demo")
     assert store.load(chat_id).messages == chat.messages
+
+
+def test_of_two_programs_that_save_at_once_neither_loses_a_turn(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    for turn in range(8):
+        begun = Session()
+        says(begun, "hello")
+        asyncio.run(Archive(store).save(begun, "demo"))
+        both = Barrier(2)
+
+        def go_on(
+            name: str, chat_id: str = begun.id, turn: int = turn, both: Barrier = both
+        ) -> tuple[str, Session]:
+            archive = Archive(store)
+            session = asyncio.run(opened(archive, chat_id))
+            says(session, f"{name} {turn}")
+            both.wait()
+            asyncio.run(archive.save(session, "demo"))
+            return session.id, session
+
+        with ThreadPoolExecutor(2) as threads:
+            saved = list(threads.map(go_on, ("mine", "theirs")))
+        for chat_id, session in saved:
+            assert store.load(chat_id).messages == session.messages
