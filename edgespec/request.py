@@ -14,7 +14,7 @@ from edgespec.engine.chain import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods import parse_method
 
-__all__ = ["ACCEPTANCES", "MAX_DRAFT_LENGTH", "Defaults", "Request", "make_request"]
+__all__ = ["ACCEPTANCES", "MAX_DRAFT_LENGTH", "USUAL_REPLY_TOKENS", "Defaults", "Request", "make_request"]
 
 MAX_DRAFT_LENGTH = 64
 ACCEPTANCES = ("invariant", "rejection")
@@ -22,7 +22,7 @@ _DRAFT_LENGTH = 4
 _ADAPTIVE_LENGTH = 16
 _NO_LIMIT = (1 << 63) - 1
 # A reply that nobody bounded ends here at the latest: one that repeats itself would fill any context.
-_USUAL_REPLY_TOKENS = 8192
+USUAL_REPLY_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def make_request(
         tokens=tuple(tokens),
         params=params,
         seed=secrets.randbits(32) if seed is None else seed,
-        max_tokens=max_tokens or min(context_tokens, _USUAL_REPLY_TOKENS),
+        max_tokens=max_tokens or min(context_tokens, USUAL_REPLY_TOKENS),
         stop=_stop_strings(stop),
         how=how,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from edgespec.backends.base import Vocabulary
@@ -67,10 +68,25 @@ class Chat:
         self.system = system
         self.messages = list(messages)
         self.dropped_messages = 0
-        self.context_used_tokens = 0
+        # None: to be told from the messages, when somebody asks.
+        self._used_tokens: int | None = None if self.messages else 0
         self._host = host
         self._context_full = context_full
         self._prompts = PromptBuilder(host.template, host.vocabulary, host.known_texts)
+
+    @property
+    def context_used_tokens(self) -> int:
+        """What prompt and reply of the last turn take of the context.
+
+        Before the first turn it is what the messages take that the conversation began with, which may be
+        more than the context holds; 0 where the model's template refuses them.
+        """
+        if self._used_tokens is None:
+            # By a builder of its own: the other one looks only once for what was read before.
+            prompts = PromptBuilder(self._prompts.template, self._host.vocabulary)
+            with suppress(TemplateError):
+                return len(prompts.build(self._with_system(self.messages))[1])
+        return self._used_tokens or 0
 
     def stream(self, text: str, **options: Any) -> ReplyStream:
         """Say something and stream the answer. Options as for `Runtime.generate`.
@@ -95,7 +111,7 @@ class Chat:
     def clear(self) -> None:
         """Forget all messages; the system prompt stays."""
         self.messages = []
-        self.dropped_messages = self.context_used_tokens = 0
+        self.dropped_messages = self._used_tokens = 0
 
     def _last_user(self) -> int:
         for i in range(len(self.messages) - 1, -1, -1):
@@ -104,19 +120,19 @@ class Chat:
         raise OptionError("there is no message to answer again", "say something first")
 
     def _answer(self, messages: list[Message], options: dict[str, Any]) -> ReplyStream:
-        before = self.messages, self.dropped_messages, self.context_used_tokens
+        before = self.messages, self.dropped_messages, self._used_tokens
         prompt, dropped = self._fitting(messages)
 
         def on_end(reply: Reply | None) -> None:
             if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
-                self.messages, self.dropped_messages, self.context_used_tokens = before
+                self.messages, self.dropped_messages, self._used_tokens = before
                 return
             self.messages = [*messages, Message("assistant", reply.text)]
-            self.context_used_tokens = len(prompt[1]) + len(reply.tokens)
+            self._used_tokens = len(prompt[1]) + len(reply.tokens)
             self._prompts.remember(prompt, reply.tokens)
 
         stream = self._host.stream_tokens(prompt[1], on_end=on_end, **options)
-        self.messages, self.dropped_messages, self.context_used_tokens = messages, dropped, len(prompt[1])
+        self.messages, self.dropped_messages, self._used_tokens = messages, dropped, len(prompt[1])
         return stream
 
     def _fitting(self, messages: list[Message]) -> tuple[Prompt, int]:
@@ -144,8 +160,10 @@ class Chat:
         return prompt, dropped
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
-        system = [Message("system", self.system)] if self.system else []
-        return self._prompts.build([*system, *messages])
+        return self._prompts.build(self._with_system(messages))
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        return [*([Message("system", self.system)] if self.system else []), *messages]
 
 
 def _finished(stream: ReplyStream) -> Reply:

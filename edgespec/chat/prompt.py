@@ -29,7 +29,7 @@ class PromptBuilder:
         vocabulary: Vocabulary,
         earlier: Callable[[], Iterable[Sequence[int]]] = tuple,
     ) -> None:
-        self._template = template
+        self.template = template
         self._vocabulary = vocabulary
         self._earlier = earlier
         self._known: Prompt = ("", [])
@@ -37,7 +37,7 @@ class PromptBuilder:
     def build(self, messages: Sequence[Message]) -> Prompt:
         """The prompt for the assistant's next reply. Raises TemplateError."""
         shield = _Shield(self._vocabulary, messages)
-        text = self._template.render([shield.over(message) for message in messages])
+        text = self.template.render([shield.over(message) for message in messages])
         if not self._known[0]:
             self._known = self._recalled(text)
         known_text, known_tokens = self._known

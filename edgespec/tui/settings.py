@@ -167,7 +167,7 @@ FIELDS = (
     Field("presence_penalty", "Presence penalty", "0 is off", _number, True),
     Field("frequency_penalty", "Frequency penalty", "0 is off", _number, True),
     Field("penalty_window", "Penalty window", "tokens penalised; -1 is all", _integer, True),
-    Field("max_tokens", "Longest reply", "in tokens", _whole(1, 1 << 40)),
+    Field("max_tokens", "Longest reply", "in tokens, within the context", _whole(1, 1 << 40)),
     Field("seed", "Seed", "same seed, same reply", _whole(0, (1 << 63) - 1)),
     Field("stop", "Stop texts", "between commas; \\n is a new line", _stops),
     Field("method", "Method", "auto, none, or names joined by +", _method),
@@ -176,7 +176,7 @@ FIELDS = (
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _OTHER_DEFAULTS = {
-    "max_tokens": "until it ends",
+    "max_tokens": "8,192",
     "seed": "another each time",
     "stop": "none",
     "method": "as started",

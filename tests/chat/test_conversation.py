@@ -86,6 +86,16 @@ class TestTurns:
         said = [Message("user", FIRST), Message("assistant", "Use `ls -lS`.")]
         assert demo.chat(messages=said).ask(SECOND, **OPTIONS).text == fresh_answer(said, SECOND)
 
+    def test_it_tells_its_length_before_the_first_turn(self, demo: Runtime) -> None:
+        first = demo.chat("Be brief.")
+        first.ask(FIRST, **OPTIONS)
+        held = demo.chat("Be brief.", first.messages)
+        # With the few tokens that begin the next reply; drawn tokens may be spelled by others.
+        assert abs(held.context_used_tokens - first.context_used_tokens) <= 8
+        held.ask(SECOND, **OPTIONS)
+        first.ask(SECOND, **OPTIONS)
+        assert held.context_used_tokens == first.context_used_tokens
+
     def test_clear(self, demo: Runtime) -> None:
         chat = demo.chat()
         chat.ask(FIRST, **OPTIONS)

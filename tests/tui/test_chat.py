@@ -58,6 +58,7 @@ async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load
         assert len(session.lines) == 4
         assert session.system == "Be brief."
         assert session.settings == STEADY
+        assert d.chat.query_one(StatusLine).facts.context_used_tokens > 20
         await d.say("And by name?")
         assert d.saved() == [path]
         assert len(json.loads(path.read_text())["messages"]) == 6
