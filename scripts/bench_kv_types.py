@@ -5,7 +5,7 @@
 
 Replies are written with an f32 cache; each type then predicts the same replies token by token. nats: the mean
 of the Kullback-Leibler divergence from f32's predictions. same: how often the likeliest token is the same.
-perplexity: of the replies, which f32 wrote itself.
+perplexity: of the replies, which f32 wrote itself. f32 runs without flash attention, which reads it as f16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="demo")
-    parser.add_argument("--types", default="f16,q8_0,q5_0,q4_0")
+    parser.add_argument("--types", default="f16,f16/bf16,q8_0,q5_0,q4_0")
     parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
     parser.add_argument("--max-tokens", type=int, default=_MOST_ROWS)
     parser.add_argument("--json", action="store_true")
@@ -76,7 +76,8 @@ def main() -> None:
 
 
 def _loaded(target: str, kv_type: str) -> Any:
-    return edgespec.load(target, "none", kv_type=kv_type, method="none", keep="none")
+    how = "off" if kv_type == "f32" else "auto"
+    return edgespec.load(target, "none", kv_type=kv_type, method="none", keep="none", flash_attention=how)
 
 
 def _predictions(runtime: Any, texts: list[tuple[list[int], list[int]]]) -> list[NDArray[np.float64]]:

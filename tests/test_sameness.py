@@ -24,7 +24,7 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.sameness import Prompt, Report, read_prompts, verify
-from edgespec.sameness.rescore import Rescored, is_near_tie, score_gap
+from edgespec.sameness.rescore import LARGEST_ROUNDING, Rescored, is_near_tie, rescore, score_gap
 from edgespec.sameness.statistics import holm, p_value
 from tests.tables import Saying, near, runtime, table, with_drafter
 
@@ -197,6 +197,19 @@ class TestNearTies:
     def test_what_is_not_a_number_excuses_nothing(self) -> None:
         assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.inf), self.GREEDY, 0, [0], 0, 1)
         assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.nan), self.GREEDY, 0, [0], 0, 1)
+
+
+@pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
+def test_a_text_read_in_parts(demo_target: Path, kv_type: str, rounds: bool) -> None:
+    """A cache with one kernel for all widths agrees to the bit, however a text came to be read."""
+    tokens = np.random.default_rng(0).integers(512, 4096, 700).tolist()
+    with edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain:
+        stream = plain.stream_tokens(tokens, max_tokens=1)
+        list(stream)
+        with plain.borrowed_target() as target:
+            rescored = rescore(target, tokens[:680], tokens[680:], [4], pieces=[48, 300])
+    assert (rescored.error > 0) is rounds
+    assert rescored.error < LARGEST_ROUNDING
 
 
 class TestRejectionMode:
