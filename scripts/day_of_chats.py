@@ -51,6 +51,9 @@ def main() -> int:
     parser.add_argument("--longest", type=int, default=3000)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--kv-type", default="auto")
+    parser.add_argument(
+        "--budget", action="store_true", help="give all of the pair one budget that has room for three texts"
+    )
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -66,8 +69,13 @@ def _day(asked: argparse.Namespace) -> dict[str, Any]:
     options["kv_type"] = asked.kv_type
     with edgespec.load(asked.target, keep="none", **options) as fresh:
         three = 3 * asked.longest * fresh.target.kv_bytes // fresh.target.context_tokens
-        with edgespec.load(asked.target, keep="disk", keep_memory=three, **options) as runtime:
-            return {**_talked(runtime, fresh, asked), "memory_for_texts_bytes": three}
+        room: dict[str, Any] = {"keep_memory": three}
+        if asked.budget and fresh.plan:
+            room = {"memory": fresh.plan.taken_bytes("memory") + three}
+        with edgespec.load(asked.target, keep="disk", **room, **options) as runtime:
+            told = _talked(runtime, fresh, asked)
+            kept = runtime.memory().kept
+            return {**told, "memory_for_texts_bytes": kept.memory_limit_bytes}
 
 
 def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict[str, Any]:
