@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -40,6 +40,7 @@ _TEXTS = ("identity", "name", "after")
 _COUNTS = ("start", "end", "data_bytes", "tokens_sum")
 _DIGEST = re.compile(r"[0-9a-f]*")
 _LOCK_SECONDS = 1.0
+_PATIENCE_SECONDS = 10.0
 # Its time says when all was forgotten last.
 _FORGOTTEN = "forgotten"
 _MOST_BYTES = 4 * 2**30
@@ -126,9 +127,8 @@ class KeptDisk:
         """The bytes of a file; None where it is gone, damaged or another's."""
         path = self._path(name)
         try:
-            header, head_bytes = self._header(path)
-            with path.open("rb") as file:
-                file.seek(head_bytes)
+            with _opened(path) as file:
+                header = self._header(file)
                 text = file.read(4 * (header["end"] - header["start"]))
                 data = file.read()
         except (OSError, ValueError, MemoryError):
@@ -203,28 +203,29 @@ class KeptDisk:
     def _told(self, path: Path) -> StoredPiece | None:
         """What a file says of itself; None where it makes no sense here."""
         try:
-            header, head_bytes = self._header(path)
-            with path.open("rb") as file:
-                file.seek(head_bytes)
+            with _opened(path) as file:
+                header = self._header(file)
                 data = file.read(4 * (header["end"] - header["start"]))
+                used = os.fstat(file.fileno()).st_mtime
             if crc32(data) != header["tokens_sum"] or path.name != f"{header['name']}{_SUFFIX}":
                 return None
             tokens = np.frombuffer(data, "<i4").astype(np.int32)
-            used, seconds = path.stat().st_mtime, float(header["seconds"])
+            seconds = float(header["seconds"])
             return StoredPiece(
                 header["name"], header["after"], header["start"], tokens, header["data_bytes"], seconds, used
             )
         except (OSError, ValueError, MemoryError):
             return None
 
-    def _header(self, path: Path) -> tuple[dict[str, Any], int]:
-        """The header of one of this model's files, and where its bytes begin. Raises OSError, ValueError."""
-        header, head_bytes = _read_header(path)
+    def _header(self, file: BinaryIO) -> dict[str, Any]:
+        """The header of one of this model's files, which is read up to it. Raises OSError, ValueError."""
+        header = _read_header(file)
         if header["identity"] != self._identity:
             raise ValueError("it is another model's")
-        if path.stat().st_size != head_bytes + 4 * (header["end"] - header["start"]) + header["data_bytes"]:
+        whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
+        if os.fstat(file.fileno()).st_size != whole:
             raise ValueError("it is cut short")
-        return header, head_bytes
+        return header
 
     def _chain(self, after: str) -> set[Path]:
         """The files of the text with that digest."""
@@ -233,8 +234,8 @@ class KeptDisk:
         while digest := wanted.pop() if wanted else "":
             for path in set(self.folder.glob(f"{digest}-*{_SUFFIX}")) - chain:
                 chain.add(path)
-                with suppress(OSError, ValueError):
-                    wanted.append(str(_read_header(path)[0]["after"]))
+                with suppress(OSError, ValueError), _opened(path) as file:
+                    wanted.append(str(_read_header(file)["after"]))
         return chain
 
     def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> None:
@@ -261,7 +262,7 @@ class KeptDisk:
             return 0
 
     def _lock(self) -> FileLock:
-        return FileLock(self._root / "lock", timeout=_LOCK_SECONDS, mode=0o600)
+        return _lock(self._root, _LOCK_SECONDS)
 
 
 def forget_kept(folder: Path | None = None) -> int:
@@ -271,20 +272,35 @@ def forget_kept(folder: Path | None = None) -> int:
     """
     folder = folder or kept_folder()
     write_private(folder / _FORGOTTEN, b"")
-    return removed([*_files(folder), *folder.glob("*/.*.tmp")])
+    # Who writes just now may not have heard, and ends first.
+    lock = _lock(folder, _PATIENCE_SECONDS)
+    with suppress(Timeout, NotImplementedError):
+        lock.acquire()
+    try:
+        return removed([*_files(folder), *folder.glob("*/.*.tmp")])
+    finally:
+        lock.release()
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file begins with, and where its tokens do. Raises OSError, ValueError."""
+def _lock(folder: Path, seconds: float) -> FileLock:
+    return FileLock(folder / "lock", timeout=seconds, mode=0o600)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file to read once: another process may put another one in its place. Raises OSError."""
     regular_bytes(path)
-    with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError("it is of another version")
-        sizes = file.read(_SIZES.size)
-        if len(sizes) < _SIZES.size:
-            raise ValueError("it is cut short")
-        size, checksum = _SIZES.unpack(sizes)
-        told = file.read(size) if size <= _MOST_HEADER_BYTES else b""
+    return path.open("rb")
+
+
+def _read_header(file: BinaryIO) -> dict[str, Any]:
+    """What a file begins with; it is read up to its tokens. Raises OSError, ValueError."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise ValueError("it is of another version")
+    sizes = file.read(_SIZES.size)
+    if len(sizes) < _SIZES.size:
+        raise ValueError("it is cut short")
+    size, checksum = _SIZES.unpack(sizes)
+    told = file.read(size) if size <= _MOST_HEADER_BYTES else b""
     if len(told) != size or crc32(told) != checksum:
         raise ValueError("it is damaged")
     try:
@@ -293,7 +309,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         raise ValueError("it is nested too deeply") from error
     if not _is_sound(header):
         raise ValueError("it says nothing that could be")
-    return header, len(_MAGIC) + _SIZES.size + size
+    return dict(header)
 
 
 def _is_sound(header: Any) -> bool:
@@ -321,7 +337,8 @@ def _by_value(root: Path, now: float) -> list[Path]:
     starts: dict[Path, int] = {}
     for path in _files(root):
         try:
-            header, _ = _read_header(path)
+            with _opened(path) as file:
+                header = _read_header(file)
             age = max(0.0, now - path.stat().st_mtime) + _FRESH_SECONDS
             value[path] = header["seconds"] / (header["data_bytes"] + 1) / age
             starts[path] = header["start"]

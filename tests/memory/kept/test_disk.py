@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Snapshot
+from edgespec.files import write_private
 from edgespec.memory.kept import KeptDisk, disk_bound, forget_kept
 from edgespec.memory.kept.pieces import Tokens, digest_of, name_of
 
@@ -184,3 +186,46 @@ def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
     assert less.used_bytes() == both // len(names)
     assert KeptDisk("a model", 0, tmp_path).stored() == []
     assert less.used_bytes() == 0
+
+
+def test_a_file_that_another_program_puts_in_its_place_meanwhile_is_whole_and_stays(tmp_path: Path) -> None:
+    name = put(KeptDisk("a model", PLENTY, tmp_path), TEXT)
+    done = Event()
+
+    def write_again() -> None:
+        other = KeptDisk("a model", PLENTY, tmp_path)
+        while not done.is_set():
+            for seconds in (1.0, 1.0 / 3.0):  # which makes headers of two lengths
+                put(other, TEXT, seconds=seconds)
+
+    writer = Thread(target=write_again)
+    writer.start()
+    try:
+        disk = KeptDisk("a model", PLENTY, tmp_path)
+        for _ in range(300):
+            assert disk.read(name) is not None
+            assert [piece.name for piece in disk.stored()] == [name]
+    finally:
+        done.set()
+        writer.join()
+
+
+def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, forgotten = Event(), Event()
+
+    def slowly(path: Path, *payload: bytes) -> None:
+        begun.set()
+        forgotten.wait(0.5)
+        write_private(path, *payload)
+
+    monkeypatch.setattr("edgespec.memory.kept.disk.write_private", slowly)
+    writer = Thread(target=put, args=(KeptDisk("a model", PLENTY, tmp_path), TEXT))
+    writer.start()
+    begun.wait()
+    monkeypatch.setattr("edgespec.memory.kept.disk.write_private", write_private)
+    forget_kept(tmp_path)
+    forgotten.set()
+    writer.join()
+    assert not list(tmp_path.rglob("*.kept"))

@@ -26,8 +26,9 @@ def written(disk: KeptDisk, start: int, end: int) -> bool:
 
 def forge(path: Path, header: bytes) -> None:
     """Another header on a file, with the right checksum."""
-    _, head_bytes = disk_module._read_header(path)
-    rest = path.read_bytes()[head_bytes:]
+    with path.open("rb") as file:
+        disk_module._read_header(file)
+        rest = file.read()
     sizes = disk_module._SIZES.pack(len(header), crc32(header))
     path.write_bytes(disk_module._MAGIC + sizes + header + rest)
 
@@ -43,7 +44,8 @@ def test_a_header_of_another_form_is_a_file_that_is_not_there(
         disk = KeptDisk("a model", quota_bytes, tmp_path)
         assert written(disk, 0, 40)
         path = disk.folder / f"{name}.kept"
-        header: dict[str, Any] = disk_module._read_header(path)[0] | {key: value}
+        with path.open("rb") as file:
+            header = disk_module._read_header(file) | {key: value}
         if value == "missing":
             del header[key]
         forge(path, json.dumps(header).encode())
