@@ -15,13 +15,12 @@ from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.heap import share_one_heap
 from edgespec.backends.mapped import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import flag, path_text, text
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.memory import addresses_are_limited, check_room_to_plan, parse_size, within_limits
+from edgespec.memory import check_room_to_plan, parse_size
 from edgespec.memory.growing import FIRST_TOKENS
 from edgespec.methods import Drafters
 from edgespec.request import Defaults
@@ -134,22 +133,10 @@ def load(
     keeping = Keeping.read(keep, keep_memory, keep_disk)
     check_room_to_plan()
     pair = find_pair(target, draft, how, progress, options)
-    if addresses_are_limited():
-        _take_addresses(pair)
     wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
-    budget = within_limits(budget_for(pair, given_bytes))
-    planned = plan_pair(pair, how, options, budget, wishes)
+    planned = plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes)
     check_fits(planned)
     return _loaded(planned, defaults, keeping, progress)
-
-
-def _take_addresses(pair: Pair) -> None:
-    """Take what no plan counts before it is asked how many addresses are left; and let threads take none."""
-    share_one_heap()
-    if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
-        from edgespec.backends.mlx.about import lm
-
-        lm()
 
 
 def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None) -> Runtime:

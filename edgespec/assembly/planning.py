@@ -12,6 +12,7 @@ from edgespec.assembly.longer import longest
 from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.heap import share_one_heap
 from edgespec.backends.room import context_wanted, readable
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import (
@@ -21,8 +22,10 @@ from edgespec.memory import (
     MemoryPlan,
     Prefer,
     StepName,
+    addresses_are_limited,
     find_budget,
     fitted,
+    within_limits,
 )
 from edgespec.memory.growing import room_to_grow
 from edgespec.memory.kept import memory_bound
@@ -102,7 +105,26 @@ class Planned:
 
 
 def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
-    """The budget of a pair: given, or found; the memory of graphics cards only where they may be used."""
+    """The budget of a pair: given, or found, and never more than this process can have at all.
+
+    What no plan counts is taken before it is asked how much is left, so that a plan says what a load finds.
+    """
+    if addresses_are_limited():
+        _take_addresses(pair)
+    return within_limits(_budget_of(pair, given_bytes))
+
+
+def _take_addresses(pair: Pair) -> None:
+    """Load what a backend would load by and by, and let threads take no addresses."""
+    share_one_heap()
+    if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
+        from edgespec.backends.mlx.about import lm
+
+        lm()
+
+
+def _budget_of(pair: Pair, given_bytes: int | None) -> Budget:
+    """Given, or found; the memory of graphics cards only where they may be used."""
     if pair.target.format == "mlx":
         return find_budget(given_bytes)
     from edgespec.backends.llamacpp.devices import cards

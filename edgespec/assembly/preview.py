@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import text
-from edgespec.memory import MemoryPlan, check_room_to_plan, parse_size
+from edgespec.memory import MemoryPlan, addresses_are_limited, check_room_to_plan, parse_size
 from edgespec.memory.growing import FIRST_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
@@ -93,5 +94,7 @@ def plan(
             return resolve_metadata(reference, Path(folder), progress)
 
         pair = find_pair(target, draft, how, progress, options, find)
+        if addresses_are_limited():
+            import_module("edgespec.assembly.loading")  # a load has it in memory
         wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
         return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))

@@ -34,6 +34,8 @@ _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
+# Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
+_STEP_BYTES, _OWN_STEP_BYTES = 2**20, 16 * 2**20
 # What llama.cpp may take to say how large a model and its contexts would be; without it, it aborts.
 _PLANNING_BYTES = 64 * 2**20
 
@@ -84,9 +86,15 @@ def _left_by(limit: Limit) -> tuple[int, str]:
     source = f"{limit.what}, less {readable(kept_free)} {whose}"
     # Python and its libraries are planned with so much; what else this process holds is no model's.
     process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
-    if (beside := resident_bytes() - process) > 0:
+    held = resident_bytes()
+    if (beside := held - process) > 0:
         source += f" and {readable(beside)} that this one holds"
-    return max(0, limit.bytes - kept_free - max(0, beside)), source
+    own = min(held, process)
+    if limit.stack_bytes is None:
+        return max(0, limit.bytes - held - kept_free + own), source
+    # Addresses are the same in every run; how much of the libraries is in memory is not.
+    left = limit.bytes - held - kept_free + own // _OWN_STEP_BYTES * _OWN_STEP_BYTES
+    return max(0, left // _STEP_BYTES * _STEP_BYTES), source
 
 
 def _reserve(found_bytes: int) -> int:

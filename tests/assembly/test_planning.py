@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +207,22 @@ def test_a_plan_in_python(tmp_path: Path) -> None:
     assert (preview.target, preview.draft) == ("demo", "demo-draft")
     with pytest.raises(edgespec.EdgespecError):
         edgespec.plan(str(tmp_path / "none.gguf"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited there")
+@pytest.mark.parametrize("memory", [None, "8GiB"])
+def test_a_plan_says_what_a_load_finds_where_addresses_are_limited(memory: str | None) -> None:
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20));"
+        "import edgespec; asked = {'draft': 'none', 'method': 'none', 'memory': %r};"
+        "budget = edgespec.%s.plan.budget; print(budget.bytes, budget.source)"
+    )
+    said = set()
+    for made in ("plan('demo', **asked)", "load('demo', **asked)"):
+        command = [sys.executable, "-c", program % (memory, made)]
+        said.add(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    (budget,) = said
+    assert "ulimit -v" in budget
 
 
 def test_weights_that_the_plan_leaves_as_they_are_stay_so(tmp_path: Path) -> None:

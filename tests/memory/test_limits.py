@@ -164,11 +164,22 @@ class TestBudget:
         assert budget.source.endswith(" and 420.0 MiB that this one holds")
 
     def test_addresses_are_shared_with_nobody_but_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        limit = Limit(2000 << 20, "addresses", hard=True, stack_bytes=40 << 20)
+        limit = Limit((2000 << 20) + HELD, "addresses", hard=True, stack_bytes=40 << 20)
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: (limit,))
         budget = find_budget()
         assert budget.bytes == 1960 << 20
         assert budget.source == "addresses, less 40.0 MiB for stacks of threads"
+
+    def test_of_addresses_as_much_is_left_however_much_of_the_libraries_is_in_memory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = set()
+        for held in (50 << 20, (51 << 20) + 12345):
+            limit = Limit((1000 << 20) + held, "addresses", hard=True, stack_bytes=40 << 20)
+            monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda held=held: held)
+            monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda limit=limit: (limit,))
+            found.add(find_budget().bytes)
+        assert found == {(1000 - 40 + 48) << 20}
 
     def test_what_was_given_is_no_more_than_a_hard_limit_leaves(
         self, monkeypatch: pytest.MonkeyPatch
