@@ -119,7 +119,14 @@ def _guessed_seconds(target: LanguageModel) -> float:
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, seen: tuple[str, ...]) -> str:
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
-    told = [identity_of(target.facts), costs.how, repr(stored), target.facts.rollback, *seen]
+    told = [
+        identity_of(target.facts),
+        costs.how,
+        repr(stored),
+        target.facts.rollback,
+        target.facts.cache_form,
+        *seen,
+    ]
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):

@@ -136,6 +136,7 @@ class ModelFacts:
     kv_bytes: all that is remembered of past tokens: keys, values, recurrent states and copies of them.
     rollback: in words, how tokens are taken back. context_tokens, kv_bytes: as the context is now.
     grows_to_tokens, grown_kv_bytes: as it was asked for, where it was made smaller at first; else 0.
+    cache_form: in words, what of its cache depends on more than the model and its options.
     """
 
     name: str
@@ -156,6 +157,7 @@ class ModelFacts:
     rollback: str = ""
     grows_to_tokens: int = 0
     grown_kv_bytes: int = 0
+    cache_form: str = ""
 
     @property
     def most_context_tokens(self) -> int:

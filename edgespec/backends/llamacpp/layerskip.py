@@ -40,7 +40,7 @@ from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.probe import Findings, probe
-from edgespec.backends.llamacpp.resizing import check_growth, first_plan, remake
+from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
@@ -170,6 +170,7 @@ class LayerSkipModel(UsualModel):
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
                 grown_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
                 capabilities=able,
+                cache_form=cache_form(lower, wholes[0]),
             )
             self._unlent = self._why_cells_stay_apart()
             if self._unlent is None:

@@ -27,7 +27,7 @@ from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.planning import plan_context
 from edgespec.backends.llamacpp.probe import Findings, probe
-from edgespec.backends.llamacpp.resizing import check_growth, first_plan, remake
+from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
@@ -92,7 +92,12 @@ class LlamaCppModel(UsualModel):
             self._context.close()
             raise
         self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
-        self.facts: ModelFacts = replace(facts, context_tokens=plan.tokens, kv_bytes=plan.kv_bytes)
+        self.facts: ModelFacts = replace(
+            facts,
+            context_tokens=plan.tokens,
+            kv_bytes=plan.kv_bytes,
+            cache_form=cache_form(weights, whole),
+        )
         self._options, self._whole = options, whole
         self._recurrent = plan.recurrent
         self._forgets = plan.kv_types.keys_turn and not plan.recurrent and self._context.can_shift

@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks, readable
 from edgespec.errors import BackendError, MemoryBudgetError
 
-__all__ = ["check_growth", "first_plan", "remake"]
+__all__ = ["cache_form", "check_growth", "first_plan", "remake"]
 
 
 def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
@@ -30,6 +30,12 @@ def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> Contex
     if turning < whole.tokens:
         first = max(first, turning + 1)
     return whole.sized(min(whole.tokens, in_blocks(first)))
+
+
+def cache_form(weights: Any, whole: ContextPlan) -> str:
+    """What a context that is to become as large as `whole` holds in another form than one of another size."""
+    turning = _turns_within(weights)
+    return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
 
 
 def _turns_within(weights: Any) -> int:
