@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from edgespec.errors import ModelFileError
 
-__all__ = ["CutShort", "GgufHeader", "GgufTensor", "parse_header", "read_header"]
+__all__ = ["CutShort", "GgufHeader", "GgufTensor", "Texts", "parse_header", "read_header"]
 
 # Headers hold a vocabulary: some megabytes, hardly ever more than 32.
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 29
@@ -36,6 +38,28 @@ class CutShort(ValueError):
     """The bytes end before the header does."""
 
 
+class Texts:
+    """A list of texts as it lies in the file; each is made when it is asked for.
+
+    Made all at once, those of a vocabulary take ten times as much, and leave holes in Python's memory.
+    """
+
+    def __init__(self, data: bytes, begins: array[int]) -> None:
+        """begins: where each text begins in `data`, and where another one after the last would."""
+        self._data, self._begins = data, begins
+
+    def __len__(self) -> int:
+        return len(self._begins) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        index = range(len(self))[index]
+        return self._data[self._begins[index] : self._begins[index + 1] - _LENGTH.size]
+
+    def __iter__(self) -> Iterator[bytes]:
+        data = self._data
+        return (data[begin : following - _LENGTH.size] for begin, following in pairwise(self._begins))
+
+
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One tensor. shape: the fastest dimension first, as in the file. kind: its type, a number of ggml's.
@@ -56,7 +80,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A whole header. Texts are str, lists of texts list[bytes], lists of numbers numpy arrays.
+    """A whole header. Texts are str, lists of texts `Texts`, lists of numbers numpy arrays.
 
     size_bytes: what the header takes in the file, with the padding before the first tensor.
     """
@@ -160,21 +184,19 @@ class _Reader:
         dtype = np.dtype(_DTYPES[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
-    def _texts(self, count: int) -> list[bytes]:
+    def _texts(self, count: int) -> Texts:
         """A vocabulary's worth of texts: the one loop here that runs often enough to be written out."""
-        data, at, end = self._data, self.at, len(self._data)
+        data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
-        texts = []
+        begins = array("q", [begin])
         for _ in range(count):
-            if at + 8 > end:
+            length = length_at(data, begin - 8)[0] if begin <= end else end
+            if begin + length > end:
                 raise CutShort("it ends in a list of texts")
-            begin = at + 8
-            at = begin + length_at(data, at)[0]
-            texts.append(data[begin:at])
-        if at > end:
-            raise CutShort("it ends in a list of texts")
-        self.at = at
-        return texts
+            begin += length + 8
+            begins.append(begin)
+        self.at = begin - 8
+        return Texts(data, begins)
 
     def _take(self, count: int) -> bytes:
         begin = self.at

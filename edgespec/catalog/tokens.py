@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backends.gguf_header import GgufHeader
+from edgespec.backends.gguf_header import GgufHeader, Texts
 from edgespec.errors import ModelFileError
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
@@ -83,10 +83,10 @@ def _from_sentencepiece(token: bytes) -> bytes:
 def tokens_of_header(header: GgufHeader) -> TokenList | None:
     """The tokens of a GGUF model; None where the file has none."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    if not isinstance(tokens, Texts) or not tokens:
         return None
     kind = str(header.metadata.get("tokenizer.ggml.model", ""))
-    return TokenList(_KINDS.get(kind, kind), tokens)
+    return TokenList(_KINDS.get(kind, kind), list(tokens))
 
 
 def tokens_of_folder(folder: Path) -> TokenList | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 import struct
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import gguf
 import pytest
 
 import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.asserted import check_asserted
 from edgespec.backends.llamacpp.blueprint import GgufBlueprint
 from edgespec.errors import EdgespecError, ModelFileError
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
@@ -71,6 +74,23 @@ def test_layers_that_cannot_be(layers: int, tmp_path: Path) -> None:
 
 def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     refuse(altered(tmp_path, "embedding_length", 2**31), "its embedding_length is 2,147,483,648")
+
+
+def test_a_large_vocabulary_takes_little_to_look_at(tmp_path: Path) -> None:
+    """What Python took for a list of all tokens would stay, and is no part of a plan."""
+    path = tmp_path / "wide.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list([f"word{i:06}" for i in range(200_000)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tracemalloc.start()
+    try:
+        check_asserted(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * path.stat().st_size
 
 
 @pytest.mark.parametrize("other", [b"<0x41>", b"<0x41"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.gguf_header import CutShort, parse_header, read_header
+from edgespec.backends.gguf_header import CutShort, Texts, parse_header, read_header
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError
 from tests.backends.tiny_models import write_llama
@@ -27,7 +27,7 @@ def test_it_is_what_the_gguf_package_reads() -> None:
     assert set(header.metadata) == set(fields)
     for key, wanted in fields.items():
         found = header.metadata[key]
-        if isinstance(found, list):
+        if isinstance(found, Texts):
             assert [text.decode() for text in found] == wanted
         elif isinstance(found, np.ndarray):
             assert found.tolist() == wanted

@@ -45,7 +45,7 @@ def write_large(path: Path, parameters: int) -> None:
     """A model with the demo's tokens and so many parameters, of which the disk holds only the header."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
-    tokens = read_header(TARGET).metadata["tokenizer.ggml.tokens"]
+    tokens = list(read_header(TARGET).metadata["tokenizer.ggml.tokens"])
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     size_bytes = 2 * parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, read_header
+from edgespec.backends.gguf_header import GgufHeader, Texts, read_header
 from edgespec.errors import ModelFileError
 
 __all__ = ["check_asserted"]
@@ -131,19 +132,31 @@ def _wrong_epsilon(header: GgufHeader) -> str:
 
 def _wrong_vocabulary(header: GgufHeader) -> str:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, Texts):
         return ""
-    # It reads them up to a zero, and gives names to those without one.
-    named = [text for token in tokens if (text := token.partition(b"\0")[0])]
-    known = set(named)
-    if twice := len(named) - len(known):
+    if twice := _there_twice(tokens):
         return f"{twice:,} tokens of its vocabulary are there twice"
     if header.metadata.get("tokenizer.ggml.model") == "llama":
         # A character that is no token is taken apart into bytes, and each of them has to be there.
-        lost = [byte for byte in range(256) if not {b"<0x%02X>" % byte, bytes([byte])} & known]
-        if lost:
-            return f"its vocabulary has no token for {len(lost):,} of the 256 bytes"
+        alone = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
+        there = {alone[name] for name in _named(tokens) if name in alone}
+        if lost := 256 - len(there):
+            return f"its vocabulary has no token for {lost:,} of the 256 bytes"
     return ""
+
+
+def _named(tokens: Texts) -> Iterator[bytes]:
+    """It reads them up to a zero, and gives names to those without one."""
+    return (text for token in tokens if (text := token.partition(b"\0")[0]))
+
+
+def _there_twice(tokens: Texts) -> int:
+    # All at once they would take many times what their hashes do.
+    hashes = np.sort(np.fromiter(map(hash, _named(tokens)), np.int64))
+    if not (hashes[1:] == hashes[:-1]).any():
+        return 0
+    named = list(_named(tokens))
+    return len(named) - len(set(named))
 
 
 def _wrong_tensor(header: GgufHeader) -> str:
