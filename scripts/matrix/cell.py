@@ -7,6 +7,7 @@ import gc
 import json
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,19 +166,34 @@ def _fill_cells(model: Any, room: int) -> None:
     Attention goes over all cells of a context, whatever sequence they belong to.
     """
     context = getattr(model, "_inner", model)._context
-    spare = range(1, max(2, context.plan.sequences - _LEFT_SEQUENCES))
-    part = (room - _LAST_TOKENS) // (len(spare) + 1)
+    others = range(1, max(2, context.plan.sequences - _LEFT_SEQUENCES))
+    part = (room - _LAST_TOKENS) // (len(others) + 1)
     model.prefill(_text(part))
-    state = context.state()
-    for sequence in spare:
-        if not context.set_state(state, sequence):
+    # Of a sequence the library copies no cell that lies before a window: those are copied window by window.
+    parts = [context.state()] if context.plan.recurrent else context.lift(0, 0, part)
+    for sequence in others:
+        whole = context.plan.recurrent
+        if not (context.set_state(parts[0], sequence) if whole else _put(context, parts, sequence)):
             raise SystemExit("the cells of a sequence could not be copied")
     # No text is ever copied like that: what the copy was written to is no part of a plan.
-    del state
+    del parts
     context._copies = ReusedBytes()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
+
+
+def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
+    """As `LlamaContext.put_down`, in another sequence than the first."""
+    start = 0
+    for part in parts:
+        stop = start + (context.window or context.tokens)
+        if not context.set_state(part, context._spare):
+            return False
+        context.copy(context._spare, sequence, start, stop)
+        context.drop(context._spare, 0)
+        start = stop
+    return True
 
 
 def _text(tokens: int) -> list[int]:
