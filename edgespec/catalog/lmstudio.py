@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from edgespec.catalog.hub_files import HubFile, choose_files, listed
 from edgespec.catalog.mlx_files import lacking
-from edgespec.catalog.stored import GgufModel, Stored, child, files_below, models_among
+from edgespec.catalog.stored import GgufModel, Stored, child, files_below, holds, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
@@ -128,7 +128,7 @@ def _repository(name: str) -> Iterator[_Repository]:
     for root in _folders():
         found = child(root, publisher)
         folder = child(found, repository) if found else None
-        if found and folder and folder.is_dir():
+        if found and folder and folder.is_dir() and not holds(folder, root):
             files = [path.relative_to(folder).as_posix() for path in files_below(folder, _DEPTH)]
             yield _read(folder, f"{found.name}/{folder.name}", files)
 

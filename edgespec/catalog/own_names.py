@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from edgespec.catalog import catalogue
 from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
 from edgespec.errors import EdgespecError, ModelNotFoundError, OptionError
@@ -17,11 +19,15 @@ def check_alias(name: str, reference: str) -> str:
     Raises OptionError for a name that cannot be one, ModelNotFoundError for a reference that leads nowhere.
     """
     try:
-        is_name = name.lower() not in _RESERVED and isinstance(parse(name), NameReference)
+        is_name = isinstance(parse(name), NameReference)
     except ModelNotFoundError:
         is_name = False
-    if not is_name:
-        raise OptionError(f"{name!r} cannot be a name of a model", "take letters, digits, dots and dashes")
+    # One that begins with a dash would be taken for an option.
+    if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
+        raise OptionError(
+            f"{name!r} cannot be a name of a model",
+            "take letters and digits, with dots and dashes between",
+        )
     aliases = catalogue.user_aliases() | {name.lower(): reference}
     seen, text = [name.lower()], reference
     while text.lower() in aliases:

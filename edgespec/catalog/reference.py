@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +22,14 @@ from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.ollama import ollama_model
 from edgespec.catalog.stored import Stored
 from edgespec.catalog.stores import elsewhere, in_ollama, in_store, on_path, same_model
+from edgespec.catalog.typed import (
+    HubReference,
+    NameReference,
+    PathReference,
+    Reference,
+    StoreReference,
+    parse,
+)
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, Prepared, check, find, read
 
@@ -38,42 +45,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class PathReference:
-    """A file or a folder on this machine."""
-
-    path: Path
-
-
-@dataclass(frozen=True)
-class HubReference:
-    """A model of a hub repository; `quantisation` is a label, a `.gguf` file name, or None (the default).
-
-    explicit: written as one of the hub, so that a name of Ollama's is not meant.
-    """
-
-    repository: str
-    quantisation: str | None
-    explicit: bool = field(default=False, compare=False)
-
-
-@dataclass(frozen=True)
-class StoreReference:
-    """A model of one store: what `ollama` or `lmstudio` calls `name`."""
-
-    store: Literal["ollama", "lmstudio"]
-    name: str
-
-
-@dataclass(frozen=True)
-class NameReference:
-    """A name to look up, with what stood after its colon."""
-
-    name: str
-    tag: str | None
-
-
-Reference = PathReference | HubReference | StoreReference | NameReference
 Source = Literal["path", "embedded", "hub", "ollama", "lmstudio"]
 
 
@@ -91,45 +62,6 @@ class Resolved:
     entry: ModelEntry | None
     note: str
     format: ModelFormat = "gguf"
-
-
-_HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
-_STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.+)$", re.IGNORECASE)
-_REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-_NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
-_WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
-
-
-def parse(reference: str) -> Reference:
-    """Tell what kind of reference this is. Looks at the disk only to tell `user/repo` from a folder's file.
-
-    Raises ModelNotFoundError when it is none.
-    """
-    text = reference.strip()
-    if not text:
-        raise ModelNotFoundError(
-            "the model reference is empty", "give a path, user/repo:quant or a name such as demo"
-        )
-    prefix = _HUB_PREFIX.match(text)
-    if prefix:
-        found = _REPOSITORY.match(text[prefix.end() :])
-        if not found:
-            raise ModelNotFoundError(
-                f"{text} names no hub repository", "write it as hf:user/repo or hf:user/repo:Q4_K_M"
-            )
-        return HubReference(found.group(1), found.group(2), explicit=True)
-    if store := _STORE_PREFIX.match(text):
-        return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
-    path = Path(os.path.expanduser(text))
-    if _WRITTEN_AS_PATH.search(text):
-        return PathReference(path)
-    name = _NAME.match(text)
-    if name:
-        return NameReference(name.group(1), name.group(2))
-    repository = _REPOSITORY.match(text)
-    if repository and not os.path.exists(path):
-        return HubReference(repository.group(1), repository.group(2))
-    return PathReference(path)
 
 
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:

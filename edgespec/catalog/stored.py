@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,11 +12,13 @@ from typing import Literal
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.hub_files import HubFile, is_model_file
 
-__all__ = ["GgufModel", "Store", "Stored", "child", "files_below", "models_among"]
+__all__ = ["GgufModel", "Store", "Stored", "child", "files_below", "holds", "models_among"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
 # A shelf of this many files is somebody's whole disk.
 _MOST_ENTRIES = 100_000
+# A link that leads to so many leads to no model.
+_MOST_LINKED_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +73,28 @@ def child(folder: Path, name: str) -> Path | None:
 def files_below(folder: Path, depth: int) -> Iterator[Path]:
     """The files in a folder and the folders in it, `depth` levels of these, in the order of their names.
 
-    Links are followed and each folder is entered once. What cannot be read, or is hidden, is passed over.
+    Links are followed, for models may lie on another disk; each folder is entered once, and none that holds
+    `folder` itself. What cannot be read, or is hidden, is passed over.
     """
-    seen: set[tuple[int, int]] = set()
-    left = _MOST_ENTRIES
-    waiting = [(folder, depth)]
+    seen = set(_around(folder))
+    whole = _Allowance(_MOST_ENTRIES)
+    waiting = [(folder, depth, whole)]
     while waiting:
-        here, levels = waiting.pop()
+        here, levels, allowance = waiting.pop()
+        if min(whole.left, allowance.left) < 0:
+            continue
         try:
-            status = here.stat()
-            if (status.st_dev, status.st_ino) in seen:
+            if (identity := _identity(here.stat())) in seen:
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            seen.add(identity)
             with os.scandir(here) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError:
             continue
-        left -= len(entries)
-        if left < 0:
-            return
+        for one in {whole, allowance}:
+            one.left -= len(entries)
+        if min(whole.left, allowance.left) < 0:
+            continue
         inner = []
         for entry in entries:
             if entry.name.startswith("."):
@@ -96,10 +102,38 @@ def files_below(folder: Path, depth: int) -> Iterator[Path]:
             path = here / entry.name
             try:
                 if entry.is_dir():
-                    inner.append(path)
+                    inner.append(
+                        (path, _Allowance(_MOST_LINKED_ENTRIES) if entry.is_symlink() else allowance)
+                    )
                 elif entry.is_file():
                     yield path
             except OSError:
                 continue
         if levels:
-            waiting += [(path, levels - 1) for path in reversed(inner)]
+            waiting += [(path, levels - 1, allowed) for path, allowed in reversed(inner)]
+
+
+def holds(folder: Path, inner: Path) -> bool:
+    """Whether a folder, by whatever links, is one that `inner` lies in."""
+    try:
+        return _identity(folder.stat()) in set(_around(inner))
+    except OSError:
+        return False
+
+
+class _Allowance:
+    """How many entries of folders may still be looked at; below 0 more were wanted."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+def _around(folder: Path) -> Iterator[tuple[int, int]]:
+    """The folders that a folder lies in."""
+    for around in Path(os.path.realpath(folder)).parents:
+        with suppress(OSError):
+            yield _identity(around.stat())
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -207,10 +207,36 @@ class TestLmStudio:
         os.mkfifo(lmstudio / "maker" / "One" / "pipe-Q4_0.gguf")
         assert [(shelved.reference, shelved.path) for shelved in look().models] == [("maker/One", one)]
 
+    def test_a_link_to_all_there_is_is_not_followed(self, lmstudio: Path, tmp_path: Path) -> None:
+        one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
+        add_to_lmstudio(tmp_path, "other/Two/two.gguf", DRAFT)
+        (lmstudio / "all").symlink_to("/")
+        for name, around in (("a", Path("/")), ("b", tmp_path), ("c", lmstudio.parent)):
+            (lmstudio / "maker" / name).symlink_to(around)
+        assert [shelved.path for shelved in look().models] == [one]
+        with pytest.raises(ModelNotFoundError):
+            resolve("lmstudio:maker/b", allow_download=False)
+
+    def test_a_link_to_very_much_hides_no_model(
+        self, lmstudio: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        much = tmp_path_factory.mktemp("much")
+        for i in range(9):
+            add_to_lmstudio(much, f"m{i}/tiny.gguf", DRAFT)
+        monkeypatch.setattr(stored, "_MOST_LINKED_ENTRIES", 5)
+        (lmstudio / "a").mkdir()
+        (lmstudio / "a" / "much").symlink_to(much)
+        one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
+        assert [shelved.path for shelved in look().models] == [one]
+
     def test_a_link_to_a_model_elsewhere_is_a_model(self, lmstudio: Path, tmp_path: Path) -> None:
         (lmstudio / "me" / "mine").mkdir(parents=True)
-        (lmstudio / "me" / "mine" / "tiny.gguf").symlink_to(write_llama(tmp_path / "tiny.gguf"))
+        model = write_llama(add_to_lmstudio(tmp_path, "big/disk/tiny.gguf", DRAFT))
+        (lmstudio / "me" / "mine" / "tiny.gguf").symlink_to(model)
         assert references() == ["me/mine"]
+        (lmstudio / "me" / "mine" / "tiny.gguf").unlink()
+        (lmstudio / "me" / "yours").symlink_to(model.parent)
+        assert references() == ["me/yours"]
 
 
 class TestHubCache:

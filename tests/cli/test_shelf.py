@@ -107,6 +107,8 @@ class TestNamesOfOnesOwn:
             ("./x", "demo", 2, "cannot be a name"),
             ("a/b", "demo", 2, "cannot be a name"),
             ("", "demo", 2, "cannot be a name"),
+            ("-", "demo", 2, "cannot be a name"),
+            ("...x", "demo", 2, "cannot be a name"),
             ("mine", "dmo", 1, "no model is called dmo; did you mean demo"),
             ("mine", "./none.gguf", 1, "there is no file"),
             ("mine", "mine", 2, "would lead back to itself"),
