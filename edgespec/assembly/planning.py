@@ -189,7 +189,8 @@ def plan_pair(
     how = replace(
         how,
         window_tokens=choice.draft_window,
-        room_for_copy=choice.copy,
+        # Beside a draft that was given up no copy was planned.
+        room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
     # The headroom is there for what backends count more closely, such as a file's own header.

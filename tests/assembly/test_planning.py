@@ -100,6 +100,14 @@ class TestCopies:
         named = _planned(without, Drafting(methods=("lowbit",)), draft=None, fixed=fixed)
         assert not named.plan.fits
 
+    @pytest.mark.usefixtures("copied")
+    def test_none_takes_the_place_of_a_draft_that_was_given_up(self) -> None:
+        fixed = Wishes(frozenset({"context", "kv_type"}))
+        planned = _planned(_total(draft=None, how=Drafting(methods=("none",))), fixed=fixed)
+        assert planned.plan.fits
+        assert planned.pair.draft is None
+        assert not planned.how.room_for_copy
+
 
 def test_the_draft_s_cache_alone_is_quantised_first() -> None:
     options = {"context": 4096, "draft_window": 0, "threads": 1, "keep": "none", "method": "model"}
