@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import sys
@@ -130,8 +131,20 @@ def _rounded(fresh: Runtime, chat: list[int], plain: Reply, other: Reply, how: d
     with fresh.borrowed_target() as target:
         rescored = rescore(target, chat, told, [2, 4], pieces=[PIECE_TOKENS])
     params = SamplingParams(temperature=how["temperature"])
-    sys.stderr.write(f"unequal after {len(chat)} + {at} tokens; rounding {rescored.error:.3f}\n")
-    return is_near_tie(rescored, params, how["seed"], [*chat, *told], plain.tokens[at], other.tokens[at])
+    tie = is_near_tie(
+        rescored,
+        params,
+        how["seed"],
+        [*chat, *told],
+        plain.tokens[at],
+        other.tokens[at],
+        largest_rounding=math.inf,  # measured where nothing was kept: what was kept cannot excuse itself
+    )
+    sys.stderr.write(
+        f"unequal after {len(chat)} + {at} tokens: passes differ by {rescored.error:.2f} logits there,"
+        f" {'which explains it' if tie else 'which does not explain it'}\n"
+    )
+    return tie
 
 
 def _words(seed: int, count: int, vocab: int) -> list[int]:

@@ -92,14 +92,21 @@ def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.floa
 
 
 def is_near_tie(
-    rescored: Rescored, params: SamplingParams, seed: int, history: Sequence[int], plain: int, other: int
+    rescored: Rescored,
+    params: SamplingParams,
+    seed: int,
+    history: Sequence[int],
+    plain: int,
+    other: int,
+    *,
+    largest_rounding: float = LARGEST_ROUNDING,
 ) -> bool:
-    """True when rounding alone decides between two tokens.
+    """True when rounding alone decides between two tokens, and is no larger than so many logits.
 
     The sampler chain is run again, filters and noise included, on logits moved by no more than the measured
     error: once in favour of each token. A wide row that picks `other` by itself is such logits, too.
     """
-    if not rescored.error <= LARGEST_ROUNDING:
+    if not rescored.error <= largest_rounding:
         return False
 
     def choice(row: NDArray[np.float32]) -> int:
