@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from numbers import Real
 
 from edgespec.errors import OptionError
 
-__all__ = ["flag", "number", "path_text", "text", "whole_number"]
+__all__ = ["flag", "number", "path_text", "size_bytes", "text", "whole_number"]
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+_SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def whole_number(name: str, value: object, low: int, high: int, hint: str = "") -> int:
@@ -24,6 +29,18 @@ def number(name: str, value: object, wanted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise OptionError(f"{name} is {value!r}", f"give a number {wanted}")
     return float(value)
+
+
+def size_bytes(name: str, value: str | int) -> int:
+    """Bytes from `8GiB`, `8GB`, `800M` or a plain number. Raises OptionError."""
+    hint = "write it like 8GiB, 8GB or 800MiB"
+    if isinstance(value, int) and abs(value) >= 1 << 62:
+        raise OptionError(f"{name} is a number beyond any machine", hint)
+    match = _SIZE.fullmatch(str(value))
+    if not match or (match[3] and not match[2]):
+        raise OptionError(f"{name} is {value!r}", hint)
+    unit = match[2].lower()
+    return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 
 def flag(name: str, value: object) -> bool:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.checks import text
+from edgespec.checks import size_bytes, text
 from edgespec.costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
 from edgespec.learnt import identity_of
-from edgespec.memory import MemoryPlan, parse_size
+from edgespec.memory import MemoryPlan
 from edgespec.memory.kept import KeptDisk, KeptTexts, Worth, copy_bound
 
 __all__ = ["PLACES", "Keeping", "files_of", "files_seen", "kept_texts"]
@@ -48,10 +48,7 @@ class Keeping:
 
 
 def _size(name: str, given: str | int | None) -> int | None:
-    try:
-        return None if given is None else parse_size(given)
-    except OptionError as error:
-        raise OptionError(f"{name} is {given!r}", error.next_step) from error
+    return None if given is None else size_bytes(name, given)
 
 
 def files_of(model: Path) -> list[Path]:

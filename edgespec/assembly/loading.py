@@ -17,12 +17,14 @@ from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
-from edgespec.checks import flag, path_text, text
+from edgespec.checks import flag, path_text, size_bytes, text
 from edgespec.costs import FreeCosts, TargetCosts
+from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.memory import check_room_to_plan, parse_size
+from edgespec.memory import check_room_to_plan
 from edgespec.memory.growing import FIRST_TOKENS
 from edgespec.methods import Drafters
+from edgespec.prepare.lowbit import copy_path, find_lowbit
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -116,7 +118,7 @@ def load(
         max_loss=max_loss,
         measure_costs=flag("measure_costs", measure_costs),
     )
-    given_bytes = None if memory is None else parse_size(memory)
+    given_bytes = None if memory is None else size_bytes("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,
@@ -177,19 +179,22 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             plan=planned.plan,
             record=_record_of(pair, how),
             kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan, seen),
-            mapped=_mapped(pair, options),
+            mapped=_mapped(pair, options, copied=isinstance(made.others["lowbit"], Drafter)),
         )
         undo.pop_all()
         return runtime
 
 
-def _mapped(pair: Pair, options: LoadOptions) -> MappedFiles:
-    """The files whose pages llama.cpp reads when it needs them."""
+def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
+    """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
         if each and each.format != "mlx" and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
                 paths += files_of(each.path)
+    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+    if copy:
+        paths.append(copy_path(copy))
     return MappedFiles(paths)
 
 

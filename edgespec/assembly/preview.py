@@ -16,8 +16,8 @@ from edgespec.backends.base import Progress
 from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
-from edgespec.checks import text
-from edgespec.memory import MemoryPlan, addresses_are_limited, check_room_to_plan, parse_size
+from edgespec.checks import size_bytes, text
+from edgespec.memory import MemoryPlan, addresses_are_limited, check_room_to_plan
 from edgespec.memory.growing import FIRST_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
@@ -74,7 +74,7 @@ def plan(
         methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
     )
     keeping = Keeping.read(keep, keep_memory, None)
-    given_bytes = None if memory is None else parse_size(memory)
+    given_bytes = None if memory is None else size_bytes("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,

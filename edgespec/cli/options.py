@@ -17,6 +17,7 @@ __all__ = [
     "METHOD_NAMES",
     "MODEL_NAMES",
     "SAMPLING_NAMES",
+    "SIZE_NAMES",
     "Decorator",
     "SettingOption",
     "acceptance_option",
@@ -50,6 +51,7 @@ SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "penalty_window", "logit_bias",
 )  # fmt: skip
+SIZE_NAMES = ("memory", "keep_memory", "keep_disk")
 METHODS = (
     "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+suffix",
     "layerskip+suffix", "lowbit+suffix",

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.options import SAMPLING_NAMES, SettingOption, every_setting
+from edgespec.checks import size_bytes
+from edgespec.cli.options import SAMPLING_NAMES, SIZE_NAMES, SettingOption, every_setting
 from edgespec.cli.settings_file import KeyPath, line_number
 from edgespec.errors import (
     ConfigurationError,
@@ -180,6 +181,8 @@ def from_text(option: SettingOption, text: Written) -> Any:
 
         setting: dict[str, Any] = {option.name: dict(value) if option.multiple else value}
         edgespec.SamplingParams(**setting)
+    elif option.name in SIZE_NAMES:
+        size_bytes(option.name, value)
     elif option.name == "method":
         from edgespec.assembly.drafting_options import Drafting
 
@@ -259,7 +262,8 @@ class _File:
         try:
             written = _as_written(option, given)
             value = from_text(option, written)
-            _check_type(given, value)
+            if not (option.name in SIZE_NAMES and isinstance(given, int)):
+                _check_type(given, value)
         except (click.BadParameter, OptionError) as error:
             step = f"correct it, or `edgespec config unset {'.'.join(path)}`"
             self._refuse(path, said_of(path[-1], error), "" if isinstance(error, OptionError) else step)

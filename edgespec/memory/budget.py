@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from edgespec.backends.room import readable
-from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.errors import MemoryBudgetError
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
@@ -22,7 +21,6 @@ __all__ = [
     "available_bytes",
     "check_room_to_plan",
     "find_budget",
-    "parse_size",
     "peak_bytes",
     "resident_bytes",
     "within_limits",
@@ -30,8 +28,6 @@ __all__ = [
 
 # What Python and the libraries take before any model: measured, with the terminal's interface.
 PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
 # Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
@@ -99,17 +95,6 @@ def _left_by(limit: Limit) -> tuple[int, str]:
 
 def _reserve(found_bytes: int) -> int:
     return min(int(found_bytes * _RESERVED_SHARE), _MOST_RESERVED_BYTES)
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from `8GiB`, `8GB`, `800M` or a plain number. Raises OptionError."""
-    if isinstance(text, int) and abs(text) >= 1 << 62:
-        raise OptionError("memory is a number beyond any machine", "write it like 8GiB, 8GB or 800MiB")
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", str(text), re.IGNORECASE)
-    if not match or (match[3] and not match[2]):
-        raise OptionError(f"memory is {text!r}", "write it like 8GiB, 8GB or 800MiB")
-    unit = match[2].lower()
-    return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 
 def check_room_to_plan() -> None:

@@ -143,6 +143,10 @@ def test_what_the_method_does_not_read_is_left_out(run: Run, file: Path) -> None
         ("[target]\n", "line 1: target: {} is not what this setting takes"),
         ("mmap = 'yes'", "line 1: mmap: 'yes' is neither true nor false, without quotes"),
         ("stop = '###'", "line 1: stop: '###' is not a list, such as stop = [...]"),
+        ("keep_disk = -1", "line 1: keep_disk is '-1'; write it like 8GiB, 8GB or 800MiB"),
+        ("keep_memory = '-4'", "line 1: keep_memory is '-4'; write it like 8GiB"),
+        ("memory = 'much'", "line 1: memory is 'much'; write it like 8GiB"),
+        ("memory = true", "line 1: memory: True is not what this setting takes"),
         ("temperature = -1", "line 1: temperature is -1.0; give a number from 0"),
         ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
         ("flash_attention = 'of'", "line 1: flash_attention: 'of' is not one of 'auto', 'on', 'off'"),
@@ -160,6 +164,11 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
     assert said.startswith(str(file))
     assert error in said
     assert said in run("config").stderr
+
+
+def test_a_size_may_be_a_number_of_bytes(run: Run, file: Path) -> None:
+    file.write_text("memory = 300_000_000\n")
+    assert json_of(run("plan", "--json"))["budget_bytes"] == 300_000_000
 
 
 def test_a_file_of_other_bytes(run: Run, file: Path) -> None:
@@ -219,9 +228,7 @@ def test_a_variable_that_is_wrong(
     ("line", "error"),
     [
         ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); choose auto"),
-        ('memory = "much"', "memory is 'much' (memory is set in {file}); write it like 8GiB"),
         ('target = "nonesuch"', "no model is called nonesuch (target is set in {file}); "),
-        ('keep_disk = "-4"', "keep_disk is '-4' (keep_disk is set in {file}); write it like 8GiB"),
         ('target = "nonesuch\\n"', "no model is called nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
         ("threads = 5000", "threads is 5000 (threads is set in {file}); give a whole number from 1 to 1024"),

@@ -1,0 +1,54 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.checks import size_bytes
+from edgespec.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        (1234, 1234),
+        ("1234", 1234),
+        ("8GiB", 8 * 2**30),
+        ("8GB", 8 * 10**9),
+        ("8g", 8 * 10**9),
+        ("8 gib", 8 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("800M", 800 * 10**6),
+        ("800MiB", 800 * 2**20),
+        ("64K", 64_000),
+        ("2TiB", 2 * 2**40),
+        (" 10 B ", 10),
+    ],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert size_bytes("memory", text) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "lots",
+        "-1",
+        "-1GB",
+        "8XB",
+        "GiB",
+        "8iB",
+        "1,5GB",
+        "1e9",
+        "8 G B",
+        "nan",
+        "٣GiB",
+        "9" * 400,
+        10**400,
+    ],
+)
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(OptionError, match="memory is"):
+        size_bytes("memory", text)
