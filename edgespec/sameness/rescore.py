@@ -6,6 +6,7 @@ flip. How different is measured on the very tokens, and only a choice that this 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -106,7 +107,7 @@ def is_near_tie(
     The sampler chain is run again, filters and noise included, on logits moved by no more than the measured
     error: once in favour of each token. A wide row that picks `other` by itself is such logits, too.
     """
-    if not rescored.error <= largest_rounding:
+    if not rescored.error <= largest_rounding or math.isinf(rescored.error):
         return False
 
     def choice(row: NDArray[np.float32]) -> int:
