@@ -131,8 +131,10 @@ class _Maker:
             return set()
         if self._found.format == "layerskip":
             return {"layerskip"}
+        from edgespec.prepare.lowbit import right_lowbit
+
         wanted = self._found.format == "gguf" and self._how.room_for_copy
-        return {"lowbit"} if wanted and self._lowbit_copy() else set()
+        return {"lowbit"} if wanted and right_lowbit(self._found.path) else set()
 
     def _policy(self, draft: Draft | None) -> Policy | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""

@@ -153,15 +153,20 @@ def opened(found: Resolved, options: LoadOptions) -> Blueprint:
 
 
 def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
-    """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft."""
-    automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
-    if pair.target.format == "mlx" or not ("lowbit" in how.asked or automatic):
-        return None
-    from edgespec.prepare.lowbit import copy_path, find_lowbit
+    """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft.
 
-    prepared = find_lowbit(pair.target.path)
-    if prepared is None or not copy_path(prepared).exists():
+    Raises ModelFileError where one that was named is damaged or stale.
+    """
+    asked = "lowbit" in how.asked
+    automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
+    if pair.target.format == "mlx" or not (asked or automatic):
         return None
+    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+
+    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    if prepared is None:
+        return None
+    check_lowbit(prepared, pair.target.path)
     return replace(
         pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
     )

@@ -13,7 +13,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
 from edgespec.drafters.windowed import Window, WindowedModel, window_for
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.prepare.lowbit import find_lowbit
+from edgespec.prepare.lowbit import right_lowbit
 from edgespec.prepare.store import check, find
 
 __all__ = [
@@ -94,7 +94,7 @@ def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
     if found.format != "gguf":
         return found
     asked = "layerskip" in how.asked
-    automatic = "auto" in how.methods and not has_draft and find_lowbit(found.path) is None
+    automatic = "auto" in how.methods and not has_draft and right_lowbit(found.path) is None
     prepared = find("layerskip", found.path) if asked or automatic else None
     if prepared is None:
         return found

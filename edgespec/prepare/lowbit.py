@@ -17,7 +17,7 @@ from edgespec.prepare.store import Prepared, absolute, check, find, read, source
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.quantise import QuantisedSize
 
-__all__ = ["DEFAULT_TYPE", "check_lowbit", "copy_path", "find_lowbit", "prepare_lowbit"]
+__all__ = ["DEFAULT_TYPE", "check_lowbit", "copy_path", "find_lowbit", "prepare_lowbit", "right_lowbit"]
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
@@ -152,6 +152,12 @@ def find_lowbit(path: Path, type_name: str | None = None) -> Prepared | None:
 def check_lowbit(prepared: Prepared, path: Path) -> None:
     """Raises ModelFileError when the copy is damaged, or the model at `path` is not what it was made from."""
     check(prepared, path if prepared.source == absolute(path) else None)
+
+
+def right_lowbit(path: Path) -> Prepared | None:
+    """`find_lowbit` where nobody asked for it: what is damaged or stale counts as not there."""
+    prepared = find_lowbit(path)
+    return prepared if prepared and _is_right(prepared, path) else None
 
 
 def copy_path(prepared: Prepared) -> Path:

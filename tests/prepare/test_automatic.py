@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import edgespec
+from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import prepare_lowbit
+from edgespec.prepare.lowbit import copy_path, prepare_lowbit
 from edgespec.prepare.store import find
 from tests.backends.tiny_models import write_llama
 
@@ -58,6 +59,19 @@ def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> Non
         assert runtime.method.effective == "suffix"
     with pytest.raises(edgespec.EdgespecError, match="prepare"):
         edgespec.load(str(model), "none", context=256, method="layerskip")
+
+
+def test_a_copy_that_was_cut_short_is_left_alone_by_auto_only(model: Path) -> None:
+    prepare_layerskip(model, 2)
+    copy = copy_path(prepare_lowbit(model, "Q8_0"))
+    whole = copy.read_bytes()
+    for size in (0, 3, 1000, len(whole) // 2, len(whole) - 1):
+        copy.write_bytes(whole[:size])
+        with loaded(model) as runtime:
+            assert runtime.method.effective == "layerskip+suffix"
+        for use in (edgespec.load, edgespec.plan):
+            with pytest.raises(ModelFileError, match=r"copy\.gguf is damaged.*run `edgespec prepare` again"):
+                use(str(model), "none", context=256, method="lowbit")
 
 
 def test_a_draft_model_comes_first(demo_target: Path, tmp_path: Path) -> None:

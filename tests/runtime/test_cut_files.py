@@ -11,6 +11,7 @@ import pytest
 
 from edgespec.backends.mapped import MappedFiles
 from edgespec.errors import ModelFileError
+from edgespec.prepare.lowbit import copy_path, prepare_lowbit
 from tests.backends.tiny_models import write_llama
 
 SCRIPT = """
@@ -31,6 +32,34 @@ with edgespec.load(target, draft, method="none", threads=1, measure_costs=False,
             file.write(whole)
         print(runtime.generate("the file", raw=True, max_tokens=2, seed=1).tokens == said)
 """
+
+
+COPY = """
+import os, sys
+import edgespec
+
+options = {"method": "lowbit", "threads": 1, "measure_costs": False, "keep": "none", "context": 256}
+with edgespec.load("demo", "none", **options) as runtime:
+    runtime.generate("the file", raw=True, max_tokens=2, seed=1)
+    os.truncate(sys.argv[1], 4096)
+    try:
+        runtime.generate("a list of the file", raw=True, max_tokens=2, seed=1)
+    except edgespec.EdgespecError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
+def test_a_copy_that_drafts_is_looked_at_as_well(
+    demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+    # A type that no processor's kernels have in another order: nothing of it is read but through the map.
+    copy = copy_path(prepare_lowbit(demo_target, "Q5_0"))
+    command = [sys.executable, "-c", COPY, str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{copy} was cut short while it is in use" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
