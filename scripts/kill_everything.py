@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Whatever takes long is killed at random instants: chats and saves, downloads, and what is prepared.
 
-Chats are `kill_chats.py`'s. A download, or the making of halves or of a copy, is begun again and again and
-killed; after each kill what is there must be whole or not be there, and in the end a run that nobody kills
-must finish. On systems that fork.
+Chats are `kill_chats.py`'s, of one program and of two at once. A download, or the making of halves or of a
+copy, is begun again and again and killed; after each kill what is there must be whole or not be there, and in
+the end a run that nobody kills must finish. On systems that fork.
 
     python scripts/kill_everything.py --kills 200
 """
@@ -38,7 +38,10 @@ from edgespec.prepare.store import Prepared, check, every, read, store_folder
 
 REPOSITORY = "someone/tiny-GGUF"
 WHOLE, PARTS = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
-SHARES = {"chats": 0.4, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
+SHARES = {"chats": 0.2, "together": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
+
+# How many programs have the same chats.
+TOGETHER = {"chats": 1, "together": 2}
 
 
 @dataclass
@@ -80,8 +83,8 @@ def main() -> int:
         }
         for kind, share in shares.items():
             kills = max(1, round(asked.kills * share))
-            if kind == "chats":
-                found[kind] = _chats(kills, asked.seed)
+            if kind in TOGETHER:
+                found[kind] = _chats(kills, asked.seed, TOGETHER[kind])
             else:
                 _kill(works[kind], kills, random.Random(f"{kind} {asked.seed}"))
                 found[kind] = works[kind].found
@@ -91,10 +94,11 @@ def main() -> int:
     return 1 if any(each["wrong"] for each in found.values()) else 0
 
 
-def _chats(kills: int, seed: int) -> dict[str, Any]:
+def _chats(kills: int, seed: int, together: int) -> dict[str, Any]:
     script = Path(__file__).with_name("kill_chats.py")
-    looks = max(1, kills // 20)
-    command = [sys.executable, str(script), "--kills", str(kills), "--looks", str(looks), "--seed", str(seed)]
+    told = {"kills": kills, "looks": max(1, kills // 20), "seed": seed, "together": together}
+    options = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(script), *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     found: dict[str, Any] = json.loads(done.stdout)
     if done.returncode and not found["wrong"]:

@@ -27,6 +27,6 @@ def test_a_few_kills_leave_nothing_half_downloaded() -> None:
 @pytest.mark.long
 def test_many_kills_leave_nothing_half_made() -> None:
     found = kills(200)
-    assert set(found) == {"chats", "downloads", "layerskip", "lowbit"}
-    assert sum(each["kills"] for each in found.values()) == 200
+    assert set(found) == {"chats", "together", "downloads", "layerskip", "lowbit"}
+    assert sum(each["kills"] for each in found.values()) >= 200
     assert not [wrong for each in found.values() for wrong in each["wrong"]]

@@ -17,15 +17,15 @@ def kills(count: int, *options: str) -> dict[str, Any]:
     return found_by("kill_chats.py", "--kills", str(count), *options)
 
 
-def test_a_few_kills_leave_whole_chats() -> None:
-    found = kills(16, "--looks", "16", "--longest", "0.08")
+def test_two_programs_that_have_the_same_chats_lose_no_turn() -> None:
+    found = kills(8, "--looks", "8", "--longest", "0.2", "--together", "2")
     assert found["wrong"] == []
-    assert found["chats"] > 0
+    assert found["turns_saved"] > 0
     assert found["replies"] > 0
 
 
 @pytest.mark.long
 def test_many_kills_leave_whole_chats() -> None:
-    found = kills(200, "--looks", "4")
+    found = kills(200, "--looks", "4", "--together", "2")
     assert found["replies"] > 50
     assert found["files"] > 5
