@@ -33,6 +33,7 @@ __all__ = [
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
+_SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _chosen(variable: str) -> Path | None:
@@ -167,12 +168,15 @@ def sample_of(path: Path) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes for people, in powers of ten, as disks and hubs count."""
-    if size_bytes < 1_000_000:
-        return f"{size_bytes / 1e3:.0f} kB"
-    if size_bytes < 1_000_000_000:
-        return f"{size_bytes / 1e6:.0f} MB"
-    return f"{size_bytes / 1e9:.1f} GB"
+    """Bytes for people, in powers of 1024: 900 B, 1.4 GiB, 118 MiB.
+
+    Files and memory are written alike: what a file takes on disk is what its weights take in memory.
+    """
+    size, unit = float(size_bytes), 0
+    while size >= 999.5 and unit + 1 < len(_SIZE_UNITS):
+        size, unit = size / 1024, unit + 1
+    digits = 1 if unit and size < 99.95 else 0
+    return f"{size:,.{digits}f} {_SIZE_UNITS[unit]}"
 
 
 def reason_of(error: Exception) -> str:

@@ -98,7 +98,20 @@ def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"), [(1500, "2 kB"), (12_600_000, "13 MB"), (42_500_000_000, "42.5 GB")]
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KiB"),
+        (1500, "1.5 KiB"),
+        (104_700_000, "99.8 MiB"),
+        (123_456_789, "118 MiB"),
+        (1_048_051_711, "999 MiB"),
+        (1_048_100_000, "1.0 GiB"),
+        (8 << 30, "8.0 GiB"),
+        (200 << 40, "200 TiB"),
+        (2000 << 40, "2,000 TiB"),
+    ],
 )
 def test_sizes(size_bytes: int, text: str) -> None:
     assert size_text(size_bytes) == text

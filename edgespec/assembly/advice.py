@@ -8,9 +8,9 @@ from dataclasses import replace
 from edgespec.assembly.measuring import headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.room import readable
 from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
 from edgespec.errors import EdgespecError
+from edgespec.files import size_text
 from edgespec.memory import PROCESS_BYTES, Budget, Choice, MemoryPlan, StepName
 
 __all__ = ["advice_for"]
@@ -44,7 +44,7 @@ def advice_for(
     more = "give more with --memory"
     for smaller in smaller_models(pair.target, look()):
         if weight_bytes := _fitting_weights(smaller, options, room):
-            size = readable(weight_bytes)
+            size = size_text(weight_bytes)
             return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
     fitting = [
         entry
@@ -55,7 +55,7 @@ def advice_for(
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
     nearest = max(fitting, key=lambda entry: entry.approximate_file_bytes)
-    size = readable(nearest.approximate_file_bytes)
+    size = size_text(nearest.approximate_file_bytes)
     return f"choose a smaller model, such as {nearest.name} ({size}), or a smaller quantisation, or {more}"
 
 

@@ -13,8 +13,9 @@ from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.heap import share_one_heap
-from edgespec.backends.room import context_wanted, readable
+from edgespec.backends.room import context_wanted
 from edgespec.errors import MemoryBudgetError, OptionError
+from edgespec.files import size_text
 from edgespec.memory import (
     Budget,
     Choice,
@@ -101,7 +102,7 @@ class Planned:
     def notice(self) -> str:
         """What was given up, for people; empty where nothing was."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
-        return f"to fit {readable(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        return f"to fit {size_text(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
 def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
@@ -218,10 +219,10 @@ def check_fits(planned: Planned) -> None:
     where = "on the graphics cards" if pool == "gpu" else ""
     parts = [item for item in plan.items if item.pool == pool]
     largest = sorted(parts, key=lambda item: -item.bytes)[:3]
-    named = ", ".join(f"{item.name} {readable(item.bytes)}" for item in largest)
+    named = ", ".join(f"{item.name} {size_text(item.bytes)}" for item in largest)
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens takes"
-        f" {readable(plan.taken_bytes(pool))}{where} and {readable(plan.budget_bytes(pool))} are there"
+        f" {size_text(plan.taken_bytes(pool))}{where} and {size_text(plan.budget_bytes(pool))} are there"
         f" ({plan.budget.source}): {named}",
         planned.advice,
     )

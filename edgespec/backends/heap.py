@@ -1,4 +1,7 @@
-"""What glibc's malloc keeps beside what is in use, limited where that counts. Nothing on other systems."""
+"""What glibc's malloc keeps beside what is in use, limited where that counts, and given back.
+
+Nothing on other systems.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import ctypes
 import sys
 from functools import cache
 
-__all__ = ["return_large_buffers", "share_one_heap"]
+__all__ = ["give_back", "return_large_buffers", "share_one_heap"]
 
 # By malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -31,6 +34,12 @@ def return_large_buffers() -> None:
     """
     _set(_MMAP_THRESHOLD, _LARGE_BYTES)
     _set(_TRIM_THRESHOLD, _TOP_BYTES)
+
+
+def give_back() -> None:
+    """Let the system have what was freed: malloc would keep it for this process."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
 
 
 def _set(name: int, value: int) -> None:

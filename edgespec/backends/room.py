@@ -1,13 +1,12 @@
-"""Whether weights, a context and more tokens fit what is there for them, and giving back what was freed."""
+"""Whether weights, a context and more tokens fit what is there for them."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from typing import Protocol
 
 from edgespec.backends.base import LoadOptions, ModelFacts
 from edgespec.errors import ContextFullError, MemoryBudgetError
+from edgespec.files import size_text
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -15,9 +14,7 @@ __all__ = [
     "check_tokens_fit",
     "check_weights_fit",
     "context_wanted",
-    "give_back",
     "in_blocks",
-    "readable",
 ]
 
 _USUAL_CONTEXT_TOKENS = 8192
@@ -54,8 +51,8 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
     """Raises MemoryBudgetError when the weights alone are more than what was given."""
     if options.memory_bytes is not None and weight_bytes > options.memory_bytes:
         raise MemoryBudgetError(
-            f"the weights of {name} take {readable(weight_bytes)}"
-            f" and {readable(options.memory_bytes)} are there for them",
+            f"the weights of {name} take {size_text(weight_bytes)}"
+            f" and {size_text(options.memory_bytes)} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
         )
 
@@ -74,21 +71,9 @@ def cache_too_large(
 ) -> MemoryBudgetError:
     """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""
     return MemoryBudgetError(
-        f"the cache for {context_tokens:,} tokens of context takes {readable(wanted_bytes)}"
-        f" and {readable(max(0, left_bytes))} are left for it",
+        f"the cache for {context_tokens:,} tokens of context takes {size_text(wanted_bytes)}"
+        f" and {size_text(max(0, left_bytes))} are left for it",
         f"use --context {fitting_tokens} or less"
         if fitting_tokens
         else "choose a smaller model or give more with --memory",
     )
-
-
-def give_back() -> None:
-    """Let the system have what was freed: glibc would keep it for this process."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
-
-
-def readable(size_bytes: int) -> str:
-    """Bytes for people."""
-    unit, name = (2**30, "GiB") if size_bytes >= 2**30 else (2**20, "MiB")
-    return f"{size_bytes / unit:,.1f} {name}"

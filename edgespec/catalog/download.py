@@ -243,7 +243,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 failures = 0 if done_bytes > before else failures + 1
                 if failures > _RETRIES:
                     raise DownloadError(
-                        f"the connection was cut {failures} times at {done_bytes / 1e9:.2f} of"
+                        f"the connection was cut {failures} times at {size_text(done_bytes)} of"
                         f" {size_text(source.size_bytes)}: {error}",
                         "try again later; it goes on from there",
                     ) from error

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from edgespec.backends.room import readable
 from edgespec.errors import MemoryBudgetError
+from edgespec.files import size_text
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
@@ -56,7 +56,7 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
     """
     gpu_bytes = sum(free - _reserve(free) for _, free in cards)
-    on_cards = "".join(f"; {readable(free)} free on {name}" for name, free in cards)
+    on_cards = "".join(f"; {size_text(free)} free on {name}" for name, free in cards)
     if given_bytes is not None:
         return Budget(given_bytes, f"--memory{on_cards}", gpu_bytes)
     limits = process_limits()
@@ -79,12 +79,12 @@ def _left_by(limit: Limit) -> tuple[int, str]:
         kept_free, whose = _reserve(limit.bytes), "for other programs"
     else:
         kept_free, whose = limit.stack_bytes, "for stacks of threads"
-    source = f"{limit.what}, less {readable(kept_free)} {whose}"
+    source = f"{limit.what}, less {size_text(kept_free)} {whose}"
     # Python and its libraries are planned with so much; what else this process holds is no model's.
     process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
     held = resident_bytes()
     if (beside := held - process) > 0:
-        source += f" and {readable(beside)} that this one holds"
+        source += f" and {size_text(beside)} that this one holds"
     own = min(held, process)
     if limit.stack_bytes is None:
         return max(0, limit.bytes - held - kept_free + own), source
@@ -103,8 +103,8 @@ def check_room_to_plan() -> None:
     left = max(0, least.bytes - resident_bytes())
     if left < _PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"this process may take {readable(left)} more ({least.what}),"
-            f" and looking at a model takes {readable(_PLANNING_BYTES)}",
+            f"this process may take {size_text(left)} more ({least.what}),"
+            f" and looking at a model takes {size_text(_PLANNING_BYTES)}",
             "close other programs, or raise the limit",
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter as now
 
-from edgespec.backends.room import give_back, readable
+from edgespec.backends.heap import give_back
+from edgespec.files import size_text
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.growing import GrowingContext
 from edgespec.memory.kept import RESERVE_BYTES, KeptTexts
@@ -71,15 +72,15 @@ class GivingWay:
             return 0.0
         given: list[tuple[str, int]] = []
         if short and (freed := _returned(self._context.shrink(tokens))):
-            given.append((f"{readable(freed)} of the context that no text needs", freed))
+            given.append((f"{size_text(freed)} of the context that no text needs", freed))
             short = self.short
         if short and self._kept and (freed := _returned(self._kept.give_way())):
-            given.append((f"{readable(freed)} of kept texts", freed))
+            given.append((f"{size_text(freed)} of kept texts", freed))
             short = self.short
         if not short:
             self._context.resume_draft()
         elif self._is_severe() and (freed := _returned(self._context.suspend_draft())):
-            given.append((f"the draft's {readable(freed)}: it guesses no more until there is room", freed))
+            given.append((f"the draft's {size_text(freed)}: it guesses no more until there is room", freed))
         if given:
             self._news.append(self._given(given))
         return now() - started
@@ -96,7 +97,7 @@ class GivingWay:
             return
         self._next_look = clock + _LOOK_SECONDS
         if kept.copied_bytes and self.short and (freed := _returned(kept.give_way(write=False))):
-            said = self._given([(f"{readable(freed)} of kept texts", freed)])
+            said = self._given([(f"{size_text(freed)} of kept texts", freed)])
             self.notice = " · ".join(filter(None, (self.notice, said)))
 
     def _given(self, given: Sequence[tuple[str, int]]) -> str:

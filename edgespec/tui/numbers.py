@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-__all__ = ["ago", "bar", "bytes_text", "count", "parameters_text", "percent", "rate", "seconds_text"]
+__all__ = ["ago", "bar", "count", "parameters_text", "percent", "rate", "seconds_text"]
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -41,18 +41,6 @@ def seconds_text(seconds: float | None) -> str:
     if seconds >= 0.1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1000:.1f} ms"
-
-
-def bytes_text(size_bytes: int) -> str:
-    """123456789 -> '118 MiB'."""
-    size = float(size_bytes)
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
-    digits = 1 if size < 10 and unit != "B" else 0
-    return f"{size:,.{digits}f} {unit}"
 
 
 def parameters_text(parameters: int) -> str:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
+from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.reused import ReusedBytes
-from edgespec.backends.room import give_back
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.memory import PROCESS_BYTES

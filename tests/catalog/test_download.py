@@ -249,7 +249,7 @@ def test_a_disk_too_small_is_seen_before_the_first_byte(
         free: int
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
-    with pytest.raises(DownloadError, match=r"needs 1 MB and .* has 1 kB free; free some space"):
+    with pytest.raises(DownloadError, match=r"needs 1\.0 MiB and .* has 1\.0 KiB free; free some space"):
         fetch(REPOSITORY, None)
     assert not any("resolve" in request for request in hub.requests)
 

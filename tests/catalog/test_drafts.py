@@ -98,7 +98,7 @@ def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
     assert choice.draft is None
-    assert choice.why.startswith("maker/Small-GGUF could draft, but its 4 MB do not fit")
+    assert choice.why.startswith("maker/Small-GGUF could draft, but its 3.4 MiB do not fit")
 
 
 def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:

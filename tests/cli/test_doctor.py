@@ -54,7 +54,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "metal",
             Mlx("0.32", "0.32", "GPU (M4)", True, False, 8_000_000_000),
             True,
-            "GPU .M4., .* 8.0 GB in place",
+            "GPU .M4., .* 7.5 GiB in place",
             "",
         ),
         ("cuda", Mlx("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),

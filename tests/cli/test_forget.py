@@ -45,7 +45,7 @@ def test_what_is_named_goes(run: Run, own_data: Path, what: list[str], left: set
     assert kept(own_data) == KINDS
     assert json_of(run("forget", *what, "--json"))["freed_bytes"] > 0
     assert kept(own_data) == left
-    assert run("forget", *what).stdout.endswith(": 0 kB freed\n")
+    assert run("forget", *what).stdout.endswith(": 0 B freed\n")
 
 
 def test_what_cannot_be_deleted_is_said(run: Run, own_data: Path) -> None:

@@ -72,9 +72,9 @@ def test_show_a_model_that_is_here(run: Run) -> None:
     assert model["capabilities"]["tree"] is True
     text = run("models", "show", "demo", "--probe").stdout
     for word in (
-        "llama, Q8_0, 13 MB",
+        "llama, Q8_0, 12.0 MiB",
         "11,540,736",
-        "6 MB for 1000 tokens",
+        "5.9 MiB for 1000 tokens",
         "drafts can be verified, trees too",
     ):
         assert word in text

@@ -57,9 +57,9 @@ def test_progress_in_a_pipe_is_one_line_for_what_takes_long(
     monkeypatch.setattr("sys.stderr", pipe)
     progress = screen.ProgressLine(Stop())
     for fraction in range(100):
-        progress("downloading big (40 GB)", fraction / 100)
+        progress("downloading big (37.3 GiB)", fraction / 100)
         clock[0] += 1
-    assert pipe.getvalue() == "downloading big (40 GB)\n"
+    assert pipe.getvalue() == "downloading big (37.3 GiB)\n"
 
 
 def test_progress_passes_a_stop_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ class TestBudget:
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
         budget = find_budget()
         assert budget.bytes == 1900
-        assert budget.source == "the group /a, less 0.0 MiB for other programs"
+        assert budget.source == "the group /a, less 100 B for other programs"
         assert budget.limits == found
 
     def test_what_this_process_holds_beside_python_is_no_models(
@@ -161,7 +161,7 @@ class TestBudget:
         monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: 500 << 20)
         budget = find_budget()
         assert budget.bytes == alone - (420 << 20)
-        assert budget.source.endswith(" and 420.0 MiB that this one holds")
+        assert budget.source.endswith(" and 420 MiB that this one holds")
 
     def test_addresses_are_shared_with_nobody_but_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limit = Limit((2000 << 20) + HELD, "addresses", hard=True, stack_bytes=40 << 20)

@@ -148,8 +148,8 @@ class TestRefusals:
 
     def test_a_full_disk(self, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**6))
-        with pytest.raises(ModelFileError, match=r"13 MB are needed in .* and 1 MB are free"):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 2**20))
+        with pytest.raises(ModelFileError, match=r"12\.\d MiB are needed in .* and 1\.0 MiB are free"):
             prepare_layerskip(demo, 4)
         assert _nothing_there()
 

@@ -153,9 +153,9 @@ def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For the halves put together, and for the copy."""
-    free = shutil.disk_usage(demo)._replace(free=15_000_000)
+    free = shutil.disk_usage(demo)._replace(free=15 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ModelFileError, match=r"\d\d MB are needed in .* and 15 MB are free; free some space"):
+    with pytest.raises(ModelFileError, match=r"\d\d\.\d MiB are needed .* and 15\.0 MiB are free; free some"):
         prepare_lowbit(demo)
 
 

@@ -281,10 +281,10 @@ def test_a_full_disk_is_said_before_anything_is_written(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 10**9))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 2**30))
     write = Writer()
-    with pytest.raises(ModelFileError, match=r"7\.0 GB are needed in .* and 5\.0 GB are free"):
-        make("layerskip", source, _SETTINGS, write, needed_bytes=7 * 10**9)
+    with pytest.raises(ModelFileError, match=r"7\.0 GiB are needed in .* and 5\.0 GiB are free"):
+        make("layerskip", source, _SETTINGS, write, needed_bytes=7 * 2**30)
     assert write.written == []
     assert not list(store_folder().rglob("first*"))
 

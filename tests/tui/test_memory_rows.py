@@ -50,7 +50,7 @@ def test_what_is_free_and_what_others_were_given() -> None:
     assert rows["context"] == "8,192 tokens, memory for 2,048 so far"
     assert rows["kept"] == "0 texts, 0 B in memory, of 0 B"
     assert rows["free"] == "400 MiB"
-    assert rows["gave way"].startswith("96 MiB so far; little memory")
+    assert rows["gave way"].startswith("96.0 MiB so far; little memory")
     assert not {"context", "free", "gave way"} & set(dict(memory_rows(MemoryUse(1, 2, 3, KeptUse()))))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
+from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
@@ -26,7 +27,6 @@ from edgespec.backends.llamacpp.planning import (
     wished_halves,
 )
 from edgespec.backends.llamacpp.share import on_device
-from edgespec.backends.room import give_back
 
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in"]
 

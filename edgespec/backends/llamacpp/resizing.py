@@ -16,8 +16,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks, readable
+from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks
 from edgespec.errors import BackendError, MemoryBudgetError
+from edgespec.files import size_text
 
 __all__ = ["cache_form", "check_growth", "first_plan", "remake"]
 
@@ -65,8 +66,8 @@ def check_growth(
     available = int(psutil.virtual_memory().available)
     if wanted > available and _in_main_memory(options):
         raise MemoryBudgetError(
-            f"a context of {after[0].tokens} tokens takes {readable(wanted)} of memory"
-            f" and {readable(available)} are free",
+            f"a context of {after[0].tokens} tokens takes {size_text(wanted)} of memory"
+            f" and {size_text(available)} are free",
             "close other programs or use a smaller --context",
         )
 

@@ -11,7 +11,8 @@ from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgespec.tui.numbers import bytes_text, count, percent, rate
+from edgespec.files import size_text
+from edgespec.tui.numbers import count, percent, rate
 
 if TYPE_CHECKING:
     from edgespec import Stats
@@ -82,7 +83,7 @@ class StatusFacts:
         parts.append((f"{used}/{total} ctx", "$own" if self.context_is_tight else ""))
         if self.unseen_messages:
             parts.append((f"{self.unseen_messages} unseen", "$own"))
-        parts.append((bytes_text(self.memory_bytes), ""))
+        parts.append((size_text(self.memory_bytes), ""))
         return parts
 
 
