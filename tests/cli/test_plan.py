@@ -74,12 +74,12 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
 
 
 def test_what_is_given_up_is_told(run: Run) -> None:
-    done = run("plan", "--memory", "122MiB", "--draft", "none", "--prefer", "context", "--json")
+    done = run("plan", "--memory", "123MiB", "--draft", "none", "--prefer", "context", "--json")
     said = json.loads(done.stdout)
     assert said["fits"]
     assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
-    done = run("plan", "--memory", "122MiB", "--draft", "none")
+    done = run("plan", "--memory", "123MiB", "--draft", "none")
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 

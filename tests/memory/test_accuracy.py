@@ -14,9 +14,19 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.blueprint import GgufBlueprint, HalvesBlueprint, buffers_in
-from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.llamacpp.native import overheard
+from edgespec.backends.llamacpp import blueprint as blueprint_module
+from edgespec.backends.llamacpp.blueprint import (
+    Buffers,
+    GgufBlueprint,
+    HalvesBlueprint,
+    buffers_in,
+    converted_bytes,
+    simulated,
+)
+from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.files import load_simulated
+from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
+from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -47,6 +57,15 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
     )
 
 
+def _converted(paths: str | list[str], how: LoadOptions) -> int:
+    """What the library takes for rows to multiply weights by, of which it says nothing."""
+    weights = load_simulated(paths, "tiny", None)
+    try:
+        return converted_bytes(weights, how)
+    finally:
+        library().llama_model_free(weights)
+
+
 def _last_load(lines: list[str]) -> list[str]:
     """What was said from the last context on: others are made to see what a model can do."""
     starts = [i for i, line in enumerate(lines) if "n_seq_max" in line]
@@ -71,7 +90,8 @@ def _check(path: Path, **options: object) -> None:
     weights = lines[: lines.index(real[0])]
     assert _near(planned.of("weights"), _taken(weights, _WEIGHTS))
     assert _near(planned.of("cache"), _taken(real, _REAL))
-    assert _near(planned.of("compute"), sum(size for _, size in buffers_in(real).compute))
+    compute = sum(size for _, size in buffers_in(real).compute)
+    assert _near(planned.of("compute") - _converted(str(path), how), compute)
     assert _near(facts.kv_bytes, _taken(real, _REAL))
 
 
@@ -85,6 +105,31 @@ def test_every_kind_of_memory(write: Callable[[Path], Path], context_tokens: int
 @pytest.mark.parametrize("context_tokens", [2048, 131_072])
 def test_every_type_of_cache(kv_type: str, context_tokens: int) -> None:
     _check(resolve("demo").path, kv_type=kv_type, context_tokens=context_tokens)
+
+
+def test_contexts_beyond_reason_are_told_from_two_that_are_set_up_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Advice on what would fit asks for dozens of them."""
+    made: list[int] = []
+
+    def counted(weights: object, plan: ContextPlan, options: LoadOptions) -> Buffers:
+        made.append(plan.tokens)
+        return simulated(weights, plan, options)
+
+    monkeypatch.setattr(blueprint_module, "simulated", counted)
+    blueprint = GgufBlueprint(str(resolve("demo").path), "demo")
+    try:
+        first, *others = (
+            blueprint.footprint(LoadOptions(context_tokens=2**19 * times, kv_type=kv_type))
+            for kv_type in ("f16", "q8_0")
+            for times in (1, 2, 2000)
+        )
+    finally:
+        blueprint.close()
+    assert made == [2**17, 2**18] * 2
+    assert others[0].of("cache") == 2 * first.of("cache")
+    assert others[1].of("cache") == 2000 * first.of("cache")
 
 
 @pytest.mark.parametrize("options", [{"max_branches": 64}, {"flash_attention": "off"}, {"mmap": False}])
@@ -120,7 +165,9 @@ def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
     assert not (mapped and own)
     shared = (folder / "shared.gguf").stat().st_size if mapped else 0
     assert _near(planned.of("weights"), _taken(mapped + own, _WEIGHTS) - shared)
-    assert _near(planned.of("compute"), buffers)
+    # The lower half has few rows in a pass.
+    halves = sum(_converted([str(folder / file) for file in files], how) for files in PARTS)
+    assert 0 <= planned.of("compute") - buffers <= halves
 
 
 _LIMITED = """

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.heap import give_back
+from edgespec.backends.llamacpp.blueprint import GgufBlueprint
 from edgespec.catalog import resolve
+from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is read from /proc")
@@ -26,6 +31,35 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def _own_bytes() -> int:
+    """What the process holds, without pages of files."""
+    give_back()
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.parametrize("quantisation", ["F16", "Q4_0"])
+def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_path: Path) -> None:
+    """Layers so wide in their middle that rows, turned into halves or eight bits, take 32 or 18 MiB."""
+    sizes = Sizes(vocab=300, embedding=64, feed_forward=2**15, layers=2, heads=1, heads_kv=1)
+    path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
+    options = LoadOptions(context_tokens=1024, threads=2)
+    blueprint = GgufBlueprint(str(path), "wide")
+    planned = blueprint.footprint(options)
+    blueprint.close()
+    # Of Q4_0 what the processor arranges anew is no page of the file.
+    weights = planned.of("weights") if quantisation == "Q4_0" else 0
+    before = _own_bytes()
+    model = llamacpp.load(str(path), "wide", options)
+    try:
+        model.prefill([1, *range(3, 203)] * 3)
+        taken = _own_bytes() - before
+    finally:
+        model.close()
+    wanted = planned.of("cache", "cells", "compute") + weights
+    assert abs(wanted - taken) < 8 * 2**20
 
 
 @pytest.mark.long

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKin
 from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
+from edgespec.backends.llamacpp.files import arranges_anew, default_threads, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
@@ -28,7 +30,7 @@ from edgespec.backends.llamacpp.planning import (
 )
 from edgespec.backends.llamacpp.share import on_device
 
-__all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in"]
+__all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "converted_bytes", "simulated"]
 
 _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
@@ -41,6 +43,12 @@ _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
 # What llama.cpp notes of a cell: position, place in an image, shift, sequences; and two nodes of sets, once
 # it is used (llama-kv-cells.h).
 _CELL_BYTES = 4 + 12 + 4 + 32 + 2 * 48
+# What the rows of a pass are turned into to be multiplied by weights of 16 bits, and of fewer (block_q8_K).
+_HALF_BYTES, _EIGHT_BITS_BYTES = 2.0, 292 / 256
+# Bytes of an average weight, by which float32, 16 bits and fewer are told from each other.
+_MORE_THAN_HALF_BYTES, _MORE_THAN_EIGHT_BITS_BYTES = 3.0, 1.5
+# For K-quants, whose files are of these types, each thread of an x86 processor holds tiles (ggml-cpu/tiled).
+_TILED, _TILES_BYTES = range(10, 32), 512 * 2**10
 # A token as text, and its number by its text: measured.
 _TOKEN_BYTES = 220
 
@@ -83,6 +91,8 @@ class GgufBlueprint:
         own = has_own_memory()
         self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
         self._states: States | None = None
+        # What long contexts are told from, by what they are made of: asked for again and again.
+        self._long: dict[tuple[ContextPlan, int, str], tuple[Buffers, Buffers]] = {}
 
     def footprint(self, options: LoadOptions) -> Footprint:
         """See `Blueprint`."""
@@ -92,25 +102,41 @@ class GgufBlueprint:
         if remembers_by_state(weights) and self._states is None:
             self._states = _simulated_states(weights, options)
         plan = wished_context(weights, options, self._states)
-        buffers = _of_any_length(weights, plan, options)
+        buffers = self._buffers(plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
         weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
-        compute = [(_pool(kind) if self.layers else MEMORY, bytes_) for kind, bytes_ in buffers.compute]
+        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options)})
+        for kind, bytes_ in buffers.compute:
+            compute[_pool(kind) if self.layers else MEMORY] += bytes_
         parts = (
             *_split("weights", size + twice, weights_there),
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
             Part("cells", buffers.cells * _CELL_BYTES),
-            *(Part("compute", bytes_, pool) for pool, bytes_ in compute),
+            *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
             Part("output", _logits_bytes(weights, options.batch_tokens)),
             Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
         )
         return Footprint(plan.tokens, plan.kv_types.text, parts)
 
+    def _buffers(self, plan: ContextPlan, options: LoadOptions) -> Buffers:
+        """`simulated`, and for contexts whose bookkeeping alone would fill the memory, what it grows to."""
+        if plan.tokens <= _LONG_TOKENS:
+            return simulated(self._weights, plan, options)
+        asked = replace(plan, tokens=_LONG_TOKENS, kv_bytes=0), options.batch_tokens, options.flash_attention
+        if asked not in self._long:
+            half, whole = (
+                simulated(self._weights, replace(plan, tokens=tokens), options)
+                for tokens in (_LONG_TOKENS // 2, _LONG_TOKENS)
+            )
+            self._long[asked] = half, whole
+        return _grown(*self._long[asked], plan.tokens)
+
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._weights = load_simulated(self._path, self.name, gpu_layers)
         self._gpu_layers = gpu_layers
+        self._long.clear()
 
     def close(self) -> None:
         """See `Blueprint`."""
@@ -153,12 +179,13 @@ class HalvesBlueprint:
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
         if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+        converted = converted_bytes(lower, few) + converted_bytes(upper, options)
         logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
         parts = (
             Part("weights", weight_bytes),
             Part("cache", sum(each.cache_bytes for each in buffers)),
             Part("cells", sum(each.cells for each in buffers) * _CELL_BYTES),
-            Part("compute", sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
+            Part("compute", converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
             Part("output", logits),
             Part("vocabulary", sum(map(_tokens, self._halves)) * _TOKEN_BYTES),
         )
@@ -171,17 +198,11 @@ class HalvesBlueprint:
         give_back()
 
 
-def _of_any_length(weights: Any, plan: ContextPlan, options: LoadOptions) -> Buffers:
-    """`simulated`, and for contexts whose bookkeeping alone would fill the memory, what it grows to."""
-    if plan.tokens <= _LONG_TOKENS:
-        return simulated(weights, plan, options)
-    half, whole = (
-        simulated(weights, replace(plan, tokens=tokens), options)
-        for tokens in (_LONG_TOKENS // 2, _LONG_TOKENS)
-    )
+def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
+    """What contexts of half and all of `_LONG_TOKENS` grow to."""
 
     def grown(first: int, second: int) -> int:
-        return second + (second - first) * (plan.tokens - _LONG_TOKENS) // (_LONG_TOKENS // 2)
+        return second + (second - first) * (tokens - _LONG_TOKENS) // (_LONG_TOKENS // 2)
 
     pairs = zip(half.compute, whole.compute, strict=True)
     return Buffers(
@@ -229,6 +250,41 @@ def _pool(buffer: str) -> Pool:
 def _logits_bytes(weights: Any, batch_tokens: int) -> int:
     """What the logits of the widest pass take."""
     return min(MAX_WIDTH, batch_tokens) * _tokens(weights) * 4
+
+
+def converted_bytes(weights: Any, options: LoadOptions) -> int:
+    """What a processor turns the rows of a pass into to multiply weights by them: the widest at once.
+
+    Weights of 16 bits by halves, those of fewer by eight bits and their scales; float32 as they are.
+    """
+    lib = library()
+    size = lib.llama_model_size(weights)
+    weight_bytes = size / max(1, lib.llama_model_n_params(weights))
+    if weight_bytes > _MORE_THAN_HALF_BYTES:
+        return 0
+    number_bytes = _HALF_BYTES if weight_bytes > _MORE_THAN_EIGHT_BITS_BYTES else _EIGHT_BITS_BYTES
+    tiled = platform.machine() in ("x86_64", "AMD64") and _said(weights, "general.file_type") in _TILED
+    tiles = (options.threads or default_threads(size)) * _TILES_BYTES if tiled else 0
+    return int(options.batch_tokens * _widest_row(weights) * number_bytes) + tiles
+
+
+def _widest_row(weights: Any) -> int:
+    """Of how many numbers, for each token: of a layer's middle, of those of all experts that it asks."""
+    arch = metadata(weights, "general.architecture") or ""
+
+    def said(key: str) -> int:
+        return _said(weights, f"{arch}.{key}")
+
+    middle = said("feed_forward_length")
+    experts = said("expert_used_count") * (said("expert_feed_forward_length") or middle)
+    heads = said("attention.head_count") * said("attention.value_length")
+    return max(middle, experts, heads, said("ssm.inner_size"), said("embedding_length"))
+
+
+def _said(weights: Any, key: str) -> int:
+    """A number of the metadata; 0 where there is none, or one for each layer."""
+    text = metadata(weights, key) or ""
+    return int(text) if text.isdecimal() else 0
 
 
 def _tokens(weights: Any) -> int:
