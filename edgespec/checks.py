@@ -12,6 +12,8 @@ __all__ = ["flag", "number", "path_text", "size_bytes", "text", "whole_number"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+# Fewer bytes than this nobody means: the unit was left out.
+_LEAST_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
@@ -40,6 +42,8 @@ def size_bytes(name: str, value: str | int) -> int:
     if not match or (match[3] and not match[2]):
         raise OptionError(f"{name} is {value!r}", hint)
     unit = match[2].lower()
+    if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _LEAST_BYTES:
+        raise OptionError(f"{name} is {value!r}, which is in bytes", hint)
     return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 

@@ -47,6 +47,10 @@ def test_sizes(text: str | int, size: int) -> None:
         "٣GiB",
         "9" * 400,
         10**400,
+        8,
+        "8",
+        " 1023 ",
+        "0.5",
     ],
 )
 def test_what_is_no_size(text: str | int) -> None:

@@ -50,7 +50,8 @@ def advice_for(
         entry
         for entry in load_catalogue().entries
         if entry.approximate_file_bytes + PROCESS_BYTES[entry.format] < room * _WEIGHTS_SHARE
-        and entry is not pair.target.entry
+        and (entry.format == "mlx") == (pair.target.format == "mlx")
+        and not entry.embedded_file  # no such model is what anybody wanted
     ]
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"

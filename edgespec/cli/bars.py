@@ -90,6 +90,12 @@ def bar(plan: MemoryPlan, pool: Pool) -> Text:
     return text
 
 
+def _share(part_bytes: int, whole_bytes: int) -> str:
+    if part_bytes >= 10 * whole_bytes:
+        return ">999%"
+    return f"{part_bytes / whole_bytes:.1%}"
+
+
 def _items(plan: MemoryPlan) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column()
@@ -103,6 +109,6 @@ def _items(plan: MemoryPlan) -> Table:
             Text(_FULL, _COLOURS.get(item.name, _OTHERS)),
             f"{item.name}{where}",
             size_text(item.bytes),
-            f"{item.bytes / of:.1%}" if of > 0 else "-",
+            _share(item.bytes, of),
         )
     return table

@@ -17,7 +17,7 @@ from edgespec.cli.failures import DONE, FAILED, describe
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import SettingOption, every_setting, json_option
 from edgespec.cli.program import COMMANDS
-from edgespec.cli.screen import note, print_json, print_table, printable
+from edgespec.cli.screen import line_of, note, print_json, print_table, printable
 from edgespec.cli.settings import (
     FOR_ALL,
     VARIABLES,
@@ -58,10 +58,10 @@ class _Row:
     short_help="Show what is set for all runs, or set it.",
     examples=(
         "edgespec config",
+        "edgespec config get target",
         "edgespec config set target 8b-q4",
         "edgespec config set chat.temperature 0.6",
         "edgespec config unset target",
-        "edgespec config path",
     ),
 )
 @json_option
@@ -182,6 +182,30 @@ def _complete_key(_ctx: click.Context, _param: click.Parameter, typed: str) -> l
 def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
     option = every_setting().get(str(ctx.params.get("key")).rpartition(".")[2])
     return option.shell_complete(ctx, typed) if option else []
+
+
+@command.command(
+    "get",
+    cls=HelpfulCommand,
+    short_help="Print one value.",
+    examples=("edgespec config get target", "edgespec config get chat.keep --json"),
+)
+@click.argument("key", shell_complete=_complete_key)
+@json_option
+@click.pass_context
+def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
+    """Print the value of KEY, from wherever it is set, or the default in words."""
+    path = _key_path(key)
+    option = _option_at(path, ctx)
+    settings = Settings.read()
+    row = _row(option, settings.find(path[0] if len(path) == 2 else FOR_ALL, path[-1]))
+    if as_json:
+        print_json({"key": ".".join(path), **_json(row)})
+    else:
+        click.echo(line_of(row.shown))
+    for problem in settings.problems:
+        click.echo(printable(describe(problem)), err=True)
+    return FAILED if settings.problems else DONE
 
 
 @command.command(

@@ -159,9 +159,11 @@ def _demo(stop: Stop) -> Check:
     if reply.finish_reason == "cancelled":
         raise CancelledError("the demo was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
+    plain = reply.method.effective == "none"
+    how = "without guesses, which did not pay" if plain else f"guessed by {reply.method.effective}"
     says = (
         f"loaded in {load_seconds:.2f} s, wrote {reply.stats.generated_tokens} tokens"
-        f" at {rate:.0f} a second ({reply.method.effective})"
+        f" at {rate:.0f} a second, {how}"
     )
     if rate < _SLOW_DEMO:
         busy = "other programs keep the cores busy: close them, or use fewer --threads"

@@ -106,6 +106,8 @@ def list_models(as_json: bool) -> None:
     shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
     print_table(heads[:shown], [row[:shown] for row in rows])
     if shelf.models:
+        if is_terminal(sys.stdout):
+            click.echo()
         heads = _SHELF_HEADS
         shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
         print_table(heads[:shown], [shelf_row(shelved)[:shown] for shelved in shelf.models])

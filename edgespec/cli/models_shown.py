@@ -233,9 +233,9 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         return []
     lines = [
         ("catalogue name", ", ".join((entry.name, *entry.aliases))),
-        ("family", f"{entry.family}, {entry.parameters / 1e9:.3g} B parameters"),
+        ("family", f"{entry.family}, {_count_text(entry.parameters)} parameters"),
         ("default file", f"{entry.quantisation}, about {size_text(entry.approximate_file_bytes)}"),
-        ("context", f"{entry.context_tokens} tokens"),
+        ("context", f"{entry.context_tokens:,} tokens"),
         ("template", entry.chat_template),
         ("recommended", ", ".join(entry.drafts) or "no draft"),
         ("source", entry.repository or "embedded"),
@@ -253,10 +253,10 @@ def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, st
         ("parameters", f"{info.parameters:,}{experts}"),
         (
             "trained context",
-            f"{info.context_tokens} tokens" if info.context_tokens else "its files do not say",
+            f"{info.context_tokens:,} tokens" if info.context_tokens else "its files do not say",
         ),
-        ("vocabulary", f"{info.vocab_size} tokens, {info.vocabulary[:12] or 'not comparable'}"),
-        ("cache", f"{size_text(info.kv_bytes * 1000)} for 1000 tokens, at f16"),
+        ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
+        ("cache", f"{size_text(info.kv_bytes * 1000)} for 1,000 tokens, at f16"),
         ("chat template", "yes" if info.chat_template else f"no: {template}"),
     ]
     if info.heads:

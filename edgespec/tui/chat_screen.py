@@ -226,8 +226,9 @@ class ChatScreen(ChatView):
             await self.refresh_sidebar()
             for problem in problems:
                 await self.transcript.note(f"A setting of this chat was left out: {problem}.")
-            if saved.target and saved.target != self.runtime.target.name:
-                await self.transcript.note(f"This chat was held with {saved.target}.")
+            if (other := saved.target) and other != self.runtime.target.name:
+                said = f"This chat was held with {other}: --target {other} goes on with it."
+                await self.transcript.note(said)
             self.prompt.focus()
 
         await self.when_free(opened)

@@ -197,4 +197,4 @@ def test_a_place_or_size_that_makes_no_sense_is_refused() -> None:
     for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
         with pytest.raises(OptionError):
             Keeping.read(*wrong)
-    assert Keeping.read("disk", "1GiB", 5) == Keeping("disk", 1 << 30, 5)
+    assert Keeping.read("disk", "1GiB", 5000) == Keeping("disk", 1 << 30, 5000)

@@ -57,6 +57,21 @@ def test_the_path(run: Run, file: Path) -> None:
 # How it is changed
 
 
+def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('target = "a\\nb"\n[chat]\nseed = 3\n')
+    monkeypatch.setenv("EDGESPEC_CONTEXT", "99")
+    keys = ("target", "chat.seed", "seed", "context", "keep", "chat.keep", "gpu-layers")
+    said = [run("config", "get", key).stdout for key in keys]
+    assert said == ["a b\n", "3\n", "another each time\n", "99\n", "memory\n", "disk\n", "all\n"]
+    assert json_of(run("config", "get", "chat.seed", "--json")) == {
+        "key": "chat.seed", "value": 3, "from": "file", "where": str(file),
+    }  # fmt: skip
+    file.write_text("seed = 'much'\n")
+    done = run("config", "get", "target")
+    assert (done.exit_code, done.stdout) == (1, "demo\n")
+    assert "seed" in done.stderr
+
+
 def test_what_is_set_holds_and_comments_stay(run: Run, file: Path) -> None:
     file.write_text('# Mine.\ntarget = "8b-q4"  # large\n')
     assert run("config", "set", "target", "demo-draft").exit_code == 0
@@ -95,6 +110,7 @@ def test_what_is_set_holds_and_comments_stay(run: Run, file: Path) -> None:
         (["set", "temperature", "-1"], "temperature is -1.0; give a number from 0"),
         (["set", "system", "\udce9"], "is not UTF-8 text"),
         (["unset", "zzz"], "there is no setting 'zzz'"),
+        (["get", "zzz"], "there is no setting 'zzz'"),
         (["sett", "seed"], "did you mean 'set'?"),
     ],
 )

@@ -92,7 +92,8 @@ def test_the_picture(run: Run) -> None:
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
-    assert "it does not fit" in over.stdout
+    assert "it does not fit: choose a smaller model or quantisation, or give" in over.stdout
+    assert ">999%" in run("plan", "--memory", "1MiB").stdout
 
 
 def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ async def test_a_chat_with_settings_that_make_no_sense_still_opens(tmp_path: Pat
         assert d.chat.session.id == chat.id
         assert d.chat.session.settings == {"top_k": 20}
         assert "temperature is 'hot'" in d.transcript()
-        assert "This chat was held with 8b-q4." in d.transcript()
+        assert "This chat was held with 8b-q4: --target 8b-q4 goes on with it." in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:
