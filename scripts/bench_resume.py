@@ -60,7 +60,8 @@ def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
             runtime.save_texts()
             disk_bytes = runtime.memory().kept.disk_bytes
         chat += chat[:_SAID_NEXT]
-        restored, read = [], []
+        restored: list[Reply] = []
+        read: list[Reply] = []
         for _ in range(asked.repeats):  # one after another, so that a machine that slows down is fair to both
             for found, keep in ((restored, "disk"), (read, "none")):
                 with edgespec.load(asked.target, keep=keep, **options) as runtime:
