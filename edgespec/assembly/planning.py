@@ -13,7 +13,7 @@ from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.heap import share_one_heap
-from edgespec.backends.room import context_wanted
+from edgespec.backends.room import begun_with, context_wanted
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import size_text
 from edgespec.memory import (
@@ -66,6 +66,7 @@ class Planned:
     """What to load, and how. options: for both models together. float32: see `Choice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
+    turning_tokens: see `begun_with`.
     """
 
     pair: Pair
@@ -75,6 +76,7 @@ class Planned:
     plan: MemoryPlan
     advice: str = ""
     trained_tokens: int = 0
+    turning_tokens: int = 0
 
     @property
     def target_options(self) -> LoadOptions:
@@ -95,8 +97,8 @@ class Planned:
         """
         if self.pair.target.format == "mlx":
             return 0
-        tokens = self.plan.context_tokens
-        return tokens if self.options.first_tokens is None else min(tokens, self.options.first_tokens)
+        tokens, first = self.plan.context_tokens, self.options.first_tokens
+        return tokens if first is None else begun_with(tokens, first, self.turning_tokens)
 
     @property
     def notice(self) -> str:
@@ -180,7 +182,7 @@ def plan_pair(
         grows = options.first_tokens is not None and room_to_grow(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
-        trained_tokens = pairs.target.trained_context_tokens
+        trained_tokens, turning_tokens = pairs.target.trained_context_tokens, pairs.target.turning_tokens
         chosen = pairs.options_of(choice)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
@@ -198,7 +200,7 @@ def plan_pair(
     beside = ("process", "cells", "compute", "output", "vocabulary")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
-    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens)
+    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens)
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

@@ -10,6 +10,7 @@ from edgespec.files import size_text
 
 __all__ = [
     "BLOCK_TOKENS",
+    "begun_with",
     "cache_too_large",
     "check_tokens_fit",
     "check_weights_fit",
@@ -35,6 +36,17 @@ class _Limited(Protocol):
 
     @property
     def room(self) -> int: ...
+
+
+def begun_with(whole_tokens: int, first_tokens: int, turning_tokens: int) -> int:
+    """The size that a context begins with, `first_tokens` where it may, to become as large as the whole.
+
+    turning_tokens: contexts larger than this remember otherwise, so that none may come to be; 0 where all
+    remember alike.
+    """
+    if turning_tokens < whole_tokens:
+        first_tokens = max(first_tokens, turning_tokens + 1)
+    return min(whole_tokens, in_blocks(first_tokens))
 
 
 def context_wanted(options: LoadOptions, trained_tokens: int) -> int:

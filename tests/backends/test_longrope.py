@@ -17,7 +17,8 @@ PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(180)]
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", 256)
+    for module in ("loading", "preview"):
+        monkeypatch.setattr(f"edgespec.assembly.{module}.FIRST_TOKENS", 256)
     for module in ("memory.growing", "session"):
         monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
 
@@ -44,6 +45,7 @@ def test_a_context_that_grows_says_what_a_full_one_does(
     options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none", "threads": 1, "keep": "none"}
     with edgespec.load(path, **options, reserve_full_context=True) as runtime:
         whole = said(runtime)
+    assert edgespec.plan(path, "none", context=1024).first_context_tokens == begins
     with edgespec.load(path, **options) as runtime:
         assert runtime.target.context_tokens == begins
         assert said(runtime) == whole

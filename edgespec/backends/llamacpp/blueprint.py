@@ -28,6 +28,7 @@ from edgespec.backends.llamacpp.planning import (
     wished_context,
     wished_halves,
 )
+from edgespec.backends.llamacpp.resizing import turning_tokens
 from edgespec.backends.llamacpp.share import on_device
 
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "converted_bytes", "simulated"]
@@ -88,6 +89,7 @@ class GgufBlueprint:
         self._gpu_layers: int | None = None
         self._weights = load_simulated(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
+        self.turning_tokens: int = turning_tokens(self._weights)
         own = has_own_memory()
         self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
         self._states: States | None = None
@@ -166,6 +168,7 @@ class HalvesBlueprint:
             self.close()
             raise
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
+        self.turning_tokens: int = turning_tokens(self._halves[0])
 
     def footprint(self, options: LoadOptions) -> Footprint:
         """See `Blueprint`."""

@@ -16,30 +16,27 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, in_blocks
+from edgespec.backends.room import BLOCK_TOKENS, begun_with, cache_too_large
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import size_text
 
-__all__ = ["cache_form", "check_growth", "first_plan", "remake"]
+__all__ = ["cache_form", "check_growth", "first_plan", "remake", "turning_tokens"]
 
 
 def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
     """The context to begin with, of one that is to become as large as `whole`."""
     if options.first_tokens is None:
         return whole
-    first, turning = options.first_tokens, _turns_within(weights)
-    if turning < whole.tokens:
-        first = max(first, turning + 1)
-    return whole.sized(min(whole.tokens, in_blocks(first)))
+    return whole.sized(begun_with(whole.tokens, options.first_tokens, turning_tokens(weights)))
 
 
 def cache_form(weights: Any, whole: ContextPlan) -> str:
     """What a context that is to become as large as `whole` holds in another form than one of another size."""
-    turning = _turns_within(weights)
+    turning = turning_tokens(weights)
     return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
 
 
-def _turns_within(weights: Any) -> int:
+def turning_tokens(weights: Any) -> int:
     """With LongRoPE (arXiv 2402.13753) a context beyond this turns keys by other factors; 0 for other models.
 
     What is cached was turned by those of its time: a context must not come to be beyond it.

@@ -24,6 +24,8 @@ from edgespec.errors import OptionError
 
 __all__ = ["MlxBlueprint"]
 
+# A token as text, its number by its text, and what it is merged from: measured.
+_TOKEN_BYTES = 500
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
 
@@ -50,6 +52,7 @@ class MlxBlueprint:
     """The metadata of the MLX model in a folder. Raises what loading it would: see `open_checkpoint`."""
 
     layers = 0
+    turning_tokens = 0
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
@@ -72,6 +75,7 @@ class MlxBlueprint:
             Part("weights", figures.held_bytes[widened] + figures.zero_bytes),
             Part("cache", figures.caches[bits, widened](tokens)),
             Part("compute", self._compute_bytes(tokens, options, widened)),
+            Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
