@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -60,6 +61,41 @@ def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_
         model.close()
     wanted = planned.of("cache", "cells", "compute") + weights
     assert abs(wanted - taken) < 8 * 2**20
+
+
+def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
+    """The tokenizers library keeps it, beside what Python makes of it."""
+    pytest.importorskip("mlx.core")
+    from edgespec.backends.mlx.blueprint import MlxBlueprint
+    from edgespec.backends.mlx.files import _load_tokenizer
+    from edgespec.backends.mlx.vocabulary import MlxVocabulary
+    from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+    def vocabulary(folder: Path) -> MlxVocabulary:
+        made = MlxVocabulary(_load_tokenizer(folder, {}), tokens)
+        made.tokenize("the list of files", special=True, start=True)
+        return made
+
+    tokens = 25_000
+    small = write_checkpoint(tmp_path / "small", "llama")
+    path = write_checkpoint(tmp_path / "large", "llama", config={"vocab_size": tokens})
+    tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+    known = tokenizer["model"]["vocab"]
+    letters = [word for word in known if len(word) == 1]
+    for pair in itertools.islice(itertools.product(letters, letters), tokens - 300):
+        word = "".join(pair)
+        if word not in known:
+            known[word] = 300 + len(known)
+            tokenizer["model"]["merges"].append(list(pair))
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    options = LoadOptions(context_tokens=512)
+    blueprint = MlxBlueprint(str(path), "large", options)
+    planned = blueprint.footprint(options).of("vocabulary")
+    blueprint.close()
+    kept = [vocabulary(small)]
+    before = _own_bytes()
+    kept.append(vocabulary(path))
+    assert planned == pytest.approx(_own_bytes() - before, rel=0.5)
 
 
 @pytest.mark.long
