@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import stat
@@ -100,9 +101,11 @@ def read_regular(path: Path) -> bytes:
 def write_private(path: Path, *payload: bytes) -> None:
     """Put `payload`, part after part, where older content may be, for its owner's eyes only. Raises OSError.
 
-    A folder that has to be made for it is private, too; one that is there is left as it is.
+    A folder that has to be made for it is private, too; one that is there is left as it is. What was left half
+    written of this file long ago is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    clear_litter(path.parent, path.name)
     # mkstemp makes the file readable by its owner only, and os.replace keeps that.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -117,10 +120,13 @@ def write_private(path: Path, *payload: bytes) -> None:
         raise
 
 
-def clear_litter(folder: Path, older_seconds: float = 3600.0) -> None:
-    """Delete what `write_private` left half written in a folder when its process was killed, long ago."""
+def clear_litter(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
+    """Delete what `write_private` left half written in a folder when its process was killed, long ago.
+
+    name: of one file, not of all.
+    """
     with suppress(OSError):
-        for path in folder.glob(".*.tmp"):
+        for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - older_seconds:
                     path.unlink()

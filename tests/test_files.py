@@ -55,6 +55,17 @@ def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
     assert mode(path.parent) == 0o700
 
 
+def test_what_a_killed_writer_left_goes_with_the_next_but_one_that_may_still_write(tmp_path: Path) -> None:
+    path = tmp_path / "[file]"
+    left, fresh, others = (tmp_path / f".{name}.tmp" for name in ("[file].abc", "[file].def", "other.abc"))
+    for one in (left, fresh, others):
+        one.write_bytes(b"half")
+    for one in (left, others):
+        os.utime(one, (1e9, 1e9))
+    write_private(path, b"whole")
+    assert sorted(tmp_path.iterdir()) == sorted([path, fresh, others])
+
+
 def test_a_folder_that_is_there_is_made_private_only_when_asked(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
