@@ -101,8 +101,8 @@ def read_regular(path: Path) -> bytes:
 def write_private(path: Path, *payload: bytes) -> None:
     """Put `payload`, part after part, where older content may be, for its owner's eyes only. Raises OSError.
 
-    A folder that has to be made for it is private, too; one that is there is left as it is. What was left half
-    written of this file long ago is deleted.
+    A folder that has to be made for it is private, too; one that is there is left as it is. What was left
+    half written of this file long ago is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     clear_litter(path.parent, path.name)
