@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import click
 from click.core import ParameterSource
 
-from edgespec.checks import size_bytes
 from edgespec.cli.options import SAMPLING_NAMES, SIZE_NAMES, SettingOption, every_setting
 from edgespec.cli.settings_file import KeyPath, line_number
 from edgespec.errors import (
@@ -182,6 +181,8 @@ def from_text(option: SettingOption, text: Written) -> Any:
         setting: dict[str, Any] = {option.name: dict(value) if option.multiple else value}
         edgespec.SamplingParams(**setting)
     elif option.name in SIZE_NAMES:
+        from edgespec.checks import size_bytes
+
         size_bytes(option.name, value)
     elif option.name == "method":
         from edgespec.assembly.drafting_options import Drafting

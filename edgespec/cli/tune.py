@@ -15,8 +15,8 @@ from edgespec.cli.options import MODEL_NAMES, drafting_options, json_option, mod
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table
 
 if TYPE_CHECKING:
+    from edgespec.bench.tuning import PassCost, Tuning
     from edgespec.sameness import Prompt
-    from edgespec.tuning import PassCost, Tuning
 
 __all__ = ["command"]
 
@@ -63,9 +63,9 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
 
 
 def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> Tuning:
+    from edgespec.bench.tuning import tune
     from edgespec.errors import OptionError
     from edgespec.sameness import read_prompts
-    from edgespec.tuning import tune
 
     if options["remember"]:
         raise OptionError(
