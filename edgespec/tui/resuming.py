@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from edgespec.chat.store import StoredChat
+if TYPE_CHECKING:  # `edgespec --help` needs the name of the last chat only
+    from edgespec.chat.store import StoredChat
 
 __all__ = ["LAST", "chosen"]
 
