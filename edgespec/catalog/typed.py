@@ -60,7 +60,7 @@ _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
 _PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )
-_REVISION = re.compile(r"^((?:hf:)?[\w.-]+/[\w.-]+)@([\w./-]*)(:[\w./-]+)?$")
+_REVISION = re.compile(r"^((?:hf:)?(?:[\w.-]+/)?[\w.-]+)@([\w./-]*)(:[\w./-]+)?$")
 _NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
 _WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
 _HOW = "give a path, user/repo:quant or a name such as demo"
@@ -86,11 +86,11 @@ def parse(reference: str) -> Reference:
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
         return PathReference(path)
     if name := _NAME.match(text):
-        if len(text) > _LONGEST_NAME:
-            raise _too_long(text)
-        return NameReference(name.group(1), name.group(2))
+        return NameReference(_short(name.group(1)), name.group(2))
     if os.path.exists(path):
         return PathReference(path)
+    if name := _NAME.match(text.rstrip("/")):
+        return NameReference(_short(name.group(1)), name.group(2))
     if repository := _REPOSITORY.match(text):
         return HubReference(_short(repository.group(1)), repository.group(2))
     _refuse_misspelt(text)
