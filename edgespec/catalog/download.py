@@ -351,7 +351,7 @@ def translated(repository: str) -> Iterator[None]:
 def _not_stored(repository: str, error: OSError) -> DownloadError:
     from huggingface_hub import constants
 
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DownloadError(
             f"the disk of {constants.HF_HUB_CACHE} is full",
             "free some space and try again; it goes on from where it stopped",

@@ -193,10 +193,11 @@ def _make(
 ) -> Prepared:
     partial = folder.with_name(f"{folder.name}.partial")
     journal = partial / _JOURNAL
+    states = _states(parts)
     told = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
     # Whoever was killed at the very end has left the manifest, which says the same and more.
     ours = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
-    records, finished = _left_over(ours, parts, told) if ours else (None, {})
+    records, finished = _left_over(ours, parts, told, progress) if ours else (None, {})
     if records is None:
         foreign = partial.exists() and not ours and not _in_store(folder)
         if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
@@ -209,7 +210,8 @@ def _make(
     partial.mkdir(exist_ok=True)
 
     def save() -> None:
-        _write_json(journal, told | {"source_files": records, "files": finished.values()})
+        known = {"source_files": records, "source_states": states, "files": finished.values()}
+        _write_json(journal, told | known)
 
     save()
     bench = Workbench(partial, source, finished, save)
@@ -218,7 +220,7 @@ def _make(
     except CapabilityError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if not all(map(same_sample, parts, records)):
+    if not _unchanged(parts, records, states, progress):
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
     prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
@@ -235,7 +237,7 @@ def _make(
 
 
 def _left_over(
-    journal: Path, parts: list[Path], told: Mapping[str, Any]
+    journal: Path, parts: list[Path], told: Mapping[str, Any], progress: Progress | None
 ) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
     """What an interrupted run knew and had finished; None when it made something else or cannot be read."""
     try:
@@ -243,10 +245,28 @@ def _left_over(
         records = tuple(map(FileRecord.from_json, value["source_files"]))
         finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
         same = {name: value[name] for name in told} == told and len(records) == len(parts)
+        states = value.get("source_states")
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}
-    same = same and all(map(same_sample, parts, records))
-    return (records, finished) if same else (None, {})
+    return (records, finished) if same and _unchanged(parts, records, states, progress) else (None, {})
+
+
+def _states(parts: list[Path]) -> list[list[int]]:
+    """What whoever writes into a file changes of it, and which file it is."""
+    known = [part.stat() for part in parts]
+    return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in known]
+
+
+def _unchanged(
+    parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
+) -> bool:
+    """Whether a source is what it was; all of it is read again where it may have been written to since."""
+    if not all(map(same_sample, parts, records)):
+        return False
+    if _states(parts) == states:
+        return True
+    now = record(parts, "reading the source again", progress)
+    return [one.sha256 for one in now] == [one.sha256 for one in records]
 
 
 def _check_room(folder: Path, needed_bytes: int) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 from collections import namedtuple
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -231,6 +231,48 @@ def test_nothing_is_kept_when_the_source_changed_meanwhile(source: Path) -> None
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
     source.write_bytes(b"GGUF" + b"other" * 1000)
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["first", "second"]
+
+
+def overwritten(source: Path) -> None:
+    """A byte that no sample of the file has."""
+    with source.open("r+b") as file:
+        file.seek(1_100_000)
+        file.write(b"\xff\xfe")
+
+
+def test_no_byte_of_the_source_may_change_meanwhile(source: Path) -> None:
+    with pytest.raises(CancelledError):
+        _made(source, Writer("second", CancelledError("cancelled")))
+    overwritten(source)
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["first", "second"]
+
+
+def test_a_source_that_was_only_touched_is_read_again_and_gone_on_with(source: Path) -> None:
+    with pytest.raises(CancelledError):
+        _made(source, Writer("second", CancelledError("cancelled")))
+    os.utime(source, (1e9, 1e9))
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["second"]
+
+
+@pytest.mark.parametrize("change", [overwritten, lambda source: source.write_bytes(b"GGUF other")])
+def test_a_source_that_changes_while_it_is_read_is_told(
+    source: Path, change: Callable[[Path], object]
+) -> None:
+    class Changing(Writer):
+        def _write(self, path: Path) -> None:
+            super()._write(path)
+            change(source)
+
+    with pytest.raises(ModelFileError, match="changed while it was read; run it again"):
+        _made(source, Changing())
+    assert find("layerskip", source) is None
     again = Writer()
     check(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
