@@ -103,7 +103,7 @@ def make(
         # A lock that can never be made would be waited for like one that is held.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _alone(folder, progress):
-            prepared = _present(kind, folder, source, settings)
+            prepared = _present(kind, folder, source, settings, progress)
             if prepared is None:
                 prepared = _make(kind, folder, parts, source, settings, write, needed_bytes, progress)
             if to is not None:
@@ -128,7 +128,9 @@ def unfinished(kind: Kind, source: Path) -> Settings | None:
     return None
 
 
-def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prepared | None:
+def _present(
+    kind: Kind, folder: Path, source: Path, settings: Settings, progress: Progress | None
+) -> Prepared | None:
     """What is there already, if it is what was asked for; what is damaged or stale is put away."""
     if not folder.exists():
         return None
@@ -155,14 +157,18 @@ def _present(kind: Kind, folder: Path, source: Path, settings: Settings) -> Prep
         )
     try:
         check(there, source)
+        states = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("source_states")
+        stale = not _unchanged(source_files(source), there.source_records, states, progress)
     except ModelFileError:
+        stale = True
+    if stale:
         ours = {MANIFEST, *(file.name for file in there.files)}
         foreign = [path for path in folder.iterdir() if path.name not in ours or path.is_dir()]
         if foreign and not _in_store(folder):
             raise OptionError(
                 f"{folder} is damaged or stale, and holds {foreign[0].name}, which is not edgespec's",
                 f"move that elsewhere, or {_NAME_ANOTHER}",
-            ) from None
+            )
         _put_away(folder)
         return None
     return there
@@ -224,11 +230,11 @@ def _make(
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
     prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
-    manifest = told | {"source_files": records, "files": prepared.files, "facts": dict(facts)}
+    manifest = told | {"source_files": records, "source_states": states, "files": prepared.files}
     for leftover in partial.iterdir():
         if leftover.name not in finished and leftover != journal:
             leftover.unlink()
-    _write_json(partial / MANIFEST, manifest)
+    _write_json(partial / MANIFEST, manifest | {"facts": dict(facts)})
     journal.unlink()
     sync(partial)
     partial.rename(folder)

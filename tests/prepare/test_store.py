@@ -243,6 +243,14 @@ def overwritten(source: Path) -> None:
         file.write(b"\xff\xfe")
 
 
+def test_what_was_made_of_a_source_that_was_written_to_since_is_made_again(source: Path) -> None:
+    _made(source)
+    overwritten(source)
+    again = Writer()
+    check(_made(source, again), source, full=True)
+    assert again.written == ["first", "second"]
+
+
 def test_no_byte_of_the_source_may_change_meanwhile(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
