@@ -12,10 +12,10 @@ from edgespec.assembly.longer import longest
 from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.heap import share_one_heap
 from edgespec.backends.room import begun_with, context_wanted
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import size_text
+from edgespec.heap import addresses_are_limited, spare_addresses
 from edgespec.memory import (
     Budget,
     Choice,
@@ -23,7 +23,6 @@ from edgespec.memory import (
     MemoryPlan,
     Prefer,
     StepName,
-    addresses_are_limited,
     find_budget,
     fitted,
     within_limits,
@@ -119,7 +118,7 @@ def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
 
 def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
-    share_one_heap()
+    spare_addresses()
     if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
         from edgespec.backends.mlx.about import lm
 

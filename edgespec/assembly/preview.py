@@ -17,7 +17,8 @@ from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import size_bytes, text
-from edgespec.memory import MemoryPlan, addresses_are_limited, check_room_to_plan
+from edgespec.heap import addresses_are_limited
+from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.memory.growing import FIRST_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]

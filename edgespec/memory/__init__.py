@@ -11,7 +11,7 @@ from edgespec.memory.budget import (
     within_limits,
 )
 from edgespec.memory.ladder import Choice, Measured, Prefer, StepName, fitted
-from edgespec.memory.limits import Limit, addresses_are_limited
+from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "MemoryPlan",
     "Prefer",
     "StepName",
-    "addresses_are_limited",
     "available_bytes",
     "check_room_to_plan",
     "find_budget",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter as now
 
-from edgespec.backends.heap import give_back
 from edgespec.files import size_text
+from edgespec.heap import give_back
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.growing import GrowingContext
 from edgespec.memory.kept import RESERVE_BYTES, KeptTexts

@@ -16,13 +16,14 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from edgespec.heap import addresses_are_limited
+
 if sys.platform != "win32":
     import resource
 
 __all__ = [
     "Limit",
     "address_limit",
-    "addresses_are_limited",
     "apple_limit",
     "cgroup_limits",
     "process_limits",
@@ -133,14 +134,6 @@ def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     left = max(0, soft - mapped_bytes) + held_bytes
     return Limit(left, "the limit of the address space (ulimit -v)", hard=True, stack_bytes=_stack_bytes())
-
-
-def addresses_are_limited() -> bool:
-    """Whether there is such a limit."""
-    if sys.platform == "win32":
-        return False
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return soft not in (resource.RLIM_INFINITY, -1)
 
 
 def _stack_bytes() -> int:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
+from edgespec.heap import give_back
 from edgespec.memory import PROCESS_BYTES
 from edgespec.memory.limits import address_limit
 

@@ -13,9 +13,9 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.blueprint import GgufBlueprint
 from edgespec.catalog import resolve
+from edgespec.heap import give_back
 from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
-from edgespec.backends.heap import give_back
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.files import arranges_anew, default_threads, load_simulated
@@ -30,6 +29,7 @@ from edgespec.backends.llamacpp.planning import (
 )
 from edgespec.backends.llamacpp.resizing import turning_tokens
 from edgespec.backends.llamacpp.share import on_device
+from edgespec.heap import give_back
 
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "converted_bytes", "simulated"]
 

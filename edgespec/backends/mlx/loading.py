@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.heap import return_large_buffers
 from edgespec.backends.mlx.about import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
 from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 from edgespec.errors import ModelFileError, OptionError
+from edgespec.heap import return_large_buffers
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel

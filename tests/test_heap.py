@@ -11,8 +11,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc 
 
 _MIB = 2**20
 _STATUS = """
-import ctypes, sys, threading
-from edgespec.backends.heap import return_large_buffers, share_one_heap
+import ctypes, resource, sys, threading
+from edgespec.heap import return_large_buffers, spare_addresses
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -24,7 +24,8 @@ def status(name):
 """
 _THREAD = """
 if sys.argv[1:]:
-    share_one_heap()
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+    spare_addresses()
 before, done = status("VmSize"), threading.Event()
 asked = threading.Event()
 

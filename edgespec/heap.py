@@ -9,19 +9,35 @@ import ctypes
 import sys
 from functools import cache
 
-__all__ = ["give_back", "return_large_buffers", "share_one_heap"]
+if sys.platform != "win32":
+    import resource
+
+__all__ = ["addresses_are_limited", "give_back", "return_large_buffers", "spare_addresses"]
 
 # By malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGE_BYTES, _TOP_BYTES = 128 * 2**10, 2**20
 
 
-@cache
-def share_one_heap() -> None:
-    """Let threads that begin from now on share the heaps there are.
+def addresses_are_limited() -> bool:
+    """Whether there is a limit of the address space (`ulimit -v`)."""
+    if sys.platform == "win32":
+        return False
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return soft not in (resource.RLIM_INFINITY, -1)
+
+
+def spare_addresses() -> None:
+    """Where addresses are limited, let threads that begin from now on share the heaps there are.
 
     Each would reserve 64 MiB of addresses for one of its own, of which it uses next to nothing.
     """
+    if addresses_are_limited():
+        _share_one_heap()
+
+
+@cache
+def _share_one_heap() -> None:
     _set(_ARENA_MAX, 1)
 
 
