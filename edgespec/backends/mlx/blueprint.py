@@ -28,6 +28,7 @@ __all__ = ["MlxBlueprint"]
 _TOKEN_BYTES = 500
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
+_CacheSizes = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class _Figures:
     """All that is asked about a model, so that it need not be put together twice.
 
     held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as
-    widened, bytes of a full context of so many tokens; without those that cannot be. row_elements: of one row
-    in the middle of a layer; heads: whose scores a processor writes down.
+    widened, bytes of a full context of so many tokens, and of the largest layer of it; without those that
+    cannot be. row_elements: of one row in the middle of a layer; heads: whose scores a processor writes down.
     """
 
     sizes: Sizes
@@ -45,7 +46,7 @@ class _Figures:
     vocab_size: int
     row_elements: int
     heads: int
-    caches: dict[tuple[int | None, bool], Callable[[int], int]]
+    caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
 class MlxBlueprint:
@@ -71,28 +72,33 @@ class MlxBlueprint:
             raise OptionError(
                 f"{self.name} does not run with kv_type {options.kv_type!r}", "use --kv-type auto"
             )
+        cache_bytes, layer_bytes = figures.caches[bits, widened](tokens)
         parts = (
             Part("weights", figures.held_bytes[widened] + figures.zero_bytes),
-            Part("cache", figures.caches[bits, widened](tokens)),
-            Part("compute", self._compute_bytes(tokens, options, widened)),
+            Part("cache", cache_bytes),
+            Part("compute", layer_bytes + self._pass_bytes(tokens if layer_bytes else 0, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
 
-    def _compute_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """What the widest pass computes in: logits, the middle of a layer, and the scores of attention."""
+    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
+        """What the widest pass computes in: logits, the middle of a layer, and the scores of so many tokens.
+
+        Beside it one layer's cache is there twice while rows are added to it. Measured.
+        """
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
         mx = core()
         on_cpu = mx.default_device() == mx.cpu
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
-        # A processor writes all scores down; the kernels of a graphics processor do not. Measured.
-        row = self._figures.row_elements + (2 * self._figures.heads * tokens if on_cpu else 0)
+        # A processor writes all scores down; the kernels of a graphics processor do not.
+        row = self._figures.row_elements + (self._figures.heads * tokens if on_cpu else 0)
         # Prefill gives no logits.
         logits = 2 * self._figures.vocab_size
         pass_bytes = max(rows * row, MAX_WIDTH * (row + logits)) * (4 if widened or on_cpu else 2)
-        return pass_bytes + freed_buffers_bytes()
+        # The little that is kept of freed buffers for a processor is used again at once.
+        return pass_bytes + (0 if on_cpu else freed_buffers_bytes())
 
     def close(self) -> None:
         """See `Blueprint`."""
@@ -129,7 +135,7 @@ def _figures_of(outline: Outline) -> _Figures:
         int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
     held_bytes = (outline.held_bytes(False), outline.held_bytes(True))
-    caches: dict[tuple[int | None, bool], Callable[[int], int]] = {}
+    caches: dict[tuple[int | None, bool], _CacheSizes] = {}
     for widened in (False, True):
         if widened:
             outline.model.set_dtype(mx.float32)
@@ -139,6 +145,7 @@ def _figures_of(outline: Outline) -> _Figures:
             except (ValueError, TypeError, AttributeError):
                 if bits is None:
                     raise
+    middle = max(middle, int(config.get("block_ff_dim") or 0))
     return _Figures(
         outline.sizes,
         held_bytes,
@@ -150,11 +157,17 @@ def _figures_of(outline: Outline) -> _Figures:
     )
 
 
-def _caches(model: Any, bits: int | None) -> Callable[[int], int]:
-    """Bytes of the caches of a full context, and of the states beside them."""
+def _caches(model: Any, bits: int | None) -> _CacheSizes:
+    """Bytes of the caches of a full context, and of the states beside them; and of its largest layer."""
+    from edgespec.backends.mlx.caches import rows_for
     from edgespec.backends.mlx.memory import Memory
     from edgespec.backends.mlx.shape import PassShape
 
     memory = Memory(model, PassShape(), bits)
     model(core().array([[0]]), cache=memory.layers)
-    return memory.sizes()
+    whole = memory.sizes()
+    layers = [(cache.bytes_per_token, cache.window) for cache in memory.attention]
+    return lambda tokens: (
+        whole(tokens),
+        max((size * rows_for(window, tokens) for size, window in layers), default=0),
+    )
