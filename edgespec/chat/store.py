@@ -130,7 +130,8 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            return False
+            # One that is gone is saved again; one that a later edgespec wrote, say, stays.
+            return self._path(chat_id).exists()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

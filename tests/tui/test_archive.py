@@ -57,6 +57,21 @@ async def test_a_chat_that_another_program_deleted_is_saved_again(
     assert store.load(chat_id).messages == chat.messages
 
 
+async def test_what_cannot_be_read_any_more_is_not_written_over(tmp_path: Path) -> None:
+    store = ChatStore(tmp_path)
+    archive = Archive(store)
+    chat = Session()
+    says(chat, "hello")
+    await archive.save(chat, "demo")
+    path = tmp_path / f"{chat.id}.json"
+    theirs = path.read_text().replace('"version": 1', '"version": 2')
+    path.write_text(theirs)
+    says(chat, "mine")
+    assert await archive.save(chat, "demo")
+    assert path.read_text() == theirs
+    assert store.load(chat.id).messages == chat.messages
+
+
 def test_of_two_programs_that_save_at_once_neither_loses_a_turn(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     for turn in range(8):
