@@ -17,6 +17,8 @@ __all__ = ["Table", "is_named", "write_name"]
 
 Table = Literal["aliases", "pairs"]
 
+_LOCK_SECONDS = 10
+
 
 def is_named(table: Table, name: str) -> bool:
     """Whether the user's file has that name, in any case."""
@@ -29,6 +31,8 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
     Raises ModelNotFoundError where there is nothing to forget, naming the nearest, and where the file cannot
     be changed.
     """
+    from filelock import FileLock, Timeout
+
     names = _names(table)
     if reference is None and name.lower() not in names:
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
@@ -38,13 +42,17 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
         )
     path = user_aliases_path()
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        spelled = next(
-            (one for one in tomllib.loads(text).get(table, {}) if one.lower() == name.lower()), name
-        )
-        literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
-        # A link stays one, and leads to the new text.
-        write_private(path.resolve(), changed(text, (table, spelled), literal).encode())
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            spelled = next(
+                (one for one in tomllib.loads(text).get(table, {}) if one.lower() == name.lower()), name
+            )
+            literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
+            # A link stays one, and leads to the new text.
+            write_private(path.resolve(), changed(text, (table, spelled), literal).encode())
+    except Timeout as error:
+        raise ModelNotFoundError(f"another program is writing {path}", "try again when it is done") from error
     except (NotEditableError, ValueError) as error:
         raise ModelNotFoundError(
             f"{path} is written in a form that is left to you", f"change {name} under [{table}] there"

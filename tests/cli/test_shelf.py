@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from edgespec.catalog.catalogue import models_folder
 from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
-from tests.cli.conftest import Run, json_of, one_line_error
+from tests.cli.conftest import Run, Start, json_of, one_line_error
 
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 
@@ -140,6 +141,16 @@ class TestNamesOfOnesOwn:
         line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
         assert "is written in a form that is left to you; change mine under [aliases] there" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
+
+    def test_several_at_once_lose_nothing(self, start: Start, file: Path) -> None:
+        code = (
+            "import sys\nfrom edgespec.cli.own_names import write_name\n"
+            "for at in range(20): write_name('aliases', f'{sys.argv[1]}{at}', 'demo')\n"
+        )
+        processes = [start(name, code=code) for name in "abc"]
+        for process in processes:
+            assert process.wait(60) == 0, process.stderr and process.stderr.read()
+        assert len(tomllib.loads(file.read_text())["aliases"]) == 60
 
 
 class TestRemove:
