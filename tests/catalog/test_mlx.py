@@ -153,7 +153,7 @@ class TestDownload:
         seen: list[float] = []
 
         def progress(what: str, fraction: float) -> bool:
-            assert what.endswith(" kB)")
+            assert what.endswith(" KiB)")
             seen.append(fraction)
             return True
 
