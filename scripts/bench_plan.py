@@ -13,8 +13,8 @@ included, more than after a model of a few kilobytes was loaded and closed. Long
 filled by copies of their own cells. Of MLX, what the library says it held at most is printed beside it.
 A cell is near where planned and measured differ by at most 3 %, or by 3 MiB: what is allocated beside, and
 the grain of the allocator. A context that grows copies what is in it, which is no part of the plan: loading
-lets it grow only where the budget has room for half of the cache more, so it may be that much more. Linux
-only.
+lets it grow only where the budget has room for half of the cache more, so it may be that much more, less the
+buffers that only the widest passes take. Linux only.
 
 --limits sets RLIMIT_AS to so much of what the plan says, Python's share left out and the stacks of threads
 added: what is planned to fit has to run, its context filled, and what is not has to be refused while the
@@ -73,8 +73,9 @@ class Row:
     @property
     def near(self) -> bool:
         grain = max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
-        copied = self.of("cache") * _MIB / 2 if self.cell.grows else 0
-        return self.planned - grain - copied <= self.measured <= self.planned + grain + copied
+        # What is copied is given back before the wide passes, in the place of whose buffers it lies.
+        copied = max(0.0, self.of("cache") / 2 - self.of("compute", "output")) if self.cell.grows else 0.0
+        return self.planned - grain <= self.measured <= self.planned + grain + copied * _MIB
 
     def of(self, *kinds: str) -> float:
         """MiB of some kinds in the plan."""

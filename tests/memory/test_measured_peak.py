@@ -122,3 +122,11 @@ def test_what_is_planned_to_fit_runs_under_a_hard_limit_and_the_rest_is_refused(
     program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_what_a_context_that_grew_was_copied_from_is_given_back() -> None:
+    options = ["--grows", "--kinds", "gqa", "--types", "F16", "--contexts", "8192"]
+    program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options, "--kv-types", "", "--mlx-kinds", ""]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -19,6 +19,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.room import BLOCK_TOKENS, begun_with, cache_too_large
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import size_text
+from edgespec.heap import give_back
 
 __all__ = ["cache_form", "check_growth", "first_plan", "remake", "turning_tokens"]
 
@@ -91,6 +92,9 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
     except BaseException:
         _fill(context, former, saved, length, recurrent)
         raise
+    # The former memory and the copy: the heap would keep them beside the new one.
+    saved = ()
+    give_back()
 
 
 def _fill(
