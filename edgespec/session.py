@@ -65,7 +65,7 @@ class Session:
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
-        self.giving = GivingWay(self.context, kept)
+        self.giving = GivingWay(self.context, kept.copies if kept else None)
         self._text = CachedText(target, kept, self.context, self.giving)
         _open_sessions.add(self)
 
@@ -137,7 +137,7 @@ class Session:
         with self.borrowed_target():
             self.drafters.forget()
             if self.kept:
-                self.kept.forget()
+                self.kept.copies.forget()
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:
@@ -163,7 +163,7 @@ class Session:
     def _give_way(self, wanted: Callable[[], bool]) -> bool:
         """Give memory to other programs while nobody asks; False where nothing is left to give."""
         if self.kept and self.giving.short:
-            self.kept.write(wanted)  # what is on disk is soon dropped
+            self.kept.copies.write(wanted)  # what is on disk is soon dropped
         with self._working:
             if wanted() and not self._closing and self._current is None:
                 self._text.give_way()
@@ -176,7 +176,7 @@ class Session:
         with self._working:
             if wanted() and not self._closed and self._current is None:
                 self._text.keep()
-        self.kept.write(wanted)
+        self.kept.copies.write(wanted)
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
@@ -327,7 +327,7 @@ class Session:
                 self.target.close()
         self._idle.join()
         if self.kept:
-            self.kept.write()
+            self.kept.copies.write()
 
 
 def _count_memory(stats: Stats, drafter: Drafter) -> None:

@@ -9,7 +9,7 @@ from edgespec.files import size_text
 from edgespec.heap import give_back
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.growing import GrowingContext
-from edgespec.memory.kept import RESERVE_BYTES, KeptTexts
+from edgespec.memory.kept import RESERVE_BYTES, Copies
 
 __all__ = ["GivingWay"]
 
@@ -33,14 +33,14 @@ class GivingWay:
     def __init__(
         self,
         context: GrowingContext,
-        kept: KeptTexts | None = None,
+        copies: Copies | None = None,
         available: Callable[[], int] = available_bytes,
     ) -> None:
         self.notice = self.said = ""
         self.given_bytes = 0
         self.available = available
         self._context = context
-        self._kept = kept
+        self._copies = copies
         self._next_look = 0.0
         # What was free after the load, and what the caches took then.
         self._free_at_first, self._cache_at_first = available(), context.kv_bytes
@@ -54,7 +54,7 @@ class GivingWay:
     @property
     def anything(self) -> bool:
         """Whether there is anything left to give."""
-        return self._context.gives or bool(self._kept and self._kept.copied_bytes)
+        return self._context.gives or bool(self._copies and self._copies.held_bytes)
 
     def begin_reply(self) -> None:
         """A reply begins: it tells what was given back since the last one."""
@@ -74,7 +74,7 @@ class GivingWay:
         if short and (freed := _returned(self._context.shrink(tokens))):
             given.append((f"{size_text(freed)} of the context that no text needs", freed))
             short = self.short
-        if short and self._kept and (freed := _returned(self._kept.give_way())):
+        if short and self._copies and (freed := _returned(self._copies.give_way())):
             given.append((f"{size_text(freed)} of kept texts", freed))
             short = self.short
         if not short:
@@ -92,11 +92,11 @@ class GivingWay:
 
     def within_reply(self) -> None:
         """Between two rounds: look now and then, and drop copies; nothing that is in use is touched."""
-        kept, clock = self._kept, now()
-        if kept is None or clock < self._next_look:
+        copies, clock = self._copies, now()
+        if copies is None or clock < self._next_look:
             return
         self._next_look = clock + _LOOK_SECONDS
-        if kept.copied_bytes and self.short and (freed := _returned(kept.give_way(write=False))):
+        if copies.held_bytes and self.short and (freed := _returned(copies.give_way(write=False))):
             said = self._given([(f"{size_text(freed)} of kept texts", freed)])
             self.notice = " · ".join(filter(None, (self.notice, said)))
 

@@ -52,7 +52,7 @@ def free(runtime: Runtime, free_bytes: int) -> None:
     """So much is free now."""
     runtime._session.giving.available = lambda: free_bytes
     if kept := runtime._session.kept:
-        kept._available = lambda: free_bytes
+        kept.copies._available = lambda: free_bytes
 
 
 def until(condition: Callable[[], bool]) -> bool:
@@ -232,9 +232,9 @@ class TestBetweenReplies:
             chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(3)]
             for chat in chats:
                 ask(runtime, chat, max_tokens=5)
-            assert kept.copied_bytes > 0
+            assert kept.copies.held_bytes > 0
             free(runtime, LITTLE)
-            assert until(lambda: not kept.copied_bytes)
+            assert until(lambda: not kept.copies.held_bytes)
             assert runtime.memory().kept.disk_bytes > 0
             free(runtime, PLENTY)
             assert ask(runtime, [*chats[0], 1], max_tokens=5).stats.cached_prompt_tokens >= 149
@@ -321,22 +321,22 @@ class TestWithinAReply:
             on_disk = runtime.memory().kept.disk_bytes
             stream = runtime.stream_tokens(chats[4], max_tokens=60, seed=2)
             next(stream)
-            unsaved = [piece for piece in kept._forest if piece.snapshot and not piece.on_disk]
+            unsaved = [piece for piece in kept.copies.forest if piece.snapshot and not piece.on_disk]
             assert unsaved
-            assert 0 < sum(piece.size_bytes for piece in unsaved) < kept.copied_bytes
+            assert 0 < sum(piece.size_bytes for piece in unsaved) < kept.copies.held_bytes
             runtime._session.giving._next_look = 0.0
             # As much is missing as those on disk take.
-            kept._available = lambda: RESERVE_BYTES - (kept_before - wanted)
-            kept_before, wanted = kept.copied_bytes, sum(piece.size_bytes for piece in unsaved)
-            runtime._session.giving.available = kept._available
+            kept.copies._available = lambda: RESERVE_BYTES - (kept_before - wanted)
+            kept_before, wanted = kept.copies.held_bytes, sum(piece.size_bytes for piece in unsaved)
+            runtime._session.giving.available = kept.copies._available
             next(stream)
-            assert kept.copied_bytes == wanted
+            assert kept.copies.held_bytes == wanted
             assert all(piece.snapshot for piece in unsaved)
             runtime._session.giving._next_look = 0.0
             free(runtime, NOTHING)
             for _ in stream:
                 pass
-            assert kept.copied_bytes == 0
+            assert kept.copies.held_bytes == 0
             assert stream.reply.tokens == expected.tokens
             assert "was free: gave back" in stream.reply.method.note
             assert runtime.memory().kept.disk_bytes == on_disk
@@ -348,14 +348,16 @@ class TestWithinAReply:
     def test_the_system_has_what_was_freed(self, within: bool) -> None:
         model = table(1)
         kept = keeper(model)
-        giving = GivingWay(GrowingContext(model), kept, lambda: NOTHING)
-        kept._available = lambda: NOTHING
+        giving = GivingWay(GrowingContext(model), kept.copies, lambda: NOTHING)
+        kept.copies._available = lambda: NOTHING
         largest = b"1" * (30 << 20)  # from here on the allocator keeps what is no larger
         del largest
         between = []
         for i in range(30):
             snapshot = Snapshot(10, b"1" * (5 << 20))
-            kept._forest.add(Piece(str(i), None, np.full(10, i, np.int32), len(snapshot.data), snapshot))
+            kept.copies.forest.add(
+                Piece(str(i), None, np.full(10, i, np.int32), len(snapshot.data), snapshot)
+            )
             between.append(bytes([i]) * 700)
             del snapshot
         before = resident_bytes()
@@ -377,7 +379,7 @@ class TestWithinAReply:
                 return PLENTY
 
             monkeypatch.setattr(giving_way, "now", lambda: clock)
-            giving = GivingWay(runtime._session.context, kept, available)
+            giving = GivingWay(runtime._session.context, kept.copies, available)
             looks.clear()
             for _ in range(300):
                 giving.within_reply()

@@ -136,7 +136,7 @@ def test_what_texts_begin_with_is_there_once() -> None:
         kept = runtime._session.kept
         assert kept
         own = [len(text) - len(SYSTEM) for text in kept.texts()]
-        assert sum(len(piece.tokens) for piece in kept._forest) == len(SYSTEM) + sum(own)
+        assert sum(len(piece.tokens) for piece in kept.copies.forest) == len(SYSTEM) + sum(own)
         assert len(own) == 4
 
 
@@ -169,7 +169,7 @@ def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
         assert kept.use().memory_bytes > 0
-        kept._available = lambda: 100 << 20
+        kept.copies._available = lambda: 100 << 20
         reply = ask(runtime, [*CHATS[1], 3], max_tokens=5)
         assert reply.stats.cached_prompt_tokens > len(CHATS[1]) - 2
         assert kept.use().memory_bytes == 0
@@ -207,13 +207,13 @@ class TestWrongSnapshots:
         prompt = [*CHATS[0], 3]
         reply = ask(runtime, prompt, max_tokens=5, seed=1)
         assert reply.stats.cached_prompt_tokens == cached
-        assert wrong not in kept._forest
+        assert wrong not in kept.copies.forest
         assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
 
     def test_one_that_begins_elsewhere(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
-            piece, shared = kept._forest.longest(np.array(CHATS[0], np.int32))
+            piece, shared = kept.copies.forest.longest(np.array(CHATS[0], np.int32))
             assert piece
             assert piece.snapshot
             assert (piece.start, shared) == (len(SYSTEM), len(CHATS[0]))
@@ -223,7 +223,7 @@ class TestWrongSnapshots:
     def test_one_that_ends_elsewhere(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
-            first = next(piece for piece in kept._forest if not piece.start)
+            first = next(piece for piece in kept.copies.forest if not piece.start)
             data = json.dumps(SYSTEM[:-30]).encode()
             first.snapshot = Snapshot(len(SYSTEM) - 30, data)
             ask(runtime, words(77, 200), max_tokens=5)
@@ -303,6 +303,6 @@ def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         # A table's memory takes nothing, so that tokens have no size before there is one of another.
-        kept._forest.add(Piece("any", None, np.zeros(10, np.int32), 10, None))
+        kept.copies.forest.add(Piece("any", None, np.zeros(10, np.int32), 10, None))
         ask(runtime, CHATS[1], max_tokens=5)
         assert runtime.memory().kept.memory_bytes == 0
