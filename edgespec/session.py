@@ -26,7 +26,7 @@ from edgespec.memory.giving_way import GivingWay
 from edgespec.memory.growing import ROUND_TOKENS, GrowingContext
 from edgespec.memory.kept import KeptTexts
 from edgespec.methods import Drafters
-from edgespec.policy.load import LOAD
+from edgespec.policy.at_once import AT_ONCE
 from edgespec.reply import MethodReport
 from edgespec.request import Request
 
@@ -104,7 +104,7 @@ class Session:
             steps = self._steps(
                 request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
             )
-            with LOAD.one_more():
+            with AT_ONCE.one_more():
                 while (step := self._next(steps)) is not None:
                     yield step
         finally:

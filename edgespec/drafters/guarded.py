@@ -15,9 +15,9 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.at_once import AT_ONCE
 from edgespec.policy.ledger import Account, Ledger, Terms
 from edgespec.policy.live import LiveCosts
-from edgespec.policy.load import LOAD
 from edgespec.policy.why import Standing
 
 __all__ = ["GuardedDrafter", "Policy"]
@@ -84,7 +84,7 @@ class GuardedDrafter(Drafter):
         ahead: Callable[[bool], None] = lambda _: None,
         notes: Notes | None = None,
         clock: Callable[[], float] = perf_counter,
-        replies: Callable[[], int] = lambda: LOAD.replies,
+        replies: Callable[[], int] = lambda: AT_ONCE.replies,
     ) -> None:
         self.name = drafter.name
         self.ledger = ledger

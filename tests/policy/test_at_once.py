@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
+from edgespec.policy.at_once import AtOnce
 from edgespec.policy.curve import CostCurve
 from edgespec.policy.live import LiveCosts
-from edgespec.policy.load import Load
 from edgespec.simulation import MACHINES, World, policy, stationary
 
 A100 = next(machine for machine in MACHINES if machine.name == "A100")
 
 
 def test_every_reply_is_counted_to_its_end() -> None:
-    load, inside, over = Load(), threading.Barrier(5), threading.Event()
+    load, inside, over = AtOnce(), threading.Barrier(5), threading.Event()
 
     def reply() -> None:
         with load.one_more():
@@ -41,7 +41,7 @@ def test_every_reply_is_counted_to_its_end() -> None:
 
 
 def test_a_reply_that_fails_is_over() -> None:
-    load = Load()
+    load = AtOnce()
     with pytest.raises(ValueError, match="it fails"), load.one_more():
         raise ValueError("it fails")
     assert load.replies == 0

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["LOAD", "Load"]
+__all__ = ["AT_ONCE", "AtOnce"]
 
 
-class Load:
+class AtOnce:
     """Counts replies from their beginning to their end, in whichever threads they are made.
 
     replies: that are being made now; one whose pieces nobody takes counts too.
@@ -34,4 +34,4 @@ class Load:
 
 
 # Of this process.
-LOAD = Load()
+AT_ONCE = AtOnce()
