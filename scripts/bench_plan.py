@@ -11,7 +11,7 @@ made: that is what a plan is of. planned: weights, caches, buffers to compute in
 Python itself, nor headroom. measured: the most the process ever held (VmHWM), pages of mapped files
 included, more than after a model of a few kilobytes was loaded and closed. Longer contexts of llama.cpp are
 filled by copies of their own cells. MLX takes buffers of which it never touches all: what the library counts
-itself is printed beside it, and the larger of both is held against the plan. A cell is near where planned and
+itself is printed beside it. A cell is near where planned and
 measured differ by at most 3 %, or by 3 MiB: what is allocated beside, and the grain of the allocator. A
 context that grows copies what is in it, which is no part of the plan: loading
 lets it grow only where the budget has room for half of the cache more, so it may be that much more, less the
@@ -68,20 +68,15 @@ class Row:
         return int(self.run["peak"])
 
     @property
-    def most(self) -> int:
-        """What is held against the plan: of MLX at least what it counts itself, touched or not."""
-        return max(self.measured, int(self.run["library_peak"]))
-
-    @property
     def ratio(self) -> float:
-        return self.planned / self.most
+        return self.planned / self.measured
 
     @property
     def near(self) -> bool:
-        grain = max(_NEAR_SHARE * self.most, _NEAR_BYTES)
+        grain = max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
         # What is copied is given back before the wide passes, in the place of whose buffers it lies.
         copied = max(0.0, self.of("cache") / 2 - self.of("compute", "output")) if self.cell.grows else 0.0
-        return self.planned - grain <= self.most <= self.planned + grain + copied * _MIB
+        return self.planned - grain <= self.measured <= self.planned + grain + copied * _MIB
 
     def of(self, *kinds: str) -> float:
         """MiB of some kinds in the plan."""

@@ -6,7 +6,6 @@ flip. How different is measured on the very tokens, and only a choice that this 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -93,21 +92,14 @@ def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.floa
 
 
 def is_near_tie(
-    rescored: Rescored,
-    params: SamplingParams,
-    seed: int,
-    history: Sequence[int],
-    plain: int,
-    other: int,
-    *,
-    largest_rounding: float = LARGEST_ROUNDING,
+    rescored: Rescored, params: SamplingParams, seed: int, history: Sequence[int], plain: int, other: int
 ) -> bool:
-    """True when rounding alone decides between two tokens, and is no larger than so many logits.
+    """True when rounding alone decides between two tokens.
 
     The sampler chain is run again, filters and noise included, on logits moved by no more than the measured
     error: once in favour of each token. A wide row that picks `other` by itself is such logits, too.
     """
-    if not rescored.error <= largest_rounding or math.isinf(rescored.error):
+    if not rescored.error <= LARGEST_ROUNDING:
         return False
 
     def choice(row: NDArray[np.float32]) -> int:
