@@ -9,13 +9,12 @@ Writes models of random weights, 130 to 300 MB each in F16, into a temporary fol
 process (`edgespec.plan`) and loaded in another, where its context is filled and passes as wide as can be are
 made: that is what a plan is of. planned: weights, caches, buffers to compute in, logits and vocabulary; not
 Python itself, nor headroom. measured: the most the process ever held (VmHWM), pages of mapped files
-included, more than after a model of a few kilobytes was loaded and closed. Longer contexts of llama.cpp are
-filled by copies of their own cells. MLX takes buffers of which it never touches all: what the library counts
-itself is printed beside it. A cell is near where planned and
-measured differ by at most 3 %, or by 3 MiB: what is allocated beside, and the grain of the allocator. A
-context that grows copies what is in it, which is no part of the plan: loading
-lets it grow only where the budget has room for half of the cache more, so it may be that much more, less the
-buffers that only the widest passes take. Linux only.
+included, more than after a model of a few kilobytes was loaded and closed. Longer contexts are filled by
+copies of their own cells, except for states in MLX. MLX makes buffers of which it never touches all: what
+the library counts itself is printed beside it. A cell is near where planned and measured differ by at most
+3 %, or by 3 MiB: what is allocated beside, and the grain of the allocator. A context that grows copies what
+is in it, which is no part of the plan: loading lets it grow only where the budget has room for half of the
+cache more, so it may be that much more, less the buffers that only the widest passes take. Linux only.
 
 --limits sets RLIMIT_AS to so much of what the plan says, Python's share left out and the stacks of threads
 added: what is planned to fit has to run, its context filled, and what is not has to be refused while the
@@ -94,7 +93,7 @@ def main() -> int:
     parser.add_argument("--kv-types", default="f16,q8_0,q4_0", help="of caches, with the second context")
     parser.add_argument("--mlx-kinds", default=",".join(MLX_KINDS))
     parser.add_argument("--mlx-types", default="float16,8,4")
-    parser.add_argument("--mlx-contexts", default="2048,8192", help="read token by token, so not too long")
+    parser.add_argument("--mlx-contexts", default="2048,8192", help="of float16, the first for all")
     parser.add_argument("--grows", action="store_true", help="let the contexts grow with the text instead")
     parser.add_argument("--limits", action="store_true", help="run under hard limits instead")
     parser.add_argument("--folder", type=Path, help="where models are written and kept")

@@ -15,6 +15,7 @@ from typing import Any
 
 import edgespec
 from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import give_back
@@ -25,6 +26,7 @@ __all__ = ["Cell"]
 
 # Prefill in whole passes, then as wide a pass as one may be, then steps.
 _LAST_TOKENS, _STEPS = 1100, 3
+_BLOCK_ROWS = 256
 # So many sequences of a context are left to what models remember of earlier moments.
 _LEFT_SEQUENCES = 2
 
@@ -140,10 +142,10 @@ def _grow(runtime: edgespec.Runtime) -> None:
 def _read(model: Any, cell: Cell) -> None:
     """Fill the context of a model; the last passes of each width see all of it."""
     room = model.facts.context_tokens - 8
-    if cell.is_mlx or not cell.full:
+    if not cell.full or room <= 4 * _LAST_TOKENS:
         model.prefill(_text((room if cell.full else _LAST_TOKENS) - 260))
-    elif room <= 4 * _LAST_TOKENS:
-        model.prefill(_text(room - 260))
+    elif cell.is_mlx:
+        _fill_rows(model, room)
     else:
         _fill_cells(model, room)
     for width in (256, *[1] * _STEPS):
@@ -181,6 +183,32 @@ def _fill_cells(model: Any, room: int) -> None:
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
+
+
+def _fill_rows(model: Any, room: int) -> None:
+    """The same with MLX, whose states that recur are had by reading only."""
+    if isinstance(model, ReplayModel):
+        model.prefill(_text(room - 260))
+        return
+    import mlx.core as mx
+
+    model.prefill(_text(_LAST_TOKENS))
+    # Rows move by whole blocks, of which windows are made.
+    more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
+    for cache in model.memory.attention:
+        (start, end), arrays = cache.dump()
+        if cache.window is None:
+            again = mx.arange(end + more) % end
+            arrays = [mx.take(array, again, axis=2) for array in arrays]
+            mx.eval(arrays)
+        cache.load([start if cache.window is None else start + more, end + more], arrays)
+    model.memory.length += more
+    model._passes.kept = model.memory.mark()
+    del arrays
+    mx.clear_cache()
+    _forget_unused()
+    _forget_peak()
+    model.prefill(_text(room - 260 - model.length))
 
 
 def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:

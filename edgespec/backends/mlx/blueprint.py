@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Footprint, Part
@@ -21,6 +21,7 @@ from edgespec.backends.mlx.files import Outline, Sizes, outline_of
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
 from edgespec.backends.room import context_wanted
 from edgespec.errors import OptionError
+from edgespec.heap import addresses_are_limited
 
 __all__ = ["MlxBlueprint"]
 
@@ -28,16 +29,24 @@ __all__ = ["MlxBlueprint"]
 _TOKEN_BYTES = 500
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
-_CacheSizes = Callable[[int], tuple[int, int]]
+_CacheSizes = Callable[[int], "_CacheBytes"]
+
+
+class _CacheBytes(NamedTuple):
+    """Bytes of a full context. layer: of its largest layer; side: of its largest keys, or values."""
+
+    whole: int
+    layer: int
+    side: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """All that is asked about a model, so that it need not be put together twice.
 
-    held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as
-    widened, bytes of a full context of so many tokens, and of the largest layer of it; without those that
-    cannot be. row_elements: of one row in the middle of a layer; heads: whose scores a processor writes down.
+    held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as widened, bytes of
+    a full context of so many tokens; without those that cannot be. row_elements: of one row in the middle of
+    a layer; heads: whose scores a processor writes down.
     """
 
     sizes: Sizes
@@ -72,33 +81,40 @@ class MlxBlueprint:
             raise OptionError(
                 f"{self.name} does not run with kv_type {options.kv_type!r}", "use --kv-type auto"
             )
-        cache_bytes, layer_bytes = figures.caches[bits, widened](tokens)
+        cache = figures.caches[bits, widened](tokens)
         parts = (
             Part("weights", figures.held_bytes[widened] + figures.zero_bytes),
-            Part("cache", cache_bytes),
-            Part("compute", layer_bytes + self._pass_bytes(tokens if layer_bytes else 0, options, widened)),
+            Part("cache", cache.whole),
+            Part("compute", self._compute_bytes(tokens, cache, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
 
-    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """What the widest pass computes in: logits, the middle of a layer, and the scores of so many tokens.
+    def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
+        """What the widest pass computes in, and what of a cache is there twice while it grows. Measured.
 
-        Beside it one layer's cache is there twice while rows are added to it. Measured.
+        MLX makes buffers well before it writes to them: where those count, as addresses or on a graphics
+        processor, a layer is there twice beside the scores. A processor writes to the new keys and lets go
+        of the old ones, then to the values, and only then to scores.
         """
+        on_cpu = core().default_device() == core().cpu
+        pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, on_cpu)
+        if on_cpu and not addresses_are_limited():
+            return max(pass_bytes, cache.side) + freed_buffers_bytes()
+        # The addresses of what little is kept of freed buffers for a processor are used again at once.
+        return pass_bytes + cache.layer + (0 if on_cpu else freed_buffers_bytes())
+
+    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, on_cpu: bool) -> int:
+        """Logits, the middle of a layer, and the scores of so many tokens."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
-        mx = core()
-        on_cpu = mx.default_device() == mx.cpu
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
         # A processor writes all scores down; the kernels of a graphics processor do not.
         row = self._figures.row_elements + (self._figures.heads * tokens if on_cpu else 0)
         # Prefill gives no logits.
         logits = 2 * self._figures.vocab_size
-        pass_bytes = max(rows * row, MAX_WIDTH * (row + logits)) * (4 if widened or on_cpu else 2)
-        # The little that is kept of freed buffers for a processor is used again at once.
-        return pass_bytes + (0 if on_cpu else freed_buffers_bytes())
+        return max(rows * row, MAX_WIDTH * (row + logits)) * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
         """See `Blueprint`."""
@@ -158,7 +174,7 @@ def _figures_of(outline: Outline) -> _Figures:
 
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
-    """Bytes of the caches of a full context, and of the states beside them; and of its largest layer."""
+    """What the caches take, and the states beside them, when a context of so many tokens is full."""
     from edgespec.backends.mlx.caches import rows_for
     from edgespec.backends.mlx.memory import Memory
     from edgespec.backends.mlx.shape import PassShape
@@ -166,8 +182,11 @@ def _caches(model: Any, bits: int | None) -> _CacheSizes:
     memory = Memory(model, PassShape(), bits)
     model(core().array([[0]]), cache=memory.layers)
     whole = memory.sizes()
-    layers = [(cache.bytes_per_token, cache.window) for cache in memory.attention]
-    return lambda tokens: (
-        whole(tokens),
-        max((size * rows_for(window, tokens) for size, window in layers), default=0),
-    )
+    layers = [(cache.bytes_per_token, cache.side_bytes_per_token, cache.window) for cache in memory.attention]
+
+    def sizes(tokens: int) -> _CacheBytes:
+        rows = [(layer, side, rows_for(window, tokens)) for layer, side, window in layers]
+        largest = max((layer * many for layer, _, many in rows), default=0)
+        return _CacheBytes(whole(tokens), largest, max((side * many for _, side, many in rows), default=0))
+
+    return sizes

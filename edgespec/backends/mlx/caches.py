@@ -119,6 +119,12 @@ class AttentionCache:
         """Bytes of one row; the cache must not be empty."""
         return self.nbytes // self._keys[0].shape[2]
 
+    @property
+    def side_bytes_per_token(self) -> int:
+        """Bytes of one row of keys or of values, whichever is larger; the cache must not be empty."""
+        sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
+        return max(sides) // self._keys[0].shape[2]
+
     def can_rewind(self, length: int) -> bool:
         """Whether every row that a token at position `length` looks at is still there."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)

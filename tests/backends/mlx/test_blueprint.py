@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +12,8 @@ import pytest
 
 from edgespec.backends import mlx as backend
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.footprint import Footprint
+from edgespec.backends.mlx import blueprint
 from edgespec.backends.mlx.blueprint import MlxBlueprint
 from edgespec.catalog import resolve
 from edgespec.engine.chain import SamplingParams
@@ -20,11 +24,17 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 _KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
 
 
+def _told(path: Path, options: LoadOptions) -> Footprint:
+    planned = MlxBlueprint(str(path), "model", options)
+    try:
+        return planned.footprint(options)
+    finally:
+        planned.close()
+
+
 def _check(path: Path, **how: object) -> None:
     options = LoadOptions(**how)  # type: ignore[arg-type]
-    blueprint = MlxBlueprint(str(path), path.name, options)
-    planned = blueprint.footprint(options)
-    blueprint.close()
+    planned = _told(path, options)
     model = backend.load(str(path), path.name, options)
     facts = model.facts
     model.close()
@@ -49,11 +59,15 @@ def test_types_of_cache_and_halves(kv_type: str, memory_bytes: int, tmp_path: Pa
     _check(path, context_tokens=4096, kv_type=kv_type, memory_bytes=memory_bytes)
 
 
+@pytest.fixture
+def _few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blueprint, "addresses_are_limited", lambda: True)
+
+
 def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
+    """What MLX counts is what it has addresses for."""
     options = LoadOptions(context_tokens=context_tokens)
-    blueprint = MlxBlueprint(str(path), "model", options)
-    planned = blueprint.footprint(options)
-    blueprint.close()
+    told = _told(path, options).of("cache", "compute")
     model = backend.load(str(path), "model", options)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -62,12 +76,12 @@ def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
     model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
     taken = mx.get_peak_memory() - before
     model.close()
-    told = planned.of("cache", "compute")
     # A machine that is busy computes less at once, and then takes less.
     assert (1 - 2 * share) * told <= taken <= (1 + share) * told
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
+@pytest.mark.usefixtures("_few_addresses")
 @pytest.mark.parametrize(
     ("context_tokens", "share"), [(1024, 0.05), pytest.param(2048, 0.03, marks=pytest.mark.long)]
 )
@@ -76,6 +90,7 @@ def test_a_long_prompt_and_a_wide_pass_take_what_was_told(context_tokens: int, s
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
+@pytest.mark.usefixtures("_few_addresses")
 @pytest.mark.parametrize(("kind", "heads_kv"), [("llama", 8), ("llama", 1), ("gemma3", 2)])
 def test_other_shapes_take_what_was_told(kind: str, heads_kv: int, tmp_path: Path) -> None:
     """Of one layer keys and values are there twice, and scores once."""
@@ -85,13 +100,61 @@ def test_other_shapes_take_what_was_told(kind: str, heads_kv: int, tmp_path: Pat
     _peak_is_told(path, 1024, 0.15)  # what is computed at once differs from run to run
 
 
+# Fills a context of so many tokens, and prints the most that was held (VmHWM), more than before.
+_TOUCHES = """
+import gc, sys
+from pathlib import Path
+from edgespec.backends import mlx
+from edgespec.backends.base import LoadOptions
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.tree import TokenTree
+from edgespec.heap import give_back
+
+def held(name):
+    gc.collect()
+    give_back()
+    status = Path("/proc/self/status").read_text().split()
+    return 1024 * int(status[status.index(name + ":") + 1])
+
+def run(path, tokens):
+    model = mlx.load(path, "model", LoadOptions(context_tokens=tokens))
+    loaded = held("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    width = model.facts.capabilities.max_width
+    model.prefill([5 + i % 200 for i in range(tokens - width)])
+    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+    taken = held("VmHWM") - loaded
+    model.close()
+    return taken
+
+run(sys.argv[1], 256)
+print(run(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device() != mx.cpu, reason="measured on a processor by Linux"
+)
+@pytest.mark.parametrize(("heads", "heads_kv", "head_size"), [(16, 2, 64), (4, 4, 256)])
+def test_what_is_touched_is_told(heads: int, heads_kv: int, head_size: int, tmp_path: Path) -> None:
+    """Most is held while there are scores, or while the keys of a layer are there twice; never both."""
+    config = {"num_attention_heads": heads, "num_key_value_heads": heads_kv, "head_dim": head_size}
+    path = write_checkpoint(tmp_path / "llama", "llama", dtype="float16", config=config)
+    told = _told(path, LoadOptions(context_tokens=2048))
+    done = subprocess.run(
+        [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
+    )
+    assert told.of("compute") > 8 << 20
+    assert abs(told.of("cache", "compute") - int(done.stdout)) < 3 << 20
+
+
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "llama", "llama")
-    blueprint = MlxBlueprint(str(path), "tiny", LoadOptions())
+    tiny = MlxBlueprint(str(path), "tiny", LoadOptions())
     with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
-        blueprint.footprint(LoadOptions(kv_type="q8_0"))
+        tiny.footprint(LoadOptions(kv_type="q8_0"))
     with pytest.raises(OptionError, match="with MLX choose one of"):
-        blueprint.footprint(LoadOptions(kv_type="q5_0"))
+        tiny.footprint(LoadOptions(kv_type="q5_0"))
 
 
 @pytest.mark.parametrize("said", [-5, 0, 10**30])
@@ -100,5 +163,4 @@ def test_a_context_that_cannot_be_is_not_believed(said: int, tmp_path: Path) -> 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = said
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    blueprint = MlxBlueprint(str(folder), "model", LoadOptions())
-    assert blueprint.footprint(LoadOptions()).context_tokens == 8192
+    assert _told(folder, LoadOptions()).context_tokens == 8192
