@@ -119,7 +119,8 @@ def _how_run(options: LoadOptions) -> str:
     """All that changes what a pass costs, beside the weights."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
     machine = (platform.node(), platform.machine(), os.cpu_count())
-    return repr((chosen, machine, [_version(name) for name in _PACKAGES]))
+    exact = " exact" if options.exact else ""
+    return repr((chosen, machine, [_version(name) for name in _PACKAGES])) + exact
 
 
 def _version(package: str) -> str:

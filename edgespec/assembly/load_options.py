@@ -27,6 +27,7 @@ def load_options(
     mmap: bool,
     mlock: bool,
     adapter: str | PathLike[str] | None,
+    exact: bool,
     threads: int | None = None,
     first_tokens: int | None = None,
 ) -> LoadOptions:
@@ -46,6 +47,7 @@ def load_options(
         max_branches=how.most_branches,
         memory_bytes=available_bytes() if given_bytes is None else given_bytes,
         adapter=None if adapter is None else _adapter_folder(adapter),
+        exact=flag("exact", exact),
     )
 
 

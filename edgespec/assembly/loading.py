@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
+from edgespec.assembly.exact import hold_to_exact
 from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
@@ -62,6 +63,7 @@ def load(
     methods: Sequence[str] = (),
     acceptance: str = "invariant",
     adapter: str | PathLike[str] | None = None,
+    exact: bool = False,
     draft_branches: Branches = (),
     draft_confidence: float = 0.0,
     draft_window: int | None = None,
@@ -86,8 +88,10 @@ def load(
     of prompt and reply together; by default what the target was trained for, as far as nothing
     else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at once (of
     8,192 by default); without it the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter
-    for an MLX target, as mlx-lm writes them. methods: those that replies may ask for besides `method`; what
-    they need is loaded as well.
+    for an MLX target, as mlx-lm writes them. exact: replies are those of plain decoding to the last bit of
+    every logit: only passes are run that were found to agree, and texts are gone on with only as far as that
+    makes no difference. methods: those that replies may ask for besides `method`; what they need is loaded
+    as well.
     draft_branches to measure_costs: see `Drafting`.
     keep: where what was read of other texts than the last is kept, so that going back to one reads it no
     more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
@@ -131,6 +135,7 @@ def load(
         mmap=mmap,
         mlock=mlock,
         adapter=adapter,
+        exact=exact,
     )
     keeping = Keeping.read(keep, keep_memory, keep_disk)
     check_room_to_plan()
@@ -148,11 +153,12 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
+        costs = TargetCosts(model, options, how.measure_costs)
+        exactly = hold_to_exact(model, costs.how, progress) if options.exact else ""
         draft = None
         if pair.draft:
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
-        costs = TargetCosts(model, options, how.measure_costs)
         made = outfit(pair.target, model, draft, how, FreeCosts() if _eager.get() else costs, progress)
         drafters = Drafters(
             model,
@@ -168,7 +174,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
         for method in how.methods:
             drafters.choose(method)  # what is missing is said now, not with the first reply
         entry = pair.target.entry
-        notices = (entry.notice if entry else "", planned.notice, model.facts.notice, *made.notices)
+        notices = (entry.notice if entry else "", planned.notice, model.facts.notice, exactly, *made.notices)
         runtime = Runtime(
             model,
             draft.model if draft else None,

@@ -54,7 +54,8 @@ class Models:
         )
 
     def _opened_draft(self, found: Resolved) -> Blueprint:
-        draft = opened(found, replace(self._options, low_bits=False, draft=True, adapter=None))
+        drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
+        draft = opened(found, drafting)
         self._undo.callback(draft.close)
         return draft
 

@@ -236,6 +236,7 @@ def for_draft(options: LoadOptions, context_tokens: int, memory_bytes: int | Non
         memory_bytes=memory_bytes,
         draft=True,
         adapter=None,
+        exact=False,
         low_bits=False,
     )
 

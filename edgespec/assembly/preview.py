@@ -57,6 +57,7 @@ def plan(
     mlock: bool = False,
     method: str = "auto",
     adapter: str | PathLike[str] | None = None,
+    exact: bool = False,
     keep: str = "memory",
     keep_memory: str | int | None = None,
     draft_branches: Branches = (),
@@ -87,6 +88,7 @@ def plan(
         mmap=mmap,
         mlock=mlock,
         adapter=adapter,
+        exact=exact,
     )
     check_room_to_plan()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:

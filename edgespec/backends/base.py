@@ -82,6 +82,7 @@ class LoadOptions:
     memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
     draft: it is to draft: `auto` choices need not care how exactly its passes round.
     adapter: a folder with a LoRA or DoRA adapter to put on the weights.
+    exact: `auto` choices take what lets passes of all widths agree to the bit, whatever that costs.
     low_bits: be ready to draft at fewer bits (`LowBit` without a copy); plain decoding then uses the same
     split weights that verification does.
     """
@@ -100,6 +101,7 @@ class LoadOptions:
     memory_bytes: int | None = None
     draft: bool = False
     adapter: str | None = None
+    exact: bool = False
     low_bits: bool = False
 
 
@@ -116,6 +118,9 @@ class Capabilities:
     self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
     `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
     learns: as a draft it can be adapted to what a target says (such a model is Teachable).
+    exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
+    continues: what comes after a text does not depend, beyond rounding (where `exact`, not at all), on the
+    passes in which that was read.
     """
 
     rollback: bool
@@ -127,6 +132,8 @@ class Capabilities:
     self_drafts: frozenset[str] = frozenset()
     learns: bool = False
     cuts: bool = True
+    exact: bool = False
+    continues: bool = True
 
 
 @dataclass(frozen=True, slots=True)

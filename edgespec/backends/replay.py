@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.usual import UsualModel, part_of
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -106,7 +106,7 @@ class ReplayModel(UsualModel):
                 self._inner.prefill(
                     wanted[start - self._first_known : stop - self._first_known],
                     progress
-                    and _part(progress, (start - begin) / (end - begin), (stop - start) / (end - begin)),
+                    and part_of(progress, (start - begin) / (end - begin), (stop - start) / (end - begin)),
                 )
                 self._known += wanted[len(self._known) : stop - self._first_known]
                 self._take_checkpoint()
@@ -267,11 +267,6 @@ class ReplayModel(UsualModel):
             ends = [0, *(rung.length for rung in ladder), length]
             del ladder[min(range(len(ladder)), key=lambda i: ends[i + 2] - ends[i])]
         ladder.append(_Rung(length, self._inner.checkpoint()))
-
-
-def _part(progress: Progress, begin: float, share: float) -> Progress:
-    """The progress of a part of the work."""
-    return lambda what, fraction: progress(what, begin + share * fraction)
 
 
 class _LaterRows:

@@ -14,7 +14,7 @@ from edgespec.backends.room import check_tokens_fit
 from edgespec.backends.view import TargetView
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
-__all__ = ["UsualModel", "in_batches"]
+__all__ = ["UsualModel", "in_batches", "part_of"]
 
 
 def in_batches(
@@ -26,6 +26,11 @@ def in_batches(
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
             raise CancelledError("cancelled")
+
+
+def part_of(progress: Progress, begin: float, share: float) -> Progress:
+    """The progress of a part of the work, which begins at `begin` of all and is `share` of it."""
+    return lambda what, fraction: progress(what, begin + share * fraction)
 
 
 class UsualModel(ABC):

@@ -41,9 +41,9 @@ Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
     "target", "draft", "memory", "prefer", "context", "reserve_full_context", "threads", "gpu_layers",
-    "kv_type", "flash_attention", "mmap", "mlock", "adapter", "draft_branches", "draft_confidence",
-    "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn", "max_loss",
-    "measure_costs",
+    "kv_type", "flash_attention", "mmap", "mlock", "adapter", "exact", "draft_branches",
+    "draft_confidence", "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn",
+    "max_loss", "measure_costs",
 )  # fmt: skip
 KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
@@ -236,6 +236,9 @@ model_options = _apply([
            help="Whether to use the fused attention kernels."),
     _model("--mmap/--no-mmap", default=True, help="Map the weights from the file, or read them into memory."),
     _model("--mlock/--no-mlock", default=False, help="Keep the weights from being swapped out."),
+    _model("--exact/--no-exact", default=False,
+           help="Run only passes that give the very logits of plain decoding, to the last bit; they are found"
+                " out at the first load. Slower where a model rounds otherwise in wider passes."),
     _model_once("--adapter", metavar="DIR", type=click.Path(),
                 help="A folder with a LoRA or DoRA adapter for the target, as mlx-lm writes it."
                      " MLX models only."),

@@ -20,7 +20,7 @@ __all__ = ["command"]
 # Those that are left out, such as --threads, change nothing that is planned.
 _NAMES = (
     "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "adapter", "keep", "keep_memory", "method", "draft_branches", "draft_window",
+    "mlock", "adapter", "exact", "keep", "keep_memory", "method", "draft_branches", "draft_window",
     "draft_sinks",
 )  # fmt: skip
 _WIDTH = 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.backends.usual import part_of
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.stats import Stats
 from edgespec.memory.giving_way import GivingWay
@@ -12,6 +13,9 @@ from edgespec.memory.growing import GrowingContext
 from edgespec.memory.kept import KeptTexts
 
 __all__ = ["CachedText"]
+
+# Where it makes a difference in which passes a text was read, every text is read in these from its beginning.
+_PIECE_TOKENS = 256
 
 
 class CachedText:
@@ -29,6 +33,9 @@ class CachedText:
         self._context = context
         self._giving = giving
         self._tokens: list[int] = []
+        self._continues = target.facts.capabilities.continues
+        # So many of them were read, the others written.
+        self._read_tokens = 0
 
     @property
     def saved(self) -> bool:
@@ -47,6 +54,7 @@ class CachedText:
         """Keep it among the other texts, where they are kept on disk."""
         if self._kept and self._kept.saves:
             self.settle()
+            self._drop_unsure()
             self._kept.keep(self._tokens)
 
     def give_way(self) -> None:
@@ -61,7 +69,8 @@ class CachedText:
         tokens: what is appended to them later belongs to the text. beyond: so many more should find room.
         """
         target, kept = self._target, self._kept
-        shared = min(common_prefix(self._tokens, tokens), len(tokens) - 1)
+        self._drop_unsure()
+        shared = self._sure(min(common_prefix(self._tokens, tokens), len(tokens) - 1))
         if kept and shared < len(self._tokens):
             kept.keep(self._tokens, shared)
         self._tokens = self._tokens[:shared]
@@ -74,17 +83,46 @@ class CachedText:
         if kept and (found := kept.find(tokens, target.length)):
             self._tokens = []
             kept.restore(found, tokens, target.length)
-        held = target.length
+        held = self._begun()
         self._tokens = tokens
-        if kept and (parting := kept.parting(tokens, held)):
+        self._read_tokens = held
+        if kept and (parting := self._sure(kept.parting(tokens, held))) > held:
             self._read(parting, progress)
             kept.keep_parting(tokens[:parting])
         self._read(len(tokens) - 1, progress)
         return held
 
+    def _sure(self, length: int) -> int:
+        """How many of the first `length` tokens any other reading would have left as they are."""
+        return length if self._continues else length - length % _PIECE_TOKENS
+
+    def _drop_unsure(self) -> None:
+        """Drop what a reading of all would not have left as it is: what was written, and the last piece."""
+        if not self._continues:
+            sure = self._sure(min(self._read_tokens, len(self._tokens)))
+            self._tokens = self._tokens[:sure]
+            self._target.truncate(sure)
+            self.settle()
+
+    def _begun(self) -> int:
+        """Cut the cache to whole pieces, where that matters; how many tokens are left."""
+        length = self._target.length
+        if (whole := self._sure(length)) < length:
+            self._target.truncate(whole)
+            if self._target.length < whole:  # it cannot go back to there
+                self._target.truncate(0)
+        return self._target.length
+
     def _read(self, end: int, progress: Progress | None) -> None:
         """Read on, to the first `end` tokens."""
-        held, started = self._target.length, now()
-        self._target.prefill(self._tokens[held:end], progress)
+        begin, started = self._target.length, now()
+        size = end - begin if self._continues else _PIECE_TOKENS
+        for start in range(begin, end, max(1, size)):
+            stop = min(end, start + size)
+            told = progress and part_of(
+                progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
+            )
+            self._target.prefill(self._tokens[start:stop], told)
+            self._read_tokens = stop
         if self._kept:
-            self._kept.worth.note_read(end - held, now() - started)
+            self._kept.worth.note_read(end - begin, now() - started)

@@ -52,7 +52,8 @@ def verify(
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     Invariant mode, and any mode at temperature 0: the tokens must be equal. A first divergence is scored
-    again at both widths (see `rescore`); what the measured rounding cannot explain is a violation.
+    again at both widths (see `rescore`); what the measured rounding cannot explain is a violation, and where
+    the target was loaded `exact` any divergence is.
 
     Rejection mode above temperature 0: the first three tokens of `samples` replies, each with a seed of its
     own, must follow the law that plain passes give (G-test per position, conditional on the beginning;
@@ -232,7 +233,8 @@ class _Proof:
             history = [*start, *shared]
             gap = score_gap(rescored.plain, params, self._seed, history, plain_token, other_token)
             error = rescored.error
-            if is_near_tie(rescored, params, self._seed, history, plain_token, other_token):
+            exact = self._runtime.target.capabilities.exact
+            if not exact and is_near_tie(rescored, params, self._seed, history, plain_token, other_token):
                 verdict = "near_tie"
         return Divergence(
             prompt.name, temperature, draft_length, at, gap, error, plain_token, other_token, verdict

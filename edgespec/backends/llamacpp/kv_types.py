@@ -67,14 +67,15 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
     For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a
     few, and for many. They add up in different orders and in half precision, so that a plain step and a
     draft's pass disagree a little. For bf16 values, as large, it has one kernel for all, which adds up in
-    single precision but prefills more slowly. `auto` takes it where that cannot be felt.
+    single precision but prefills more slowly. `auto` takes it where that cannot be felt, and where
+    `options.exact`.
     """
     if options.kv_type == "auto":
         plain = KvTypes("f16", "f16")
         on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
         # A draft may round as it likes.
-        small = f16_bytes <= _SMALL_CACHE_BYTES and not options.draft and not alike
-        return KvTypes("f16", "bf16") if on_cpu and small and options.flash_attention != "off" else plain
+        one_kernel = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.draft and not alike
+        return KvTypes("f16", "bf16") if on_cpu and one_kernel and options.flash_attention != "off" else plain
     types = parse_kv_types(options.kv_type)
     if alike and types.keys != types.values:
         raise OptionError(

@@ -1,0 +1,44 @@
+"""`--exact`: a target held to passes that agree with single steps to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from edgespec.backends.agreement import Agreement, find_agreement, held_to
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.learnt import LearntFile, identity_of
+
+__all__ = ["hold_to_exact"]
+
+
+def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> str:
+    """Let a loaded target do only what agrees to the bit; gives what a person should know of it.
+
+    how: all that changes how it computes, beside the weights (`PassCosts.how`). What agrees is found out
+    once, and kept. Raises CancelledError.
+    """
+    facts = model.facts
+    notes = LearntFile("agreement", f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how}")
+    found = _kept(notes)
+    if found is None:
+        found = find_agreement(model, progress)
+        notes.save({"agreement": np.array([found.width, found.branches, found.reading])})
+    able = held_to(facts.capabilities, found)
+    model.facts = replace(facts, capabilities=able)
+    said = [
+        f"exact: passes of up to {able.max_width} tokens" if able.rollback else "exact: nothing is guessed"
+    ]
+    if not able.continues:
+        said.append("what was written is read again")
+    return ", ".join(said)
+
+
+def _kept(notes: LearntFile) -> Agreement | None:
+    """What was found before; None where there is nothing, or nothing that makes sense."""
+    try:
+        width, branches, reading = map(int, notes.load()["agreement"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Agreement(width, bool(branches), bool(reading)) if width >= 1 else None
