@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,16 @@ class TestInvariantMode:
             assert divergence.plain_token != divergence.other_token
         for result in report.methods.values():
             assert result.identical + result.near_tie == result.prompts == 12
+
+    def test_a_target_held_to_the_bit_is_excused_nothing(self) -> None:
+        with rounding(0.05) as pair:
+            with pair.borrowed_target() as target:
+                target.facts = replace(
+                    target.facts, capabilities=replace(target.facts.capabilities, exact=True)
+                )
+            report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
+        assert report.violations > 0
+        assert all(d.verdict == "violation" for r in report.methods.values() for d in r.divergences)
 
     def test_an_error_too_large_to_be_rounding_is_a_violation(self) -> None:
         with rounding(3.0) as pair:

@@ -86,12 +86,10 @@ def kept_texts(
 ) -> KeptTexts | None:
     """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
-    Of a model that does not go on from them exactly, and has to, none are kept.
-
     plan: has the bytes they may take, see `plan_pair`. seen: `files_seen` before the target was loaded. Where
     that is not how its files are now, nobody knows which were loaded, and nothing is kept on disk.
     """
-    if keeping.place == "none" or not target.facts.capabilities.continues:
+    if keeping.place == "none":
         return None
     disk, notice = None, ""
     if keeping.place == "disk":

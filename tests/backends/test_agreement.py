@@ -125,8 +125,5 @@ def _found(target: Path | str, **options: object) -> Agreement:
 
 def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:
     """What the README says of caches, as this processor computes it."""
-    one = _found("demo", kv_type="f16/bf16", threads=2)
-    several = _found("demo", kv_type="f16", threads=2)
-    assert one.reading
-    assert one.width > several.width
-    assert not several.reading
+    assert _found("demo", kv_type="f16/bf16").reading
+    assert not _found("demo", kv_type="f16").reading

@@ -83,6 +83,12 @@ def test_what_is_given_up_is_told(run: Run) -> None:
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 
+def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
+    asked = ("plan", "--context", "65536", "--memory", "8GiB", "--json")
+    usual, exact = (json.loads(run(*asked, *more).stdout) for more in ([], ["--exact"]))
+    assert (usual["kv_type"], exact["kv_type"]) == ("f16", "f16/bf16")
+
+
 def test_the_picture(run: Run) -> None:
     done = run("plan", "--memory", "200MiB")
     assert done.exit_code == 0

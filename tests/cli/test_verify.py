@@ -34,6 +34,13 @@ def test_json(run: Run, prompts: str) -> None:
         assert method["violations"] == 0
 
 
+def test_to_the_last_bit(run: Run, prompts: str) -> None:
+    report = json_of(run("verify", *QUICK, "--prompts", prompts, "--methods", "model", "--exact", "--json"))
+    method = report["methods"]["model"]
+    assert (method["identical"], method["near_tie"], method["violations"]) == (2, 0, 0)
+    assert method["drafted_tokens"] > 0
+
+
 def test_table(run: Run, prompts: str) -> None:
     result = run("verify", *QUICK, "--prompts", prompts, "--methods", "ngram,model")
     assert result.exit_code == 0

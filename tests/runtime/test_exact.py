@@ -1,0 +1,111 @@
+"""`--exact`: whatever was read, written or kept before, a reply is that of plain decoding from nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import Reply, Runtime
+from edgespec.assembly.loading import eagerly
+from tests.backends.tiny_models import write_jamba, write_llama
+
+TURNS = 8
+# What a text is read in where it matters.
+PIECE = 256
+
+
+def reply_to(runtime: Runtime, tokens: list[int], **options: Any) -> Reply:
+    stream = runtime.stream_tokens(tokens, max_tokens=16, **options)
+    for _ in stream:
+        pass
+    return stream.reply
+
+
+def day(
+    target: str, *, methods: tuple[str, ...] = ("auto",), turns: int = TURNS, **options: Any
+) -> tuple[Runtime, list[Reply]]:
+    """Turns of three chats, two of which begin alike, each answered again by a runtime that reads all."""
+    options = {"context": 1024, "draft": "none", "measure_costs": False, "exact": True, **options}
+    replies = []
+    with (
+        eagerly(),
+        edgespec.load(target, keep="none", **options) as fresh,
+        edgespec.load(target, methods=methods, keep_memory="64MiB", **options) as runtime,
+    ):
+        random = np.random.default_rng(1)
+        vocab = runtime.target.vocab_size
+
+        def words(count: int) -> list[int]:
+            return [int(word) for word in random.integers(vocab // 8, vocab, count)]
+
+        begin = words(2 * PIECE + 20)
+        chats = [words(30), begin + words(20), begin + words(40)]
+        for turn in range(turns):
+            chat = chats[turn % 3]
+            chat += words(8)
+            how = {"seed": turn, "temperature": 0.8 * (turn % 2)}
+            reply = reply_to(runtime, chat, method=methods[turn % len(methods)], **how)
+            fresh.forget()
+            assert reply.tokens == reply_to(fresh, chat, method="none", **how).tokens
+            replies.append(reply)
+            chat += reply.tokens
+        return runtime, replies
+
+
+def test_where_all_agrees_texts_go_on_and_drafts_are_verified() -> None:
+    runtime, replies = day("demo", draft="auto", methods=("auto", "model", "suffix"))
+    able = runtime.target.capabilities
+    assert able.exact
+    assert able.continues
+    assert able.max_width > 8
+    assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
+    # The third chat begins as the second one does; the fourth turn goes on with all of the first.
+    assert replies[2].stats.cached_prompt_tokens >= 2 * PIECE + 20
+    assert replies[3].stats.cached_prompt_tokens >= 30 + 8 + len(replies[0].tokens) - 1
+
+
+def test_where_what_was_written_rounds_otherwise_it_is_read_again() -> None:
+    """An f16 cache, which llama.cpp's attention reads by several kernels."""
+    runtime, replies = day("demo", draft="auto", methods=("auto", "model"), kv_type="f16")
+    assert runtime.target.capabilities.exact
+    assert not runtime.target.capabilities.continues
+    went_on = [reply.stats.cached_prompt_tokens for reply in replies]
+    assert went_on == [0, 0, *(2 * PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
+
+
+@pytest.mark.parametrize("write", [write_llama, write_jamba])
+def test_models_of_other_kinds_are_as_exact(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    runtime, _ = day(str(path), methods=("suffix",))
+    assert runtime.target.capabilities.exact
+
+
+def test_an_mlx_model_is_as_exact() -> None:
+    pytest.importorskip("mlx.core")
+    runtime, _ = day("demo-mlx", draft="auto", turns=4)
+    assert runtime.target.capabilities.exact
+
+
+def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    said: list[str] = []
+
+    def progress(what: str, _fraction: float) -> bool:
+        said.append(what)
+        return True
+
+    for times in (1, 0):
+        said.clear()
+        with edgespec.load("demo", "none", exact=True, context=512, progress=progress) as runtime:
+            assert runtime.target.capabilities.exact
+        assert any("agree to the bit" in what for what in said) == bool(times)
+
+
+def test_without_it_a_model_is_held_to_nothing() -> None:
+    with edgespec.load("demo", "none", context=256) as runtime:
+        assert not runtime.target.capabilities.exact
+
