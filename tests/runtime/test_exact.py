@@ -108,4 +108,3 @@ def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_without_it_a_model_is_held_to_nothing() -> None:
     with edgespec.load("demo", "none", context=256) as runtime:
         assert not runtime.target.capabilities.exact
-
