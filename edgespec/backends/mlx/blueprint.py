@@ -27,17 +27,54 @@ __all__ = ["MlxBlueprint"]
 
 # A token as text, its number by its text, and what it is merged from: measured.
 _TOKEN_BYTES = 500
+# Where states are computed, so many times what is written to at one time is made. Measured.
+_MADE_AHEAD = 2
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
 _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Bytes of a full context. layer: of its largest layer; side: of its largest keys, or values."""
+    """Bytes of a full context. layer: of its largest layer; side: of its largest keys, or values.
+
+    states: what recurs, once.
+    """
 
     whole: int
     layer: int
     side: int
+    states: int
+
+
+class _Scan(NamedTuple):
+    """A layer whose state recurs: what it convolves, over so many tokens, and the shape of its state.
+
+    Without a state it only convolves. copies: of its state that are made for each row.
+    """
+
+    convolved: int
+    tokens: int
+    heads: int = 0
+    head_size: int = 0
+    state_size: int = 0
+    copies: int = 0
+
+    def elements(self, rows: int) -> int:
+        """What a processor writes to for so many rows, of buffers that are there at one time. Measured.
+
+        Rows of the layer before are only then made of its state.
+        """
+        inner = self.heads * self.head_size
+        projected = rows * (inner + self.convolved + self.heads)
+        convolving = (self.tokens + 2.5) * rows * self.convolved
+        decays, states = self.heads * rows * rows, self.heads * self.state_size * (self.head_size + rows)
+        if self.copies:
+            decays, made = 0, self.copies * rows * inner * self.state_size
+        else:
+            made = int(2.5 * max(decays, states))
+        before = projected + rows * self.convolved + decays
+        scanning = rows * (self.convolved + inner) + made
+        return int(before + projected + max(convolving, scanning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +83,7 @@ class _Figures:
 
     held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as widened, bytes of
     a full context of so many tokens; without those that cannot be. row_elements: of one row in the middle of
-    a layer; heads: whose scores a processor writes down.
+    a layer; heads: whose scores a processor writes down. scans: the kinds of layers that recur.
     """
 
     sizes: Sizes
@@ -55,6 +92,7 @@ class _Figures:
     vocab_size: int
     row_elements: int
     heads: int
+    scans: frozenset[_Scan]
     caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
@@ -96,17 +134,17 @@ class MlxBlueprint:
 
         MLX makes buffers well before it writes to them: where those count, as addresses or on a graphics
         processor, a layer is there twice beside the scores. A processor writes to the new keys and lets go
-        of the old ones, then to the values, and only then to scores.
+        of the old ones, then to the values, and only then to scores. States are never written into.
         """
         on_cpu = core().default_device() == core().cpu
         pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, on_cpu)
         if on_cpu and not addresses_are_limited():
-            return max(pass_bytes, cache.side) + freed_buffers_bytes()
+            return max(pass_bytes, cache.side) + cache.states + freed_buffers_bytes()
         # The addresses of what little is kept of freed buffers for a processor are used again at once.
-        return pass_bytes + cache.layer + (0 if on_cpu else freed_buffers_bytes())
+        return pass_bytes + cache.layer + cache.states + (0 if on_cpu else freed_buffers_bytes())
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, on_cpu: bool) -> int:
-        """Logits, the middle of a layer, and the scores of so many tokens."""
+        """Logits, the middle of a layer, the scores of so many tokens, and what states are made of."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
@@ -114,7 +152,10 @@ class MlxBlueprint:
         row = self._figures.row_elements + (self._figures.heads * tokens if on_cpu else 0)
         # Prefill gives no logits.
         logits = 2 * self._figures.vocab_size
-        return max(rows * row, MAX_WIDTH * (row + logits)) * (4 if widened or on_cpu else 2)
+        scan = max((layer.elements(max(rows, MAX_WIDTH)) for layer in self._figures.scans), default=0)
+        if not on_cpu or addresses_are_limited():
+            scan *= _MADE_AHEAD
+        return max(rows * row, MAX_WIDTH * (row + logits), scan) * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
         """See `Blueprint`."""
@@ -169,24 +210,56 @@ def _figures_of(outline: Outline) -> _Figures:
         outline.vocab_size,
         6 * hidden + 3 * middle,
         heads,
+        _scans(outline.model),
         caches,
     )
+
+
+def _scans(model: Any) -> frozenset[_Scan]:
+    """The kinds of layers that recur, from the shapes of their states."""
+    scans = set()
+    for layer in _begun(model, None).states:
+        # Of few rows, and of all channels.
+        convolved = [array.shape for array in layer if array.ndim == 3 and array.shape[1] < array.shape[2]]
+        tokens = max((shape[1] for shape in convolved), default=0)
+        of_state = (0, 0, 0, 0)
+        for array in layer:
+            if array.ndim == 4:
+                # Mamba 2 makes all rows at once.
+                at_once = any("A_log" in module and "D" in module for module in model.modules())
+                of_state = (*array.shape[1:], 0 if at_once else 1)
+            elif array.ndim == 3 and array.shape not in convolved:
+                of_state = (array.shape[1], 1, array.shape[2], 2)
+        heads, head_size, state_size, copies = of_state
+        channels = sum(shape[2] for shape in convolved)
+        scan = _Scan(channels, tokens + 1, heads, head_size, state_size, copies)
+        scans.add(scan)
+    return frozenset(scans)
 
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
     """What the caches take, and the states beside them, when a context of so many tokens is full."""
     from edgespec.backends.mlx.caches import rows_for
-    from edgespec.backends.mlx.memory import Memory
-    from edgespec.backends.mlx.shape import PassShape
 
-    memory = Memory(model, PassShape(), bits)
-    model(core().array([[0]]), cache=memory.layers)
+    memory = _begun(model, bits)
     whole = memory.sizes()
+    states = sum(array.nbytes for layer in memory.states for array in layer)
     layers = [(cache.bytes_per_token, cache.side_bytes_per_token, cache.window) for cache in memory.attention]
 
     def sizes(tokens: int) -> _CacheBytes:
         rows = [(layer, side, rows_for(window, tokens)) for layer, side, window in layers]
         largest = max((layer * many for layer, _, many in rows), default=0)
-        return _CacheBytes(whole(tokens), largest, max((side * many for _, side, many in rows), default=0))
+        side = max((side * many for _, side, many in rows), default=0)
+        return _CacheBytes(whole(tokens), largest, side, states)
 
     return sizes
+
+
+def _begun(model: Any, bits: int | None) -> Any:
+    """The `Memory` of a model after one token, of which nothing is computed."""
+    from edgespec.backends.mlx.memory import Memory
+    from edgespec.backends.mlx.shape import PassShape
+
+    memory = Memory(model, PassShape(), bits)
+    model(core().array([[0]]), cache=memory.layers)
+    return memory

@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from edgespec.backends.mlx.caches import AttentionCache, QuantizedAttentionCache, rows_for
 from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.replay import MAX_CHECKPOINTS
 
 __all__ = ["Mark", "Memory"]
 
@@ -105,9 +106,14 @@ class Memory:
         return states
 
     @property
-    def background_arrays(self) -> list[mx.array]:
-        """The arrays that the logits of a pass do not depend on, and which would stay unevaluated."""
-        return [array for cache in self.recurrent for array in cache.cache if array is not None]
+    def states(self) -> list[list[mx.array]]:
+        """The recurrent arrays of each layer: logits do not depend on them, so that they stay unevaluated."""
+        return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
+
+    def cut_out(self) -> None:
+        """Let the recurrent states be arrays of their own: a slice keeps all of what it is a part of."""
+        for cache in self.recurrent:
+            cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +127,8 @@ class Memory:
         """
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
         fixed = sum(cache.nbytes for cache in self.recurrent)
+        # The states now, and those that may be gone back to.
+        fixed *= MAX_CHECKPOINTS + 1
         known = not self.foreign
         return lambda tokens: known * (fixed + sum(size * rows_for(window, tokens) for size, window in rows))
 

@@ -76,6 +76,8 @@ class Passes:
         with translated("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.memory.layers)[0]
         self.memory.length += tokens.size
+        if tokens.size > 1:
+            self.memory.cut_out()
         return rows.astype(mx.float32)
 
     def forward_part(self, tokens: mx.array, part: AbstractContextManager[None]) -> mx.array:
@@ -93,6 +95,7 @@ class Passes:
         self.shape.chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
+            self._launch_states(len(tokens))
             # The logits are never asked for, and so never computed.
             evaluated(*self.memory.arrays)
         except BackendError:
@@ -209,7 +212,13 @@ class Passes:
 
     def _launch(self, rows: mx.array) -> None:
         states = self._part.background_arrays() if self._part else []
-        launched(rows, *states, *self.memory.background_arrays)
+        self._launch_states(rows.shape[0])
+        launched(rows, *states, *(array for layer in self.memory.states for array in layer))
+
+    def _launch_states(self, width: int) -> None:
+        """Layer by layer: MLX would compute all states last, and keep what they are made of until then."""
+        for layer in self.memory.states if width > 1 else ():
+            launched(*layer)
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._launch(rows)
