@@ -21,10 +21,11 @@ MLX_KINDS: dict[str, dict[str, Any]] = {
 
 
 def write_mlx(folder: Path, kind: str, type_name: str, *, tiny: bool = False) -> Path:
-    """A checkpoint of a kind: float16, or with weights of so many bits."""
+    """A checkpoint of a kind: float32, float16, or float16 with weights of so many bits."""
     sys.path.append(str(Path(__file__).parents[2]))
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
-    bits = None if type_name == "float16" else ("affine", int(type_name), 64)
+    bits = None if type_name.startswith("float") else ("affine", int(type_name), 64)
+    dtype = "float16" if bits else type_name
     larger = {} if tiny else {**MLX_KINDS[kind], "max_position_embeddings": 1 << 17}
-    return write_checkpoint(folder, kind, dtype="float16", quantisation=bits, config=larger)
+    return write_checkpoint(folder, kind, dtype=dtype, quantisation=bits, config=larger)
