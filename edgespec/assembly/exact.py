@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import psutil
 
 from edgespec.backends.agreement import Agreement, find_agreement, held_to
 from edgespec.backends.base import LanguageModel, Progress
@@ -20,7 +21,10 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     once, and kept. Raises CancelledError.
     """
     facts = model.facts
-    notes = LearntFile("agreement", f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how}")
+    # As many threads are the default, and as much is tried, as these two allow.
+    limits = f"{_usable_cores()} {facts.context_tokens}"
+    told = f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how} {limits}"
+    notes = LearntFile("agreement", told)
     found = _kept(notes)
     if found is None:
         found = find_agreement(model, progress)
@@ -35,10 +39,18 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     return ", ".join(said)
 
 
+def _usable_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(psutil.Process().cpu_affinity())
+    except (AttributeError, psutil.Error):
+        return psutil.cpu_count() or 1
+
+
 def _kept(notes: LearntFile) -> Agreement | None:
     """What was found before; None where there is nothing, or nothing that makes sense."""
     try:
         width, branches, reading = map(int, notes.load()["agreement"])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return Agreement(width, bool(branches), bool(reading)) if width >= 1 else None

@@ -6,11 +6,11 @@ in their last places, and a near-tie can flip. `--exact` uses what was found to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import cycle
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel, Progress
 from edgespec.engine.tree import TokenTree
@@ -22,9 +22,15 @@ __all__ = ["Agreement", "find_agreement", "held_to"]
 _MOST_WIDTH = 17
 # After so many tokens: llama.cpp's attention has a kernel of its own for single steps beyond 256.
 _DEPTHS = (290, 40)
+# Steps that are taken there. Where a kernel rounds otherwise only once in some ten thousand numbers, a small
+# model shows it once in fifty tokens, a large one in every other.
+_STEPS = 3 * _MOST_WIDTH // 2 + 1
+_STEPS_OF_SMALL, _SMALL_BYTES = 136, 256 * 2**20
 # A text is read again in these: few rows, and more than a tile of any kernel has.
-_PIECES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 130)
+_PIECES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
 _TREES = 3
+# What was read or run is gone on from by so many steps.
+_LAST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +47,35 @@ class Agreement:
 
 
 def find_agreement(model: LanguageModel, progress: Progress | None = None) -> Agreement:
-    """Try passes of a model after a few and after some hundred tokens; its cache is empty afterwards.
+    """Try passes of a model after some hundred tokens and after a few; its cache is empty afterwards.
 
-    It takes three readings of a few hundred tokens, about 80 single steps and 40 wider passes.
-    Raises CancelledError where `progress` (called with what, fraction) says False or the model is
+    It takes two or three readings of some hundred tokens, and about 100 single steps (of a small model 200)
+    and 80 wider passes. What is found holds for a context of this size.
+    Raises CancelledError where `progress` (called with what, fraction) says False, or the model is
     interrupted.
     """
     able = model.facts.capabilities
     width = min(_MOST_WIDTH, able.max_width) if able.rollback else 1
     branches, reading = able.rollback and able.tree, True
-    model.truncate(0)
+    count = _STEPS_OF_SMALL if model.facts.weight_bytes < _SMALL_BYTES else _STEPS
     try:
         for i, depth in enumerate(_DEPTHS):
-            depth = min(depth, model.room - 2 * _MOST_WIDTH)
+            model.truncate(0)
+            count = min(count, max(_STEPS, model.room - depth - _LAST))
+            depth = min(depth, model.room - count - _LAST)
             if depth < 1:
                 return Agreement(1, False, False)
             _tell(progress, i / len(_DEPTHS))
-            trial = _Trial(model, depth, max(width, 2 * _TREES) + 2)
-            width = trial.widest(width)
-            branches = branches and width > 3 and trial.trees_agree()
+            trial = _Trial(model, depth, count)
             reading = reading and trial.reading_agrees()
+            # Where a text reads the same in all sizes, its layers round the same: a few rows show the head.
+            width = trial.widest(width, thorough=not reading)
+            branches = branches and width > 3 and trial.trees_agree()
+            count = min(count, _STEPS)
     finally:
         model.truncate(0)
-    return Agreement(width, branches, reading)
+    # Of what rounds otherwise in every wider pass a trial may see nothing where a cache rounds it away.
+    return Agreement(width, branches, reading and (width > 1 or not able.rollback))
 
 
 def _tell(progress: Progress | None, fraction: float) -> None:
@@ -72,83 +84,95 @@ def _tell(progress: Progress | None, fraction: float) -> None:
 
 
 class _Trial:
-    """A text of `depth` tokens and `count` more, whose logits single steps gave after one reading."""
+    """A text of `depth` tokens read at once, and what single steps said after each of the next `count`."""
 
     def __init__(self, model: LanguageModel, depth: int, count: int) -> None:
-        self._model, self._depth = model, depth
-        self._everything = np.arange(model.facts.vocab_size)
+        self._model, self._depth, self._count = model, depth, count
         size = model.facts.vocab_size
-        self._tokens = np.random.default_rng(depth).integers(size // 8, size, depth + count).tolist()
+        self._everything = np.arange(size)
+        words = np.random.default_rng(depth).integers(size // 8, size, depth + count + _LAST)
+        self._tokens: list[int] = words.tolist()
         model.truncate(0)
         model.prefill(self._tokens[:depth])
-        self._steps = [self._step(token) for token in self._tokens[depth:]]
+        self._said = [self._step(token) for token in self._tokens[depth:]]
 
-    def _rows(self, tree: TokenTree) -> list[NDArray[np.floating]]:
+    def _run(self, tree: TokenTree) -> list[bytes]:
+        """What a pass says after each node: a digest of all logits."""
         logits = self._model.verify(tree)
-        return [logits.at(row, self._everything).copy() for row in range(tree.width)]
+        rows = (logits.at(row, self._everything) + 0.0 for row in range(tree.width))
+        return [blake2b(row.tobytes()).digest() for row in rows]
 
-    def _step(self, token: int) -> NDArray[np.floating]:
-        (row,) = self._rows(TokenTree.chain(token))
+    def _step(self, token: int) -> bytes:
+        (said,) = self._run(TokenTree.chain(token))
         self._model.commit(())
-        return row
+        return said
 
     def _go_back(self) -> None:
         self._model.truncate(self._depth)
         self._model.prefill(self._tokens[self._model.length : self._depth])
 
-    def _is(self, rows: Sequence[NDArray[np.floating]], first: int) -> bool:
-        """Whether these are the logits after tokens `first` and up of those beyond the depth."""
-        return all(map(np.array_equal, rows, self._steps[first : first + len(rows)]))
+    def _goes_on(self, steps: int = _LAST) -> bool:
+        """Whether steps after what the cache holds say what they said."""
+        first = self._model.length
+        said = [self._step(token) for token in self._tokens[first : first + steps]]
+        return said == self._said[first - self._depth :][:steps]
 
-    def _goes_on(self, first: int) -> bool:
-        """Whether a step after a pass still says what it said."""
-        return self._is([self._step(self._tokens[self._depth + first])], first)
+    def widest(self, most: int, *, thorough: bool) -> int:
+        """The most rows of a chain up to which every one agrees: two passes of each, or the whole text."""
+        widths = range(2, most + 1)
+        return next((width - 1 for width in widths if not self._agrees(width, thorough)), most)
 
-    def widest(self, most: int) -> int:
-        """The most rows of a chain up to which every one agrees."""
-        for width in range(2, most + 1):
-            self._go_back()
-            root, *rest = self._tokens[self._depth : self._depth + width]
-            rows = self._rows(TokenTree.chain(root, rest))
-            self._model.commit(tuple(range(1, width)))
-            if not (self._is(rows, 0) and self._goes_on(width)):
-                return width - 1
-        return most
+    def _agrees(self, width: int, thorough: bool) -> bool:
+        """Whether passes of so many rows do, one after another; of the first one the last half is wrong."""
+        self._go_back()
+        end = self._count if thorough else min(self._count, 2 * width)
+        done, right = 0, width // 2
+        while done + width <= end:
+            root, *rest = self._tokens[self._depth + done :][:right]
+            wrong = self._tokens[: width - right]
+            said = self._run(TokenTree.chain(root, [*rest, *wrong]))
+            self._model.commit(tuple(range(1, right)))
+            if said[:right] != self._said[done : done + right]:
+                return False
+            done, right = done + right, width
+        return self._goes_on(1)
 
     def trees_agree(self) -> bool:
         """Whether the right path of one tree after another does, with wrong turns before its nodes."""
         self._go_back()
-        for turn in range(_TREES):
-            first = 2 * turn
-            root, right = self._tokens[self._depth + first : self._depth + first + 2]
-            wrong = self._tokens[turn]
+        for first in range(0, 2 * _TREES, 2):
+            root, right = self._tokens[self._depth + first :][:2]
+            wrong = self._tokens[first]
             tree = TokenTree((root, wrong, right, wrong), (-1, 0, 0, 1), (None,) * 4)
-            rows = self._rows(tree)
+            said = self._run(tree)
             self._model.commit((2,))
-            if not self._is([rows[0], rows[2]], first):
+            if [said[0], said[2]] != self._said[first : first + 2]:
                 return False
-        return self._goes_on(2 * _TREES)
+        return self._goes_on()
 
     def reading_agrees(self) -> bool:
-        """Whether the text read in pieces leaves what it left when it was read at once."""
+        """Whether it makes no difference what of the text was read at once, in pieces, and in steps."""
         self._model.truncate(0)
-        for turn in range(self._depth):
-            start = self._model.length
-            if start == self._depth:
-                break
-            size = min(_PIECES[turn % len(_PIECES)], self._depth - start)
+        pieces = cycle(_PIECES)
+        while (start := self._model.length) < self._depth:
+            size = min(next(pieces), self._depth - start)
             if size == 1:
                 self._step(self._tokens[start])
             else:
                 self._model.prefill(self._tokens[start : start + size])
-        return all(self._goes_on(i) for i in range(len(self._steps)))
+        self._model.prefill(self._tokens[self._depth : self._depth + self._count])
+        if self._goes_on():
+            return True
+        self._model.truncate(0)  # what was read like this is no beginning for other trials
+        return False
 
 
 def held_to(able: Capabilities, found: Agreement) -> Capabilities:
     """What a model can do where only passes that agree to the bit are wanted.
 
     Memories that take tokens back by running some again, and drafts on the target's own memory, run passes
-    of any width: those are left only where that makes no difference.
+    of any width: those are left only where that makes no difference. Where nothing may be guessed no pass has
+    two rows, not even one that begins with what is run again.
     """
     width = found.width if found.reading or able.cuts else 1
     exact = replace(able, exact=True, continues=found.reading)
@@ -156,7 +180,7 @@ def held_to(able: Capabilities, found: Agreement) -> Capabilities:
         return exact
     if width == 1:
         why = "no wider pass of it gives the very logits of single steps, and --exact was asked for"
-        return replace(exact, rollback=False, tree=False, reason=why, self_drafts=frozenset())
+        return replace(exact, rollback=False, tree=False, reason=why, max_width=1, self_drafts=frozenset())
     return replace(
         exact,
         max_width=width,

@@ -93,8 +93,13 @@ class CachedText:
         return held
 
     def _sure(self, length: int) -> int:
-        """How many of the first `length` tokens any other reading would have left as they are."""
-        return length if self._continues else length - length % _PIECE_TOKENS
+        """How many of the first `length` tokens any other reading would have left as they are.
+
+        None in a memory that is brought back to a length by running tokens again.
+        """
+        if self._continues:
+            return length
+        return length - length % _PIECE_TOKENS if self._target.facts.capabilities.cuts else 0
 
     def _drop_unsure(self) -> None:
         """Drop what a reading of all would not have left as it is: what was written, and the last piece."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import edgespec
 from edgespec.backends.agreement import Agreement, find_agreement, held_to
-from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.base import Capabilities, LanguageModel, Progress
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -35,8 +36,8 @@ class _RoundingModel(TabularModel):
         if length == 0:
             self._passes = 0
 
-    def prefill(self, tokens: object, progress: object = None) -> None:
-        super().prefill(tokens, progress)  # type: ignore[arg-type]
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        super().prefill(tokens, progress)
         self._passes += 1
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
@@ -51,8 +52,9 @@ class _RoundingModel(TabularModel):
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 def test_the_widest_pass_that_agrees_is_found(width: int) -> None:
     found = find_agreement(_RoundingModel(width=width))
-    assert (found.width, found.reading) == (width, True)
-    assert found.branches == (width > 3)
+    assert (found.width, found.branches) == (width, width > 3)
+    # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
+    assert found.reading == (width > 1)
 
 
 def test_what_agrees_everywhere_is_found_to_agree() -> None:
@@ -76,6 +78,40 @@ def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
     assert find_agreement(Late()).width == 4
 
 
+def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
+    """As llama.cpp's passes of 8 rows and more do for IQ4_NL weights."""
+
+    class Rare(_RoundingModel):
+        odd = False
+
+        def _note(self, count: int) -> None:
+            after = self.length % 50
+            self.odd = self.length > 0 and (self.odd or (count < 8 and after < 25 <= after + count))
+
+        def truncate(self, length: int) -> None:
+            super().truncate(length)
+            self._note(99)
+
+        def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+            self._note(len(tokens))
+            super().prefill(tokens, progress)
+
+        def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+            self._width = 0 if self.odd else 99
+            logits = super().verify(tree, first)
+            self._note(tree.width)
+            return logits
+
+    found = find_agreement(Rare())
+    assert found.width < 8
+    assert not found.reading
+
+
+@pytest.mark.parametrize("context_tokens", [64, 256, 320])
+def test_a_context_smaller_than_the_text_of_the_trial_is_tried_to_its_end(context_tokens: int) -> None:
+    assert find_agreement(table(3, context_tokens=context_tokens)) == Agreement(17, True, True)
+
+
 def test_the_cache_is_empty_afterwards_and_a_cancel_ends_it() -> None:
     model = _RoundingModel()
     find_agreement(model)
@@ -97,12 +133,13 @@ _ABLE = Capabilities(True, True, max_width=256, self_drafts=frozenset({"lowbit"}
     [
         (_ABLE, Agreement(17, True, True), (True, True, 17, True, {"lowbit"})),
         (_ABLE, Agreement(7, False, False), (True, False, 7, False, set())),
-        (_ABLE, Agreement(1, False, True), (False, False, 256, True, set())),
+        # What is run again to go back must not ride in the pass of a step.
+        (_ABLE, Agreement(1, False, True), (False, False, 1, True, set())),
         # What runs tokens again to go back does so in passes of any width.
         (
             Capabilities(True, False, cuts=False),
             Agreement(5, False, False),
-            (False, False, 1 << 20, False, set()),
+            (False, False, 1, False, set()),
         ),
         (Capabilities(False, False, "why"), Agreement(1, False, True), (False, False, 1 << 20, True, set())),
     ],

@@ -6,12 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
+from edgespec.assembly import exact
+from edgespec.assembly.exact import hold_to_exact
 from edgespec.assembly.loading import eagerly
-from tests.backends.tiny_models import write_jamba, write_llama
+from edgespec.backends.agreement import Agreement
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from tests.backends.tiny_models import write_jamba, write_llama, write_mamba
+from tests.tables import table
 
 TURNS = 8
 # What a text is read in where it matters.
@@ -26,7 +34,12 @@ def reply_to(runtime: Runtime, tokens: list[int], **options: Any) -> Reply:
 
 
 def day(
-    target: str, *, methods: tuple[str, ...] = ("auto",), turns: int = TURNS, **options: Any
+    target: str,
+    *,
+    methods: tuple[str, ...] = ("auto",),
+    turns: int = TURNS,
+    begin_tokens: int = 2 * PIECE + 20,
+    **options: Any,
 ) -> tuple[Runtime, list[Reply]]:
     """Turns of three chats, two of which begin alike, each answered again by a runtime that reads all."""
     options = {"context": 1024, "draft": "none", "measure_costs": False, "exact": True, **options}
@@ -42,7 +55,7 @@ def day(
         def words(count: int) -> list[int]:
             return [int(word) for word in random.integers(vocab // 8, vocab, count)]
 
-        begin = words(2 * PIECE + 20)
+        begin = words(begin_tokens)
         chats = [words(30), begin + words(20), begin + words(40)]
         for turn in range(turns):
             chat = chats[turn % 3]
@@ -84,9 +97,31 @@ def test_models_of_other_kinds_are_as_exact(tmp_path: Path, write: Any) -> None:
     assert runtime.target.capabilities.exact
 
 
+def test_what_runs_tokens_again_to_go_back_reads_all_of_a_text_where_that_rounds_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would ride in the pass of a step, or be read with what comes after them."""
+    widths: list[int] = []
+    run = LlamaCppModel.verify
+
+    def noted(model: LlamaCppModel, tree: TokenTree, first: int = 0) -> HostLogits:
+        widths.append(tree.width)
+        return run(model, tree, first)
+
+    monkeypatch.setattr(LlamaCppModel, "verify", noted)
+    path = write_mamba(tmp_path / "tiny.gguf")
+    with edgespec.load(str(path), "none", context=512, exact=True, measure_costs=False) as runtime:
+        widths.clear()
+        tokens = list(range(40, 70))
+        for _ in range(2):
+            reply = reply_to(runtime, tokens)
+            assert reply.stats.cached_prompt_tokens == 0
+        assert set(widths) == {1}
+
+
 def test_an_mlx_model_is_as_exact() -> None:
     pytest.importorskip("mlx.core")
-    runtime, _ = day("demo-mlx", draft="auto", turns=4)
+    runtime, _ = day("demo-mlx", draft="auto", turns=4, begin_tokens=80)
     assert runtime.target.capabilities.exact
 
 
@@ -103,6 +138,17 @@ def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         with edgespec.load("demo", "none", exact=True, context=512, progress=progress) as runtime:
             assert runtime.target.capabilities.exact
         assert any("agree to the bit" in what for what in said) == bool(times)
+
+
+def test_what_was_found_in_a_small_context_or_with_less_threads_is_not_believed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    assert "nothing is guessed" in hold_to_exact(table(3, context_tokens=20), "", None)
+    assert "17 tokens" in hold_to_exact(table(3), "", None)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _: [*range(1000)], raising=False)
+    monkeypatch.setattr(exact, "find_agreement", lambda *_: Agreement(5, True, True))
+    assert "5 tokens" in hold_to_exact(table(3), "", None)
 
 
 def test_without_it_a_model_is_held_to_nothing() -> None:
