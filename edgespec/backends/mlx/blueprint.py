@@ -82,15 +82,17 @@ class _Figures:
     """All that is asked about a model, so that it need not be put together twice.
 
     held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as widened, bytes of
-    a full context of so many tokens; without those that cannot be. row_elements: of one row in the middle of
-    a layer; heads: whose scores a processor writes down. scans: the kinds of layers that recur.
+    a full context of so many tokens; without those that cannot be. hidden, middle: elements of one row
+    between layers, and within them; heads: whose scores a processor writes down. scans: the kinds of layers
+    that recur.
     """
 
     sizes: Sizes
     held_bytes: tuple[int, int]
     zero_bytes: int
     vocab_size: int
-    row_elements: int
+    hidden: int
+    middle: int
     heads: int
     scans: frozenset[_Scan]
     caches: dict[tuple[int | None, bool], _CacheSizes]
@@ -137,25 +139,34 @@ class MlxBlueprint:
         of the old ones, then to the values, and only then to scores. States are never written into.
         """
         on_cpu = core().default_device() == core().cpu
-        pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, on_cpu)
-        if on_cpu and not addresses_are_limited():
+        touched = on_cpu and not addresses_are_limited()
+        pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, touched)
+        if touched:
             return max(pass_bytes, cache.side) + cache.states + freed_buffers_bytes()
         # The addresses of what little is kept of freed buffers for a processor are used again at once.
         return pass_bytes + cache.layer + cache.states + (0 if on_cpu else freed_buffers_bytes())
 
-    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, on_cpu: bool) -> int:
-        """Logits, the middle of a layer, the scores of so many tokens, and what states are made of."""
+    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, touched: bool) -> int:
+        """Logits, the middle of a layer, the scores of so many tokens, and what states are made of.
+
+        touched: one after another, as a processor writes to them, and not all that is made ahead.
+        """
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
+        figures, on_cpu = self._figures, core().default_device() == core().cpu
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
         # A processor writes all scores down; the kernels of a graphics processor do not.
-        row = self._figures.row_elements + (self._figures.heads * tokens if on_cpu else 0)
+        scores = figures.heads * tokens if on_cpu else 0
+        hidden, middle, logits = 6 * figures.hidden, 3 * figures.middle, 2 * figures.vocab_size
+        scan = max((layer.elements(max(rows, MAX_WIDTH)) for layer in figures.scans), default=0)
         # Prefill gives no logits.
-        logits = 2 * self._figures.vocab_size
-        scan = max((layer.elements(max(rows, MAX_WIDTH)) for layer in self._figures.scans), default=0)
-        if not on_cpu or addresses_are_limited():
-            scan *= _MADE_AHEAD
-        return max(rows * row, MAX_WIDTH * (row + logits), scan) * (4 if widened or on_cpu else 2)
+        if touched:
+            row = hidden + max(middle, scores)
+            most = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
+        else:
+            row = hidden + middle + scores
+            most = max(rows * row, MAX_WIDTH * (row + logits), _MADE_AHEAD * scan)
+        return most * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
         """See `Blueprint`."""
@@ -208,7 +219,8 @@ def _figures_of(outline: Outline) -> _Figures:
         held_bytes,
         outline.zero_bytes,
         outline.vocab_size,
-        6 * hidden + 3 * middle,
+        hidden,
+        middle,
         heads,
         _scans(outline.model),
         caches,

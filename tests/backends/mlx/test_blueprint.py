@@ -21,7 +21,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
-_LONG = {"max_position_embeddings": 8192}
+_LONG = {"max_position_embeddings": 8192, "num_attention_heads": 16}
 _KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
 
 
@@ -139,17 +139,16 @@ print(run(sys.argv[1], int(sys.argv[2])))
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("llama", {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}),
-        ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 256}),
+        ("llama", {"head_dim": 64, "vocab_size": 16_000, "intermediate_size": 8_000}),
+        ("llama", {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4}),
         ("mamba2", {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16}),
     ],
 )
 def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Path) -> None:
-    """Most is held while there are scores, or while the keys of a layer are there twice; never both.
-
-    And what the states of one layer are made of, however many there are.
+    """Most is held while there are scores, or logits, or while the keys of a layer are there twice, or what
+    the states of one are made of: never two of these.
     """
-    path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**config, **_LONG})
+    path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**_LONG, **config})
     told = _told(path, LoadOptions(context_tokens=2048))
     done = subprocess.run(
         [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
