@@ -35,7 +35,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
         f"exact: passes of up to {able.max_width} tokens" if able.rollback else "exact: nothing is guessed"
     ]
     if not able.continues:
-        said.append("what was written is read again")
+        said.append(f"{'what was written' if able.cuts else 'every text'} is read again")
     return ", ".join(said)
 
 
