@@ -21,15 +21,17 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     once, and kept. Raises CancelledError.
     """
     facts = model.facts
-    # As many threads are the default, and as much is tried, as these two allow.
-    limits = f"{_usable_cores()} {facts.context_tokens}"
+    able = facts.capabilities
+    # As many threads are the default, and as much is tried, as these allow; MLX weights that draft at fewer
+    # bits are split, and add up otherwise.
+    limits = f"{_usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_drafts)}"
     told = f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how} {limits}"
     notes = LearntFile("agreement", told)
     found = _kept(notes)
     if found is None:
         found = find_agreement(model, progress)
         notes.save({"agreement": np.array([found.width, found.branches, found.reading])})
-    able = held_to(facts.capabilities, found)
+    able = held_to(able, found)
     model.facts = replace(facts, capabilities=able)
     said = [
         f"exact: passes of up to {able.max_width} tokens" if able.rollback else "exact: nothing is guessed"
