@@ -46,6 +46,7 @@ _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 # So much of what a plan says is given. What is refused may hold so much more afterwards.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
 _LEFT_BYTES = 2 * _MIB
+_NO_LIMIT = 2**42
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ def _under_limits(cells: list[tuple[str, Cell]]) -> int:
     """Run each cell under several limits of its addresses; 1 where any ended otherwise than it was told."""
     counts = {"ran": 0, "ran with less": 0, "refused": 0, "failed": 0}
     for name, cell in cells:
-        plan = _asked("plan", cell)
+        # Where addresses are limited more of them is planned than is touched.
+        plan = _asked("plan", replace(cell, address_bytes=_NO_LIMIT))
         if "total_bytes" not in plan:
             print(f"{name}: not planned: {plan}")
             counts["failed"] += 1

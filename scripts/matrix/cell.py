@@ -65,6 +65,8 @@ class Cell:
 
 def planned(cell: Cell) -> dict[str, Any]:
     """What `edgespec plan --json` says of it."""
+    if cell.address_bytes:
+        _limit_addresses(_status(), cell.address_bytes)
     return edgespec.plan(**cell.options).plan.to_json()
 
 
