@@ -136,8 +136,9 @@ def _grow(runtime: edgespec.Runtime) -> None:
     context = runtime._target.facts.most_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
-    runtime._target.truncate(context - 280)
-    _verify(runtime._target, 256)
+    for model in filter(None, (runtime._target, runtime._draft)):
+        model.truncate(context - 280)
+        _verify(model, 256)
     _forget_unused()
 
 
