@@ -19,7 +19,7 @@ from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import give_back
-from edgespec.memory import PROCESS_BYTES
+from edgespec.memory import PROCESS_BYTES, budget
 from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
@@ -118,15 +118,16 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
-    """Let the process have so many addresses more, and those of threads it may start, and of what Python is
-    planned to take and has not taken yet. Returns the limit.
+    """Let the process have so many addresses more, and those of threads it may start, of what Python is
+    planned to take and has not taken yet, and of the steps in which a budget counts. Returns the limit.
     """
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
     process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
-    limit = before["VmSize"] + more_bytes + stacks + max(0, process - before["VmRSS"])
+    steps = min(before["VmRSS"], process) % budget._OWN_STEP_BYTES + budget._STEP_BYTES
+    limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit
 
