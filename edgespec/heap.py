@@ -12,7 +12,7 @@ from functools import cache
 if sys.platform != "win32":
     import resource
 
-__all__ = ["addresses_are_limited", "give_back", "return_large_buffers", "spare_addresses"]
+__all__ = ["addresses_are_limited", "give_back", "kept_bytes", "return_large_buffers", "spare_addresses"]
 
 # By malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -50,6 +50,11 @@ def return_large_buffers() -> None:
     """
     _set(_MMAP_THRESHOLD, _LARGE_BYTES)
     _set(_TRIM_THRESHOLD, _TOP_BYTES)
+
+
+def kept_bytes() -> int:
+    """What malloc keeps of freed memory at the end of a heap, after `return_large_buffers`."""
+    return _TOP_BYTES if sys.platform == "linux" else 0
 
 
 def give_back() -> None:

@@ -158,7 +158,7 @@ def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, 
 def _mlx_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:
     for kind in filter(None, args.mlx_kinds.split(",")):
         for type_name in args.mlx_types.split(","):
-            basic = Cell(str(shop.mlx(kind, type_name)), warm=str(shop.mlx("llama", "float16", "tiny")))
+            basic = Cell(str(shop.mlx(kind, type_name)), warm=str(shop.mlx(kind, type_name, f"tiny-{kind}")))
             contexts = [int(context) for context in args.mlx_contexts.split(",")]
             for context in contexts if type_name == "float16" else contexts[:1]:
                 yield f"{kind} MLX {type_name}", replace(basic, context=context)
@@ -172,8 +172,8 @@ def _run(name: str, cell: Cell) -> Row | None:
         print(f"{label}: failed: {plan if 'items' not in plan else run}", flush=True)
         return None
     row = Row(label, cell, plan, run)
-    parts = (row.of("weights"), row.of("cache"), row.of("compute", "output"), row.of("cells", "vocabulary"))
-    sizes = " + ".join(f"{part:,.1f}" for part in parts)
+    kinds = (("weights",), ("cache",), ("compute", "output"), ("cells", "vocabulary", "heap"))
+    sizes = " + ".join(f"{row.of(*some):,.1f}" for some in kinds)
     of_library = f" (MLX: {run['library_peak'] / _MIB:,.1f})" if run["library_peak"] else ""
     print(
         f"| {label} | {sizes} | {row.planned / _MIB:,.1f} | {row.measured / _MIB:,.1f}{of_library} |"

@@ -9,10 +9,9 @@ is left for good and another begins. They have one system prompt, and a document
 memory for texts holds three of the longest; what is over that goes to disk. Every turn is taken again by a
 runtime that keeps nothing and reads all.
 
-unequal: replies that are not those of the fresh run. A cache that the backend reads by several kernels
-(--kv-type f16, which large ones are unless told otherwise) rounds a text read in parts otherwise than one
-read whole: near_ties are those that at most one logit of it explains, violations all others, as in verify.
-With --exact no reply may be unequal. read: prompt tokens the model read.
+unequal: replies that are not those of the fresh run. A model of 64 MiB or more rounds a text that was read in
+parts over a large cache otherwise than one read whole: near_ties are those that at most one logit of it
+explains, violations all others, as in verify. With --exact no reply may be unequal. read: prompt tokens the model read.
 least: those that no text before had, which a memory without bounds would read. whole: what reading every
 prompt would come to.
 """

@@ -120,7 +120,8 @@ class Capabilities:
     learns: as a draft it can be adapted to what a target says (such a model is Teachable).
     exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
     continues: what comes after a text does not depend, beyond rounding (where `exact`, not at all), on the
-    passes in which that was read.
+    passes in which that was read. Otherwise it has to be read in the same ones from its beginning, and what
+    was written read again: then it does not depend on them either.
     """
 
     rollback: bool

@@ -11,7 +11,7 @@ from edgespec.memory.budget import Budget
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
 
 ItemKind = Literal[
-    "weights", "cache", "cells", "compute", "output", "vocabulary", "process", "headroom", "kept"
+    "weights", "cache", "cells", "compute", "output", "vocabulary", "heap", "process", "headroom", "kept"
 ]
 
 _NAMES: dict[PartKind, str] = {
@@ -21,6 +21,7 @@ _NAMES: dict[PartKind, str] = {
     "compute": "buffers to compute in",
     "output": "logits",
     "vocabulary": "vocabulary",
+    "heap": "rest of the heap",
 }
 
 

@@ -91,6 +91,18 @@ def test_where_what_was_written_rounds_otherwise_it_is_read_again() -> None:
     assert went_on == [0, 0, *(2 * PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
 
 
+def test_without_it_so_is_a_small_model_with_such_a_cache() -> None:
+    """With one thread a step and a draft are read by one of those kernels."""
+    methods = ("auto", "model", "suffix")
+    runtime, replies = day("demo", draft="auto", methods=methods, kv_type="f16", exact=False, turns=12)
+    able = runtime.target.capabilities
+    assert not able.exact
+    assert not able.continues
+    assert able.max_width > 17
+    assert replies[2].stats.cached_prompt_tokens == 2 * PIECE
+    assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
+
+
 @pytest.mark.parametrize("write", [write_llama, write_jamba])
 def test_models_of_other_kinds_are_as_exact(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "tiny.gguf")

@@ -83,7 +83,7 @@ class LlamaContext:
         params.n_rs_seq = plan.undo_tokens
         self._spare = plan.sequences - 1
         params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
-        params.n_threads = params.n_threads_batch = threads
+        params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.numbers
         params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
         # A window that was thrown away cannot be rolled back into: keep it whole.

@@ -11,7 +11,7 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
-__all__ = ["KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
+__all__ = ["KvTypes", "choose_kv_types", "kv_bytes_per_token", "on_cpu", "parse_kv_types"]
 
 # ggml's number of a type, and the bytes of 32 elements.
 _TYPES = {
@@ -49,6 +49,11 @@ class KvTypes:
         return self.keys in ("f32", "f16")
 
     @property
+    def one_kernel(self) -> bool:
+        """Whether llama.cpp's CPU attention has one for all passes, of however many rows and threads."""
+        return self.keys != self.values or self.keys not in ("f32", "f16")
+
+    @property
     def text(self) -> str:
         """As a person writes them."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
@@ -71,11 +76,10 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
     `options.exact`.
     """
     if options.kv_type == "auto":
-        plain = KvTypes("f16", "f16")
-        on_cpu = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
         # A draft may round as it likes.
-        one_kernel = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.draft and not alike
-        return KvTypes("f16", "bf16") if on_cpu and one_kernel and options.flash_attention != "off" else plain
+        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.draft
+        can = on_cpu(options) and options.flash_attention != "off" and not alike
+        return KvTypes("f16", "bf16") if wanted and can else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)
     if alike and types.keys != types.values:
         raise OptionError(
@@ -83,6 +87,11 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
             f"use --kv-type {types.keys} or --kv-type auto",
         )
     return types
+
+
+def on_cpu(options: LoadOptions) -> bool:
+    """Whether all of a model is computed by the processor."""
+    return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
 
 
 def parse_kv_types(text: str) -> KvTypes:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.kv_types import on_cpu
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError
@@ -46,12 +47,12 @@ def probe(
             "choose a decoder-only model",
         )
     try:
-        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, options)
+        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, plan, options)
     finally:
         context.clear()
 
 
-def _cut_back(context: LlamaContext, options: LoadOptions) -> Findings:
+def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> Findings:
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _plain("its memory cannot be rolled back")
@@ -69,6 +70,9 @@ def _cut_back(context: LlamaContext, options: LoadOptions) -> Findings:
             options.max_branches,
             # A copy with fewer bits drafts on cells that were moved to it.
             self_drafts=frozenset({"lowbit"}) if movable else frozenset(),
+            # Many rows are read by a kernel of their own. The other one, of steps and drafts, is the same for
+            # both with one thread only: among more a step is split.
+            continues=plan.kv_types.one_kernel or context.threads > 1 or not on_cpu(options),
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )

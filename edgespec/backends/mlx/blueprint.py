@@ -21,7 +21,7 @@ from edgespec.backends.mlx.files import Outline, Sizes, outline_of
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
 from edgespec.backends.room import context_wanted
 from edgespec.errors import OptionError
-from edgespec.heap import addresses_are_limited
+from edgespec.heap import addresses_are_limited, kept_bytes
 
 __all__ = ["MlxBlueprint"]
 
@@ -127,6 +127,7 @@ class MlxBlueprint:
             Part("cache", cache.whole),
             Part("compute", self._compute_bytes(tokens, cache, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
+            Part("heap", kept_bytes()),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
@@ -157,14 +158,14 @@ class MlxBlueprint:
         rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
         # A processor writes all scores down; the kernels of a graphics processor do not.
         scores = figures.heads * tokens if on_cpu else 0
-        hidden, middle, logits = 6 * figures.hidden, 3 * figures.middle, 2 * figures.vocab_size
+        hidden, middle, logits = 6 * figures.hidden, 2 * figures.middle, 2 * figures.vocab_size
         scan = max((layer.elements(max(rows, MAX_WIDTH)) for layer in figures.scans), default=0)
         # Prefill gives no logits.
         if touched:
             row = hidden + max(middle, scores)
             most = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
         else:
-            row = hidden + middle + scores
+            row = hidden + middle + figures.middle + scores
             most = max(rows * row, MAX_WIDTH * (row + logits), _MADE_AHEAD * scan)
         return most * (4 if widened or on_cpu else 2)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoint", "Outline", "Sizes", "open_checkpoint", "outline_of"]
 
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 4 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
