@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import psutil
 
 from edgespec.backends.agreement import Agreement, find_agreement, held_to
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.cores import usable_cores
 from edgespec.learnt import LearntFile, identity_of
 
 __all__ = ["hold_to_exact"]
@@ -24,7 +24,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     able = facts.capabilities
     # As many threads are the default, and as much is tried, as these allow; MLX weights that draft at fewer
     # bits are split, and add up otherwise.
-    limits = f"{_usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_drafts)}"
+    limits = f"{usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_drafts)}"
     told = f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how} {limits}"
     notes = LearntFile("agreement", told)
     found = _kept(notes)
@@ -39,14 +39,6 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     if not able.continues:
         said.append(f"{'what was written' if able.cuts else 'every text'} is read again")
     return ", ".join(said)
-
-
-def _usable_cores() -> int:
-    """Cores that this process may run on."""
-    try:
-        return len(psutil.Process().cpu_affinity())
-    except (AttributeError, psutil.Error):
-        return psutil.cpu_count() or 1
 
 
 def _kept(notes: LearntFile) -> Agreement | None:

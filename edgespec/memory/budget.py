@@ -16,7 +16,9 @@ if sys.platform != "win32":
     import resource  # here: a reply may end while the interpreter does, when nothing can be imported
 
 __all__ = [
+    "OWN_STEP_BYTES",
     "PROCESS_BYTES",
+    "STEP_BYTES",
     "Budget",
     "available_bytes",
     "check_room_to_plan",
@@ -31,7 +33,7 @@ PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
 # Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
-_STEP_BYTES, _OWN_STEP_BYTES = 2**20, 16 * 2**20
+STEP_BYTES, OWN_STEP_BYTES = 2**20, 16 * 2**20
 # What llama.cpp may take to say how large a model and its contexts would be; without it, it aborts.
 _PLANNING_BYTES = 64 * 2**20
 
@@ -89,8 +91,8 @@ def _left_by(limit: Limit) -> tuple[int, str]:
     if limit.stack_bytes is None:
         return max(0, limit.bytes - held - kept_free + own), source
     # Addresses are the same in every run; how much of the libraries is in memory is not.
-    left = limit.bytes - held - kept_free + own // _OWN_STEP_BYTES * _OWN_STEP_BYTES
-    return max(0, left // _STEP_BYTES * _STEP_BYTES), source
+    left = limit.bytes - held - kept_free + own // OWN_STEP_BYTES * OWN_STEP_BYTES
+    return max(0, left // STEP_BYTES * STEP_BYTES), source
 
 
 def _reserve(found_bytes: int) -> int:

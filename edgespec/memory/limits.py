@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from edgespec.cores import usable_cores
 from edgespec.heap import addresses_are_limited
 
 if sys.platform != "win32":
@@ -140,10 +140,7 @@ def _stack_bytes() -> int:
     """What the stacks of threads take that are still to be started."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     each = _USUAL_STACK_BYTES if soft in (resource.RLIM_INFINITY, -1) else soft
-    cores = psutil.cpu_count(logical=False) or 1
-    if sys.platform == "linux":
-        cores = min(cores, len(os.sched_getaffinity(0)))
-    return each * (cores + _MORE_THREADS)
+    return each * (usable_cores() + _MORE_THREADS)
 
 
 def apple_limit() -> Limit | None:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.asserted import check_asserted
@@ -20,6 +18,7 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard, recent_errors
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
+from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 
 __all__ = [
@@ -237,8 +236,4 @@ def default_threads(weight_bytes: int = 1 << 40) -> int:
     """
     if weight_bytes < _SMALL_MODEL_BYTES:
         return 1
-    physical = psutil.cpu_count(logical=False) or 1
-    try:
-        return max(1, min(physical, len(psutil.Process().cpu_affinity())))
-    except (AttributeError, psutil.Error):
-        return physical
+    return usable_cores()
