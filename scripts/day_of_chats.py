@@ -12,8 +12,8 @@ runtime that keeps nothing and reads all.
 unequal: replies that are not those of the fresh run. A model of 64 MiB or more rounds a text that was read in
 parts over a large cache otherwise than one read whole: near_ties are those that at most one logit of it
 explains, violations all others, as in verify. With --exact no reply may be unequal. read: prompt tokens
-that the model read. least: those that no text before had, which a memory without bounds would read. whole: what reading every
-prompt would come to.
+that the model read. least: those that no text before had, which a memory without bounds would read. whole:
+what reading every prompt would come to.
 """
 
 from __future__ import annotations
