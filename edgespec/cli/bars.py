@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,10 +36,11 @@ def picture(preview: Preview) -> RenderableType:
     """Everything about a plan, for a terminal."""
     plan = preview.plan
     pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
-    context = f"a context of {plan.context_tokens:,} tokens{_about_context(preview)}"
-    parts: list[RenderableType] = [_line(f"{pair}: {context}, its cache of type {plan.kv_type}")]
+    parts: list[RenderableType] = [_line(pair)]
     if not preview.draft:
         parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
+    context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
+    parts.append(_line(f"{context}, its cache of type {plan.kv_type}"))
     for pool in plan.pools:
         kept = plan.kept_bytes if pool == "memory" else 0
         taken = f"{size_text(plan.taken_bytes(pool) - kept)} of {size_text(plan.budget_bytes(pool))}"
@@ -51,9 +53,8 @@ def picture(preview: Preview) -> RenderableType:
     parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
         parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
-        parts += [
-            _line(f"  {each.what} (frees {size_text(each.bytes)}): {each.why}") for each in plan.decisions
-        ]
+        said = [f"{each.what} (frees {size_text(each.bytes)}): {each.why}" for each in plan.decisions]
+        parts.append(Padding(Group(*map(_line, said)), (0, 0, 0, 2)))
     if not plan.fits:
         parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
@@ -61,8 +62,14 @@ def picture(preview: Preview) -> RenderableType:
 
 def _about_context(preview: Preview) -> str:
     """Why it is so long, and how it becomes so."""
-    tokens, first = preview.plan.context_tokens, preview.first_context_tokens
-    said = ["what the model was trained for"] if tokens == preview.trained_context_tokens else []
+    tokens, first, trained = (
+        preview.plan.context_tokens,
+        preview.first_context_tokens,
+        preview.trained_context_tokens,
+    )
+    said = ["what the model was trained for"] if tokens == trained else []
+    if 0 < trained < tokens:
+        said.append(f"beyond the {trained:,} that the model was trained for")
     if first < tokens:
         said.append("grows on demand" + (f" from {first:,}" if first else ""))
     return f" ({'; '.join(said)})" if said else ""

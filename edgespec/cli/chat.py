@@ -63,7 +63,7 @@ __all__ = ["command"]
 def command(
     ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
 ) -> int:
-    """Chat with a model in the terminal. F1 there shows the keys.
+    """Chat with a model in the terminal. F1 there shows the keys and the commands, such as /memory.
 
     Chats are saved as you go. Without --target the embedded demo answers, a tiny terminal helper.
     """

@@ -212,12 +212,13 @@ _drafting_once = _option("Drafting options", cls=SectionOption)
 model_options = _apply([
     _model("--target", metavar="REF", default="demo", shell_complete=_complete_model,
            help="The model whose words you get: a .gguf file or an MLX folder, user/repo:quant, or a name"
-                " (see `edgespec models`)."),
+                " (see `edgespec models list`)."),
     _model("--draft", metavar="REF|auto|none", default="auto", shell_complete=_complete_model,
            help="The model that guesses ahead. auto: the best one on this machine, by its tokens and its size"
                 " (see `edgespec models show`)."),
     _model("--memory", metavar="SIZE",
-           help="What weights and caches may take, such as 8GiB. [default: what is available]"),
+           help="What edgespec may take in all, such as 8GiB: weights, caches, what it computes in, itself."
+                " [default: what is available]"),
     _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",
            help="What to keep where memory is short. speed: the draft model; context: long texts."),
     _model("--context", type=whole(1), metavar="N",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,6 +58,7 @@ def command(as_json: bool, **options: Any) -> int:
                 "context_trained": preview.trained_context_tokens,
                 "context_begins": preview.first_context_tokens,
             }
+            | ({} if preview.draft else {"why_no_draft": preview.why_no_draft})
             | ({"advice": preview.advice} if preview.advice else {})
         )
     else:
@@ -82,4 +84,6 @@ def _print(preview: Preview) -> None:
     from edgespec.cli.bars import picture
 
     console = Console(width=min(terminal_width() or _WIDTH, _WIDTH), highlight=False)
-    console.print(picture(preview))
+    with console.capture() as capture:
+        console.print(picture(preview))
+    sys.stdout.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")

@@ -81,8 +81,12 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    for head in heads:
-        table.add_column(Text(head), overflow="fold", no_wrap=not on_terminal)
+    # What comes first is what is typed: it stays in one piece where that leaves half of the line to the rest.
+    longest = max((len(row[0]) for row in rows), default=0)
+    first_folds = 2 * longest > shutil.get_terminal_size().columns
+    for column, head in enumerate(heads):
+        folds = on_terminal and (column > 0 or first_folds)
+        table.add_column(Text(head), overflow="fold", no_wrap=not folds)
     for row in rows:
         # A name with line ends in it is one name.
         table.add_row(*(Text(line_of(cell)) for cell in row))

@@ -23,6 +23,7 @@ def test_the_contract(run: Run) -> None:
     assert said["fits"] is True
     assert said["context"] == 512
     assert said["decisions"] == []
+    assert "why_no_draft" not in said
     kinds = {item["kind"] for item in said["items"]}
     of_model = {"weights", "cache", "cells", "compute", "output", "vocabulary"}
     assert kinds == of_model | {"process", "headroom", "kept"}
@@ -69,6 +70,7 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     assert done.exit_code == 0
     said = json.loads(done.stdout)
     assert said["fits"] is False
+    assert said["why_no_draft"] == "the draft demo-draft does not fit the memory"
     assert "give more with --memory" in said["advice"]
     assert {tuple(each) for each in said["decisions"]} == {("what", "why", "bytes")}
 
@@ -92,13 +94,21 @@ def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
 def test_the_picture(run: Run) -> None:
     done = run("plan", "--memory", "200MiB")
     assert done.exit_code == 0
-    assert "demo with demo-draft: a context of 1,024 tokens" in done.stdout
+    assert done.stdout.startswith(
+        "demo with demo-draft\n"
+        "context: 1,024 tokens (what the model was trained for), its cache of type f16/bf16\n\n"
+    )
     assert "of 200 MiB memory, and up to " in done.stdout
     assert "█" in done.stdout
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
     assert "it does not fit: choose a smaller model or quantisation, or give" in over.stdout
+    lines = over.stdout.splitlines()
+    given_up = lines[lines.index("even without all this:") + 1 : lines.index("", -4)]
+    assert given_up
+    assert all(line.startswith("  ") for line in given_up), "what goes on in another line is seen to"
+    assert all(line == line.rstrip() for line in lines)
     assert ">999%" in run("plan", "--memory", "1MiB").stdout
 
 
@@ -110,7 +120,9 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     shown = " ".join(run(*options).stdout.split())
     assert "131,072 tokens (what the model was trained for; grows on demand from 2,048), its cache" in shown
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
-    assert "a context of 1,024 tokens, its cache" in asked
+    assert "context: 1,024 tokens, its cache" in asked
+    beyond = " ".join(run(*options, "--context", "262144").stdout.split())
+    assert "262,144 tokens (beyond the 131,072 that the model was trained for; grows" in beyond
 
 
 def test_options_of_no_use(run: Run) -> None:

@@ -70,6 +70,18 @@ def test_progress_passes_a_stop_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not progress("loading", 0.0)
 
 
+def test_on_a_terminal_what_is_typed_stays_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    screen.print_table(("NAME", "ALSO", "DRAFT"), [("mistral-small-24b-mlx", "a" * 25, "d" * 25)])
+    screen.print_table(("NAME", "ALSO"), [("n" * 90, "here")])
+    said = terminal.getvalue()
+    assert "mistral-small-24b-mlx" in said
+    assert said.count("n" * 20) >= 1
+    assert "here" in said, "a name of any length leaves room"
+
+
 def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
     screen.print_table(("NAME", "WHAT"), [("a" * 90, "[bold]b" * 20), ("c", "d\x1b[1m")])
     lines = capsys.readouterr().out.splitlines()
