@@ -190,9 +190,13 @@ def _fill_cells(model: Any, room: int) -> None:
 
 
 def _fill_rows(model: Any, room: int) -> None:
-    """The same with MLX, whose states that recur are had by reading only."""
+    """The same with MLX, whose states that recur are had by reading only: in turns, each of which leaves one
+    to go back to.
+    """
     if isinstance(model, ReplayModel):
-        model.prefill(_text(room - 260))
+        text = _text(room - 260)
+        for start in range(0, len(text), _BLOCK_ROWS):
+            model.prefill(text[start : start + _BLOCK_ROWS])
         return
     import mlx.core as mx
 
