@@ -43,7 +43,7 @@ def _share_one_heap() -> None:
 
 @cache
 def return_large_buffers() -> None:
-    """Let the system have buffers of a MiB and more as soon as they are freed.
+    """Let the system have buffers of 128 KiB and more as soon as they are freed.
 
     By itself malloc keeps what was freed up to 32 MiB at a time, in a heap that has holes: memory that a
     library counts as free, and the system does not.

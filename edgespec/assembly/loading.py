@@ -82,10 +82,10 @@ def load(
     """Load a target and its draft.
 
     target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the best one on this
-    machine, by its tokens and its size, `none` takes none. memory: the budget for weights and caches, such as
-    "8GiB"; by default what is available. prefer: where that is short, "speed" gives up context before the
-    draft, "context" the draft before context; what is named here is never given up. context: tokens
-    of prompt and reply together; by default what the target was trained for, as far as nothing
+    machine, by its tokens and its size, `none` takes none. memory: the budget for everything, Python itself
+    included, such as "8GiB"; by default what is available. prefer: where that is short, "speed" gives up
+    context before the draft, "context" the draft before context; what is named here is never given up.
+    context: tokens of prompt and reply together; by default what the target was trained for, as far as nothing
     else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at once (of
     8,192 by default); without it the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter
     for an MLX target, as mlx-lm writes them. exact: replies are those of plain decoding to the last bit of

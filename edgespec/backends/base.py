@@ -119,9 +119,9 @@ class Capabilities:
     `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
     learns: as a draft it can be adapted to what a target says (such a model is Teachable).
     exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
-    continues: what comes after a text does not depend, beyond rounding (where `exact`, not at all), on the
-    passes in which that was read. Otherwise it has to be read in the same ones from its beginning, and what
-    was written read again: then it does not depend on them either.
+    continues: a text may be gone on from however it came into the cache: what follows is the same but for
+    rounding, and where `exact` to the bit. Where False, it is the same to the bit only if the text is read in
+    the same passes from its beginning, and what was written is read again (`memory.cached` does so).
     """
 
     rollback: bool
