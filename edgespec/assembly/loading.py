@@ -85,13 +85,13 @@ def load(
     machine, by its tokens and its size, `none` takes none. memory: the budget for everything, Python itself
     included, such as "8GiB"; by default what is available. prefer: where that is short, "speed" gives up
     context before the draft, "context" the draft before context; what is named here is never given up.
-    context: tokens of prompt and reply together; by default what the target was trained for, as far as nothing
-    else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at once (of
-    8,192 by default); without it the caches grow with the text. adapter: a folder with a LoRA or DoRA adapter
-    for an MLX target, as mlx-lm writes them. exact: replies are those of plain decoding to the last bit of
-    every logit: only passes are run that were found to agree, and texts are gone on with only as far as that
-    makes no difference. methods: those that replies may ask for besides `method`; what they need is loaded
-    as well.
+    context: tokens of prompt and reply together; by default what the target was trained for, as far as
+    nothing else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at
+    once (of 8,192 by default); without it the caches grow with the text. adapter: a folder with a LoRA or
+    DoRA adapter for an MLX target, as mlx-lm writes them. exact: replies are those of plain decoding to the
+    last bit of every logit: only passes are run that were found to agree, and texts are gone on with only as
+    far as that makes no difference. methods: those that replies may ask for besides `method`; what they need
+    is loaded as well.
     draft_branches to measure_costs: see `Drafting`.
     keep: where what was read of other texts than the last is kept, so that going back to one reads it no
     more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
