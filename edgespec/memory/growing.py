@@ -190,7 +190,8 @@ class GrowingContext:
             return False
         held = draft.facts.kv_bytes
         draft.truncate(0)
-        draft.resize(_LEAST_TOKENS)
+        with suppress(MemoryBudgetError):
+            draft.resize(_LEAST_TOKENS)
         if freed := draft.facts.kv_bytes < held:
             self.notice = f"{draft.facts.name} guesses no more: its memory is needed for the text"
         return freed
