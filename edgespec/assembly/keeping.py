@@ -124,6 +124,8 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
         target.facts.cache_form,
         *seen,
     ]
+    if not target.facts.capabilities.continues:
+        told.append("read in whole pieces")  # not so where there are fewer or more cores to run on
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):

@@ -97,9 +97,30 @@ def test_without_it_so_is_a_small_model_with_such_a_cache() -> None:
     able = runtime.target.capabilities
     assert not able.exact
     assert not able.continues
-    assert able.max_width > 17
     assert replies[2].stats.cached_prompt_tokens == 2 * PIECE
     assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
+
+
+def test_the_widest_pass_of_it_says_what_single_steps_say() -> None:
+    """Drafts may be as long: wider ones would be read by the kernel for many rows."""
+    random = np.random.default_rng(1)
+    with (
+        edgespec.load("demo", "none", kv_type="f16", context=512, measure_costs=False) as runtime,
+        runtime.borrowed_target() as model,
+    ):
+        able = runtime.target.capabilities
+        assert 17 < able.max_width < runtime.context_tokens - PIECE
+        everything = np.arange(runtime.target.vocab_size)
+        tokens = random.integers(everything.size // 8, everything.size, PIECE + able.max_width).tolist()
+        model.prefill(tokens[:PIECE])
+        steps = []
+        for token in tokens[PIECE:]:
+            steps.append(model.verify(TokenTree.chain(token)).at(0, everything))
+            model.commit(())
+        model.truncate(PIECE)
+        widest = model.verify(TokenTree.chain(tokens[PIECE], tokens[PIECE + 1 :]))
+        for row, step in enumerate(steps):
+            np.testing.assert_array_equal(widest.at(row, everything), step)
 
 
 @pytest.mark.parametrize("write", [write_llama, write_jamba])

@@ -11,8 +11,10 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
-__all__ = ["KvTypes", "choose_kv_types", "kv_bytes_per_token", "on_cpu", "parse_kv_types"]
+__all__ = ["FEW_ROWS", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "on_cpu", "parse_kv_types"]
 
+# The most rows that llama.cpp's CPU attention does not read with the kernel for many, where it has one.
+FEW_ROWS = 63
 # ggml's number of a type, and the bytes of 32 elements.
 _TYPES = {
     "f32": (0, 128),

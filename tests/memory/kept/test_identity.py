@@ -14,7 +14,9 @@ from edgespec.memory.kept.disk import kept_folder
 from tests.backends.tiny_models import write_llama
 from tests.memory.kept.keeping import ask
 
-TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(150)]
+TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(300)]
+# So much of it is kept, whatever it is read in.
+KEPT = 256
 LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
 
 
@@ -24,9 +26,9 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
 
 
-def said(path: str, context: int, *, keep: str = "disk") -> tuple[int, tuple[int, ...]]:
+def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple[int, tuple[int, ...]]:
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
-    with edgespec.load(path, context=context, keep=keep, **LOADED) as runtime:
+    with edgespec.load(path, context=context, keep=keep, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
         return runtime.memory().kept.tokens_not_read, tokens
 
@@ -38,7 +40,7 @@ def check_apart(path: str, small: int, large: int) -> None:
     # Neither took the other's files away.
     for context in (small, large):
         not_read, tokens = said(path, context)
-        assert not_read >= len(TEXT)
+        assert not_read >= KEPT
         assert tokens == fresh[context]
 
 
@@ -57,6 +59,19 @@ def test_contexts_of_several_sizes_share_what_was_kept(tmp_path: Path) -> None:
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path)
     first, second = run(512), run(1024)
-    assert (first[0], second[0] >= len(TEXT)) == (0, True)
+    assert (first[0], second[0] >= KEPT) == (0, True)
     assert first[1] == second[1]
     assert len(list(kept_folder().glob("*/"))) == 1
+
+
+def test_what_some_threads_read_is_not_what_one_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody says how many, that depends on the cores a process may use."""
+    path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
+    run = partial(said, path, 512, threads=None, kv_type="f16")
+    for threads in (2, 1):
+        monkeypatch.setattr("edgespec.backends.llamacpp.model.default_threads", lambda _, some=threads: some)
+        first, fresh = run(), run(keep="none")
+        assert first == (0, fresh[1])
+        assert run()[0] >= KEPT
