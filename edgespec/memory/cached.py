@@ -10,12 +10,9 @@ from edgespec.engine.prefix import common_prefix
 from edgespec.engine.stats import Stats
 from edgespec.memory.giving_way import GivingWay
 from edgespec.memory.growing import GrowingContext
-from edgespec.memory.kept import KeptTexts
+from edgespec.memory.kept import PIECE_TOKENS, KeptTexts, sure_tokens
 
 __all__ = ["CachedText"]
-
-# Where it makes a difference in which passes a text was read, every text is read in these from its beginning.
-_PIECE_TOKENS = 256
 
 
 class CachedText:
@@ -93,13 +90,7 @@ class CachedText:
         return held
 
     def _sure(self, length: int) -> int:
-        """How many of the first `length` tokens any other reading would have left as they are.
-
-        None in a memory that is brought back to a length by running tokens again.
-        """
-        if self._continues:
-            return length
-        return length - length % _PIECE_TOKENS if self._target.facts.capabilities.cuts else 0
+        return sure_tokens(self._target.facts.capabilities, length)
 
     def _drop_unsure(self) -> None:
         """Drop what a reading of all would not have left as it is: what was written, and the last piece."""
@@ -121,7 +112,7 @@ class CachedText:
     def _read(self, end: int, progress: Progress | None) -> None:
         """Read on, to the first `end` tokens."""
         begin, started = self._target.length, now()
-        size = end - begin if self._continues else _PIECE_TOKENS
+        size = end - begin if self._continues else PIECE_TOKENS
         for start in range(begin, end, max(1, size)):
             stop = min(end, start + size)
             told = progress and part_of(

@@ -13,6 +13,7 @@ from edgespec.memory.budget import available_bytes
 from edgespec.memory.kept.copies import Copies
 from edgespec.memory.kept.disk import KeptDisk
 from edgespec.memory.kept.pieces import Piece, Tokens, name_of, shared_tokens
+from edgespec.memory.kept.sure import sure_tokens
 from edgespec.memory.kept.use import KeptUse
 from edgespec.memory.kept.worth import Worth
 
@@ -182,7 +183,7 @@ class KeptTexts:
                 piece = piece.parent
             if piece is None:
                 return None
-            shared = min(shared, piece.end)
+            shared = self._sure(min(shared, piece.end))
             # It is copied once, not away and back.
             size_bytes = sum(part.size_bytes for part in piece.chain()) / 2
             return piece if self.worth.pays(shared - held, size_bytes) else None
@@ -195,7 +196,7 @@ class KeptTexts:
         text = np.array(wanted[:-1], np.int32)
         with self.copies.lock:
             chain, kept = piece.chain(), piece.text()
-            common = shared_tokens(kept, text)
+            common = self._sure(shared_tokens(kept, text))
             # What the cache has of it already stays.
             ends = [part.end for part in chain if self._cuts and part.end <= min(held, common)]
             there = max(ends, default=0)
@@ -204,7 +205,7 @@ class KeptTexts:
                 self._model.truncate(0)
                 there = 0
             for part in chain:
-                if part.start >= there and not self._put_back(part):
+                if there <= part.start < common and not self._put_back(part):
                     break
             if self._cuts and self._model.length == piece.end and piece in self.copies.forest:
                 self._part(piece, common)
@@ -216,6 +217,9 @@ class KeptTexts:
             self.copies.touch(piece)
             self.copies.make_room()
             return got
+
+    def _sure(self, length: int) -> int:
+        return sure_tokens(self._model.facts.capabilities, length)
 
     def _put_back(self, piece: Piece) -> bool:
         began = now()

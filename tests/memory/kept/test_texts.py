@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec import Runtime
-from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.backends.base import LanguageModel, Progress, Snapshot
+from edgespec.backends.tabular import TabularModel
 from edgespec.errors import BackendError
 from edgespec.memory.kept import KeptTexts, Worth, forget_kept, memory_bound
 from edgespec.memory.kept.pieces import Piece
@@ -49,25 +52,34 @@ acts = st.lists(
 )
 
 
-@pytest.mark.parametrize("cuts", [True, False])
+# What is written comes to be in pieces that are read whole where a text is gone on with.
+OVER_PIECES = [Act(chat, "go on", 12) for chat in (1, 1, 2, 1, 2)]
+OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
+
+
+@pytest.mark.parametrize("make", ["cuts", "replays", "rounds"])
 @settings(max_examples=25, deadline=None)
 @given(
     history=acts,
     most_bytes=st.sampled_from([0, 1200, 1 << 20]),
     quota_bytes=st.sampled_from([None, 4000, 1 << 20]),
 )
+@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None)
+@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20)
 def test_every_reply_is_that_of_a_fresh_run(
-    cuts: bool, history: list[Act], most_bytes: int, quota_bytes: int | None
+    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None
 ) -> None:
-    """The memory is looked into besides: what comes out depends on its last tokens only."""
-    plain = Runtime(inner := made(cuts), None, Drafters(inner, None))
+    """The memory is looked into besides: what comes out of most depends on its last tokens only."""
+    plain = Runtime(inner := MADE[make](), None, Drafters(inner, None))
     texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
+    if make == "rounds":
+        texts = [4 * text for text in texts]
     with tempfile.TemporaryDirectory() as name:
         folder = None if quota_bytes is None else Path(name)
 
         def begun() -> Runtime:
             bounds = {"most_bytes": most_bytes, "quota_bytes": quota_bytes or 0}
-            return keeping(made(cuts), folder, **bounds)
+            return keeping(MADE[make](), folder, **bounds)
 
         runtime = begun()
         for i, act in enumerate(history):
@@ -84,6 +96,7 @@ def test_every_reply_is_that_of_a_fresh_run(
             prompt = text + words(i, act.tokens % 50 + 1)
             options = {"seed": i, "max_tokens": act.tokens % 40 + 1, "temperature": 0.8 * (i % 2)}
             reply = ask(runtime, prompt, **options)
+            plain.forget()
             assert reply.tokens == ask(plain, prompt, **options).tokens
             assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
             texts[act.chat] = prompt + list(reply.tokens)
@@ -95,12 +108,50 @@ def test_every_reply_is_that_of_a_fresh_run(
         runtime.close()
 
 
-def made(cuts: bool) -> LanguageModel:
-    return table(1) if cuts else replayed_table(StateModel(1, context_tokens=4096))
+class Rounding(TabularModel):
+    """What it says depends on all passes a text was read in; single steps and drafts count as alike.
+
+    A token in its memory is `_MARKS` times a mark of what was before it, and itself.
+    """
+
+    _MARKS = 16
+
+    def __init__(self) -> None:
+        super().__init__(table(1)._table)
+        self.facts = replace(self.facts, capabilities=replace(self.facts.capabilities, continues=False))
+
+    def _read(self, tokens: Sequence[int], rows: int) -> list[int]:
+        read, last = [], self._tokens[-1] if self._tokens else 0
+        for token in tokens:
+            last = crc32(b"%d %d %d" % (last, token, rows)) * self._MARKS + token
+            read.append(last)
+        return read
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        super().prefill(self._read(tokens, len(tokens)), progress)
+
+    def _row(self, path: list[int]) -> int:
+        return self._read(path, 1)[-1] // self._MARKS % len(self._table)
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        before = self.length
+        super().commit(path)
+        tokens = self._tokens[before:]
+        del self._tokens[before:]
+        self._tokens += self._read(tokens, 1)
+
+
+MADE: dict[str, Callable[[], LanguageModel]] = {
+    "cuts": lambda: table(1),
+    "replays": lambda: replayed_table(StateModel(1, context_tokens=4096)),
+    "rounds": Rounding,
+}
 
 
 def held(runtime: Runtime) -> list[int]:
     model = runtime._session.target
+    if isinstance(model, Rounding):
+        return [token % model._MARKS for token in model._tokens]
     known = getattr(model, "_known", None)
     return list(model._tokens if known is None else model._inner._tokens + model._pending)  # type: ignore[attr-defined]
 
@@ -148,6 +199,24 @@ def test_a_memory_that_cannot_be_cut_is_kept_where_texts_part() -> None:
         said = [*CHATS[0], *replies[0].tokens]
         again = ask(runtime, [*said, *words(5, 20)], max_tokens=5, seed=1)
         assert again.stats.cached_prompt_tokens >= len(said) - 1
+
+
+def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from() -> None:
+    """Texts that part within a piece: what they share of it is read again, and nothing is copied for it."""
+    texts = [4 * chat[:150] for chat in CHATS[:2]]
+    with keeping(Rounding()) as runtime:
+        for text in texts:
+            ask(runtime, text, max_tokens=5, seed=1)
+        kept = runtime._session.kept
+        assert kept
+        for shared, goes_on in ((200, 0), (300, 256), (511, 256), (590, 512)):
+            before = kept.use()
+            reply = ask(runtime, [*texts[0][:shared], *words(shared, 40)], max_tokens=5, seed=1)
+            assert reply.stats.cached_prompt_tokens == goes_on
+            after = kept.use()
+            assert after.tokens_not_read - before.tokens_not_read in (goes_on, 0)
+            assert after.hits - before.hits == (after.tokens_not_read > before.tokens_not_read)
+            ask(runtime, texts[1], max_tokens=5, seed=1)
 
 
 def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""How much of a text can be gone on from."""
+
+from __future__ import annotations
+
+from edgespec.backends.base import Capabilities
+
+__all__ = ["PIECE_TOKENS", "sure_tokens"]
+
+# Where it makes a difference in which passes a text was read, every text is read in these from its beginning.
+PIECE_TOKENS = 256
+
+
+def sure_tokens(able: Capabilities, length: int) -> int:
+    """How many of the first `length` tokens any other reading would have left in the cache as they are.
+
+    None in a memory that is brought back to a length by running tokens again.
+    """
+    if able.continues:
+        return length
+    return length - length % PIECE_TOKENS if able.cuts else 0
