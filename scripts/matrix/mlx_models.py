@@ -16,6 +16,12 @@ MLX_KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_ATTENTION, "num_hidden_layers": 4, "num_experts": 8, "moe_intermediate_size": 1024},
     "gemma3": {**_ATTENTION, "num_hidden_layers": 8, "sliding_window": 512},
     "lfm2": {**_ATTENTION, "num_hidden_layers": 3, "block_dim": 512, "block_ff_dim": 8192},
+    "jamba": {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 8,
+    },
     "mamba2": {"hidden_size": 1024, "num_hidden_layers": 8, "num_heads": 32, "head_dim": 64},
 }
 

@@ -29,6 +29,10 @@ __all__ = ["MlxBlueprint"]
 _TOKEN_BYTES = 500
 # Where states are computed, so many times what is written to at one time is made. Measured.
 _MADE_AHEAD = 2
+# Where states are made row by row, notes on what is to be computed, for each row of such a layer. Measured.
+_NOTES_BYTES = 8_000
+# Of such a state as many copies are there at one time. Measured.
+_LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _Stamp = tuple[tuple[str, int, int], ...]
 _CacheSizes = Callable[[int], "_CacheBytes"]
@@ -83,8 +87,8 @@ class _Figures:
 
     held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as widened, bytes of
     a full context of so many tokens; without those that cannot be. hidden, middle: elements of one row
-    between layers, and within them; heads: whose scores a processor writes down. scans: the kinds of layers
-    that recur.
+    between layers, and within them; heads: whose scores a processor writes down. scans: of layers that
+    recur.
     """
 
     sizes: Sizes
@@ -94,7 +98,7 @@ class _Figures:
     hidden: int
     middle: int
     heads: int
-    scans: frozenset[_Scan]
+    scans: tuple[_Scan, ...]
     caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
@@ -127,10 +131,22 @@ class MlxBlueprint:
             Part("cache", cache.whole),
             Part("compute", self._compute_bytes(tokens, cache, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
-            Part("heap", kept_bytes()),
+            Part("heap", kept_bytes() + self._notes_bytes(options)),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return Footprint(tokens, kind, parts)
+
+    def _notes_bytes(self, options: LoadOptions) -> int:
+        """What MLX notes of a pass before it computes it, where that is much: in loops over the rows."""
+        looped = sum(scan.copies == _LOOPED_COPIES for scan in self._figures.scans)
+        return looped * self._rows(options) * _NOTES_BYTES
+
+    def _rows(self, options: LoadOptions) -> int:
+        """Of the widest pass that reads."""
+        from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
+
+        on_cpu = core().default_device() == core().cpu
+        return min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
 
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
         """What the widest pass computes in, and what of a cache is there twice while it grows. Measured.
@@ -152,10 +168,8 @@ class MlxBlueprint:
 
         touched: one after another, as a processor writes to them, and not all that is made ahead.
         """
-        from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
-
         figures, on_cpu = self._figures, core().default_device() == core().cpu
-        rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
+        rows = self._rows(options)
         # A processor writes all scores down; the kernels of a graphics processor do not.
         scores = figures.heads * tokens if on_cpu else 0
         hidden, middle, logits = 6 * figures.hidden, 2 * figures.middle, 2 * figures.vocab_size
@@ -228,9 +242,9 @@ def _figures_of(outline: Outline) -> _Figures:
     )
 
 
-def _scans(model: Any) -> frozenset[_Scan]:
-    """The kinds of layers that recur, from the shapes of their states."""
-    scans = set()
+def _scans(model: Any) -> tuple[_Scan, ...]:
+    """The layers that recur, from the shapes of their states."""
+    scans = []
     for layer in _begun(model, None).states:
         # Of few rows, and of all channels.
         convolved = [array.shape for array in layer if array.ndim == 3 and array.shape[1] < array.shape[2]]
@@ -242,12 +256,11 @@ def _scans(model: Any) -> frozenset[_Scan]:
                 at_once = any("A_log" in module and "D" in module for module in model.modules())
                 of_state = (*array.shape[1:], 0 if at_once else 1)
             elif array.ndim == 3 and array.shape not in convolved:
-                of_state = (array.shape[1], 1, array.shape[2], 2)
+                of_state = (array.shape[1], 1, array.shape[2], _LOOPED_COPIES)
         heads, head_size, state_size, copies = of_state
         channels = sum(shape[2] for shape in convolved)
-        scan = _Scan(channels, tokens + 1, heads, head_size, state_size, copies)
-        scans.add(scan)
-    return frozenset(scans)
+        scans.append(_Scan(channels, tokens + 1, heads, head_size, state_size, copies))
+    return tuple(scans)
 
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
