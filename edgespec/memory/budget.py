@@ -60,7 +60,9 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     gpu_bytes = sum(free - _reserve(free) for _, free in cards)
     on_cards = "".join(f"; {size_text(free)} free on {name}" for name, free in cards)
     if given_bytes is not None:
-        return Budget(given_bytes, f"--memory{on_cards}", gpu_bytes)
+        there = int(psutil.virtual_memory().total)
+        more = f", more than the {size_text(there)} of this machine" if given_bytes > there else ""
+        return Budget(given_bytes, f"--memory{more}{on_cards}", gpu_bytes)
     limits = process_limits()
     least, source = min(map(_left_by, limits))
     return Budget(least, f"{source}{on_cards}", gpu_bytes, limits)

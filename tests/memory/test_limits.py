@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from edgespec.files import size_text
 from edgespec.memory import find_budget, limits, resident_bytes, within_limits
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 
@@ -140,6 +142,12 @@ class TestBudget:
     def test_what_was_given_is_taken_whole(self) -> None:
         budget = find_budget(8 * GIB)
         assert (budget.bytes, budget.gpu_bytes, budget.source) == (8 * GIB, 0, "--memory")
+
+    def test_what_no_machine_has_is_named(self) -> None:
+        there = psutil.virtual_memory().total
+        budget = find_budget(there + 1)
+        assert budget.bytes == there + 1
+        assert budget.source == f"--memory, more than the {size_text(there)} of this machine"
 
     def test_what_was_found_leaves_a_reserve_and_says_where_it_is_from(
         self, monkeypatch: pytest.MonkeyPatch
