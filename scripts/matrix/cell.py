@@ -146,7 +146,9 @@ def _grow(runtime: edgespec.Runtime) -> None:
 def _read(model: Any, cell: Cell) -> None:
     """Fill the context of a model; the last passes of each width see all of it."""
     room = model.facts.context_tokens - 8
-    if not cell.full or room <= 4 * _LAST_TOKENS:
+    if cell.is_mlx and isinstance(model, ReplayModel):
+        _read_turns(model, room if cell.full else _LAST_TOKENS)
+    elif not cell.full or room <= 4 * _LAST_TOKENS:
         model.prefill(_text((room if cell.full else _LAST_TOKENS) - 260))
     elif cell.is_mlx:
         _fill_rows(model, room)
@@ -190,14 +192,7 @@ def _fill_cells(model: Any, room: int) -> None:
 
 
 def _fill_rows(model: Any, room: int) -> None:
-    """The same with MLX, whose states that recur are had by reading only: in turns, each of which leaves one
-    to go back to.
-    """
-    if isinstance(model, ReplayModel):
-        text = _text(room - 260)
-        for start in range(0, len(text), _BLOCK_ROWS):
-            model.prefill(text[start : start + _BLOCK_ROWS])
-        return
+    """The same with MLX."""
     import mlx.core as mx
 
     model.prefill(_text(_LAST_TOKENS))
@@ -217,6 +212,13 @@ def _fill_rows(model: Any, room: int) -> None:
     _forget_unused()
     _forget_peak()
     model.prefill(_text(room - 260 - model.length))
+
+
+def _read_turns(model: ReplayModel, room: int) -> None:
+    """States that recur are had by reading only: in turns, each of which leaves one to go back to."""
+    text = _text(room - 260)
+    for start in range(0, len(text), _BLOCK_ROWS):
+        model.prefill(text[start : start + _BLOCK_ROWS])
 
 
 def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
