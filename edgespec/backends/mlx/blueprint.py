@@ -75,7 +75,7 @@ class _Scan(NamedTuple):
         if self.copies:
             decays, made = 0, self.copies * rows * inner * self.state_size
         else:
-            made = int(2.5 * max(decays, states))
+            made = 3 * max(decays, states)
         before = projected + rows * self.convolved + decays
         scanning = rows * (self.convolved + inner) + made
         return int(before + projected + max(convolving, scanning))
