@@ -83,10 +83,12 @@ class CachedText:
         held = self._begun()
         self._tokens = tokens
         self._read_tokens = held
+        last, done = len(tokens) - 1, 0.0
         if kept and (parting := self._sure(kept.parting(tokens, held))) > held:
-            self._read(parting, progress)
+            done = (parting - held) / (last - held)
+            self._read(parting, progress and part_of(progress, 0.0, done))
             kept.keep_parting(tokens[:parting])
-        self._read(len(tokens) - 1, progress)
+        self._read(last, progress and part_of(progress, done, 1.0 - done))
         return held
 
     def _sure(self, length: int) -> int:

@@ -60,6 +60,22 @@ class TestNoMemory:
         model.resize(512)
         model.close()
 
+    def test_nor_is_a_copy_made_that_finds_no_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_memory(*_: object) -> None:
+            raise MemoryError
+
+        model = load("full", tmp_path, first_tokens=SMALL)
+        model.prefill(tokens_for(model, 100))
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "state", no_memory)
+            with pytest.raises(MemoryBudgetError, match="a copy of 100"):
+                model.resize(512)
+        assert (model.length, model.facts.context_tokens) == (100, SMALL)
+        model.resize(512)
+        model.close()
+
     @pytest.mark.parametrize("name", LLAMA)
     def test_what_cannot_be_made_leaves_all_as_it_was(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

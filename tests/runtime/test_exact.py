@@ -15,6 +15,7 @@ from edgespec.assembly import exact
 from edgespec.assembly.exact import hold_to_exact
 from edgespec.assembly.loading import eagerly
 from edgespec.backends.agreement import Agreement
+from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -121,6 +122,27 @@ def test_the_widest_pass_of_it_says_what_single_steps_say() -> None:
         widest = model.verify(TokenTree.chain(tokens[PIECE], tokens[PIECE + 1 :]))
         for row, step in enumerate(steps):
             np.testing.assert_array_equal(widest.at(row, everything), step)
+
+
+def test_what_a_failing_commit_leaves_behind_is_in_no_later_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that nobody knows of takes room, and others come to lie in another order around it."""
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    with (
+        edgespec.load("demo", "none", kv_type="f16", context=512, measure_costs=False) as runtime,
+        runtime.borrowed_target() as model,
+    ):
+        model.prefill(list(range(20, 120)))
+        model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaContext, "state", no_memory)
+            with pytest.raises(MemoryError):
+                model.commit((2,))
+        model.truncate(0)
+        model.prefill([9] * model.room)
+        assert model.length == 512
 
 
 @pytest.mark.parametrize("write", [write_llama, write_jamba])

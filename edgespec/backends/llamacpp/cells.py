@@ -128,8 +128,8 @@ class Cells:
 
     def cut(self, length: int) -> None:
         """Keep `length` tokens of sequence 0 and nothing of any branch."""
-        for sequence in range(1, max(self._sequence_of, default=0) + 1):
-            self._context.drop(sequence, 0)
+        if not self._replays:  # else they hold checkpoints
+            self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:
             # A memory that cannot be cut back: what is left of it is not the beginning of anything.

@@ -82,6 +82,8 @@ class LlamaContext:
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
         self._spare = plan.sequences - 1
+        # Sequences beside 0 that may hold something.
+        self._others: set[int] = set()
         params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.numbers
@@ -139,6 +141,7 @@ class LlamaContext:
 
     def _free(self) -> None:
         former, self._context, self._memory = self._context, None, None
+        self._others.clear()
         self.tokens = 0
         # What they are a view of is gone as well.
         self._logits = np.empty((0, self._vocab_size), np.float32)
@@ -233,11 +236,20 @@ class LlamaContext:
 
         A recurrent state is shared too, always whole, until the pass that would overwrite it.
         """
+        self._others.add(sequence)
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
         """Take positions [start, end), or all from `start` on, out of a sequence; False when it cannot."""
-        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
+        dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
+        if (start, end) == (0, -1):
+            self._others.discard(sequence)
+        return dropped
+
+    def drop_others(self) -> None:
+        """Leave nothing but sequence 0, whatever an error or an interrupt has left of others."""
+        for sequence in self._others - {0}:
+            self.drop(sequence, 0)
 
     @property
     def can_shift(self) -> bool:
@@ -323,6 +335,7 @@ class LlamaContext:
     def set_state(self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
         """Put saved memory into an empty sequence; False when it does not fit this model and context."""
         self._check_there()
+        self._others.add(sequence)
         given = np.frombuffer(data, np.uint8)
         return bool(
             self._lib.llama_state_seq_set_data_ext(

@@ -86,7 +86,13 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
         return
     saved: Sequence[memoryview] = ()
     if length:
-        saved = [context.state()] if recurrent else context.lift(0, 0, length)
+        try:
+            saved = [context.state()] if recurrent else context.lift(0, 0, length)
+        except MemoryError as error:
+            raise MemoryBudgetError(
+                f"there is no memory for a copy of {length} cached tokens",
+                "close other programs or use a smaller --context",
+            ) from error
     try:
         _fill(context, plan, saved, length, recurrent)
     except BaseException:

@@ -201,6 +201,21 @@ def test_a_memory_that_cannot_be_cut_is_kept_where_texts_part() -> None:
         assert again.stats.cached_prompt_tokens >= len(said) - 1
 
 
+def test_what_is_read_in_two_parts_is_told_of_as_one() -> None:
+    with keeping(replayed_table(StateModel(1, context_tokens=4096))) as runtime:
+        ask(runtime, CHATS[0], max_tokens=5, seed=1)
+        told: list[float] = []
+
+        def progress(_what: str, fraction: float) -> bool:
+            told.append(fraction)
+            return True
+
+        ask(runtime, CHATS[1], max_tokens=5, seed=1, progress=progress)
+        assert told == sorted(told)
+        assert told[0] == len(SYSTEM) / (len(CHATS[1]) - 1)
+        assert told[-1] == 1.0
+
+
 def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from() -> None:
     """Texts that part within a piece: what they share of it is read again, and nothing is copied for it."""
     texts = [4 * chat[:150] for chat in CHATS[:2]]
