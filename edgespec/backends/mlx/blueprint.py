@@ -70,12 +70,12 @@ class _Scan(NamedTuple):
         """
         inner = self.heads * self.head_size
         projected = rows * (inner + self.convolved + self.heads)
-        convolving = (self.tokens + 2.5) * rows * self.convolved
+        convolving = (self.tokens + 4.5) * rows * self.convolved
         decays, states = self.heads * rows * rows, self.heads * self.state_size * (self.head_size + rows)
         if self.copies:
             decays, made = 0, self.copies * rows * inner * self.state_size
         else:
-            made = 3 * max(decays, states)
+            made = int(2.5 * max(decays, states))
         before = projected + rows * self.convolved + decays
         scanning = rows * (self.convolved + inner) + made
         return int(before + projected + max(convolving, scanning))
