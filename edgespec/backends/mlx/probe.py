@@ -26,7 +26,7 @@ __all__ = ["PROBE_TOKENS", "Findings", "probe"]
 
 PROBE_TOKENS = 8
 # Passes of different widths add up in different orders: so many units of the last place, or such a share of
-# the largest logit, at most. What is wrong differs by some hundredths of it.
+# the largest logit, at most: in float32 the former is less than what scans and quantised products round.
 _MOST_ROUNDING, _MOST_SHARE = 32, 1e-3
 
 
