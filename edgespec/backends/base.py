@@ -267,8 +267,8 @@ class LanguageModel(Protocol):
         cannot do so; then nothing changed.
         """
 
-    def snapshot(self, start: int = 0) -> Snapshot:
-        """A copy of the cache, without the first `start` tokens where it `cuts`; ends the round."""
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        """A copy of the cache, of tokens [start, end) where it `cuts` and else of all; ends the round."""
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make the cache what it was.

@@ -188,7 +188,7 @@ class ReplayModel(UsualModel):
     def forget(self, start: int, end: int) -> None:
         raise CapabilityError(f"the state of {self.facts.name} cannot forget tokens {start} to {end}")
 
-    def snapshot(self, start: int = 0) -> Snapshot:  # noqa: ARG002
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         self._check(0)
         self._end_round()
         self._run([])

@@ -150,11 +150,11 @@ class TabularModel(UsualModel):
         del self._tokens[start:end]
         self._round = []
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._round = []
-        start = min(start, self.length) if self.facts.capabilities.cuts else 0
-        return Snapshot(self.length, json.dumps(self._tokens[start:]).encode(), start)
+        start, end = self._span(start, end)
+        return Snapshot(end, json.dumps(self._tokens[start:end]).encode(), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)

@@ -65,6 +65,13 @@ class UsualModel(ABC):
         """Drafts on this model's memory, as long as somebody holds them."""
         return weakref.WeakSet()
 
+    def _span(self, start: int, end: int | None) -> tuple[int, int]:
+        """The tokens [start, end) that a snapshot holds of those; all, of a memory that cannot be cut."""
+        if not self.facts.capabilities.cuts:
+            return 0, self.length
+        end = self.length if end is None else min(end, self.length)
+        return min(start, end), end
+
     def _check_size(self, context_tokens: int) -> None:
         """Raises ClosedError, and ContextFullError when a context of that size does not hold the cache."""
         self._check(0)

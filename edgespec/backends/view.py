@@ -84,7 +84,7 @@ class TargetView(ABC, Generic[L]):
         self._check()
         raise CapabilityError(f"{self.facts.name} has no memory of its own", "ask the target to forget")
 
-    def snapshot(self, start: int = 0) -> Snapshot:  # noqa: ARG002
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         """Nothing but the length: the target's own snapshot holds the rest."""
         self._check()
         return Snapshot(self.length, b"")

@@ -191,7 +191,7 @@ class WindowedModel(UsualModel):
     def forget(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} forgets by itself, not tokens {start} to {end}")
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """The text: a window over it is soon computed."""
         self._check(0)
         self._end_round()

@@ -80,10 +80,10 @@ class StateModel(TabularModel):
         super().truncate(0)
         self._seen, self._unsettled = [], False
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._settled()
-        return super().snapshot(start)
+        return super().snapshot(start, end)
 
     def restore(self, snapshot: Snapshot) -> None:
         super().restore(snapshot)

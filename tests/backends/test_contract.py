@@ -201,6 +201,21 @@ class TestSnapshots:
             cut(model, tokens[:30])
             same(model, step(model, 4), fresh(model, [*tokens[:30], 4]))
 
+    def test_pieces_of_a_cache_that_stays_whole(self, model: LanguageModel) -> None:
+        tokens = tokens_for(model, 60)
+        model.prefill(tokens)
+        if not model.facts.capabilities.cuts:
+            assert (whole := model.snapshot(20, 45)).start == 0
+            assert whole.length == 60
+            return
+        pieces = [model.snapshot(start, end) for start, end in ((0, 20), (20, 45), (45, 99))]
+        assert [(piece.start, piece.length) for piece in pieces] == [(0, 20), (20, 45), (45, 60)]
+        assert model.length == 60
+        cut(model, tokens_for(model, 8, 2))
+        for piece in pieces:
+            model.restore(piece)
+        same(model, step(model, 4), fresh(model, [*tokens, 4]))
+
     def test_a_piece_goes_only_where_it_was(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 40)
         model.prefill(tokens)

@@ -282,13 +282,13 @@ class LayerSkipModel(UsualModel):
                 context.close_up(start, end)
                 cells.length -= end - start
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self.end_round()
-        start = min(start, self.length)
-        below = to_bytes(self._lower.context, start, self.length, False)
-        above = to_bytes(self._context, start, self.length, False)
-        return Snapshot(self.length, b"".join((_SIZE.pack(len(below)), below, above)), start)
+        start, end = self._span(start, end)
+        below = to_bytes(self._lower.context, start, end, False)
+        above = to_bytes(self._context, start, end, False)
+        return Snapshot(end, b"".join((_SIZE.pack(len(below)), below, above)), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)

@@ -182,11 +182,11 @@ class LlamaCppModel(UsualModel):
         self._cells.length, self._chosen = checkpoint.length, False
         self._cells.clear_round()
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._cells.end_round()
-        start = 0 if self._recurrent else min(start, self.length)
-        return Snapshot(self.length, to_bytes(self._context, start, self.length, self._recurrent), start)
+        start, end = self._span(start, end)
+        return Snapshot(end, to_bytes(self._context, start, end, self._recurrent), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)

@@ -11,12 +11,12 @@ __all__ = ["from_bytes", "to_bytes"]
 _SIZE = struct.Struct("<Q")
 
 
-def to_bytes(context: LlamaContext, start: int, length: int, recurrent: bool) -> bytes:
-    """Sequence 0, which holds `length` tokens, from `start` on: each part after its size.
+def to_bytes(context: LlamaContext, start: int, end: int, recurrent: bool) -> bytes:
+    """Tokens [start, end) of sequence 0: each part after its size.
 
     A recurrent state is always whole.
     """
-    parts = [context.state()] if recurrent else context.lift(0, start, length)
+    parts = [context.state()] if recurrent else context.lift(0, start, end)
     return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
 
 

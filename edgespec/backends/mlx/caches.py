@@ -141,10 +141,10 @@ class AttentionCache:
             held[..., low : low + len(path), :] = mx.take(held, wanted, axis=2)
         self.offset = round_start + len(path)
 
-    def dump(self, first: int = 0) -> tuple[list[int], list[mx.array]]:
-        """What a snapshot needs: numbers, and the rows in use from position `first` on."""
-        low, rows = max(0, first - self.start), self.offset - self.start
-        return [self.start, self.offset], [array[..., low:rows, :] for array in self.state]
+    def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
+        """What a snapshot needs: numbers, and the rows in use of positions [first, end)."""
+        low, high = max(0, first - self.start), end - self.start
+        return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
         """Take over what `dump` gave, after the rows before position `first`."""

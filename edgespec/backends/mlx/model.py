@@ -153,11 +153,11 @@ class MlxModel(UsualModel):
         self.memory.restore(checkpoint)
         self._passes.kept = checkpoint
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._passes.end_round()
-        start = min(start, self.length) if self.memory.cuts else 0
-        return Snapshot(self.length, to_bytes(self.memory, start, self._fingerprint), start)
+        start, end = self._span(start, end)
+        return Snapshot(end, to_bytes(self.memory, start, end, self._fingerprint), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)

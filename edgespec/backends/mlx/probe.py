@@ -73,7 +73,7 @@ def probe(model: MlxModel) -> Findings:
         )
     if replays:
         reason = "its recurrent state takes chains only"
-        capabilities = Capabilities(True, False, reason, width, taps=taps)
+        capabilities = Capabilities(True, False, reason, width, taps=taps, cuts=False)
         missing = dict.fromkeys(_SELF_DRAFTS, "a recurrent state cannot be shared with a draft")
         rollback = "checkpoints of the recurrent state, and replay"
         return Findings(capabilities, rollback, True, kv_bytes_for, missing)

@@ -22,10 +22,10 @@ _DTYPES = {
 }
 
 
-def to_bytes(memory: Memory, start: int, fingerprint: str) -> bytes:
+def to_bytes(memory: Memory, start: int, end: int, fingerprint: str) -> bytes:
     """A line of JSON that tells what is there, then the arrays one after another.
 
-    start: the first token whose rows are wanted, where the memory `cuts`.
+    start, end: the tokens whose rows are wanted; all of them where the memory does not `cut`.
     """
     if memory.foreign:
         raise BackendError(
@@ -34,10 +34,10 @@ def to_bytes(memory: Memory, start: int, fingerprint: str) -> bytes:
     parts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
     for cache in memory.attention:
-        numbers, arrays = cache.dump(start)
+        numbers, arrays = cache.dump(start, end)
         parts.append({"numbers": numbers, "arrays": [_described(array, blobs) for array in arrays]})
     parts += [{"arrays": [_described(array, blobs) for array in cache.cache]} for cache in memory.recurrent]
-    header = json.dumps({"model": fingerprint, "start": start, "length": memory.length, "parts": parts})
+    header = json.dumps({"model": fingerprint, "start": start, "length": end, "parts": parts})
     return b"\n".join([header.encode(), b"".join(blobs)])
 
 

@@ -152,7 +152,7 @@ class TranslatedModel(UsualModel):
         del self._translated[begin:stop]
         self._text[start:], self._ends[start + 1 :] = rest, ends
 
-    def snapshot(self, start: int = 0) -> Snapshot:
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self._forget_round()
         inner = self._model.snapshot()

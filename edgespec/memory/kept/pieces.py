@@ -100,7 +100,10 @@ class Forest:
             yield from root.family()
 
     def __contains__(self, piece: Piece) -> bool:
-        return piece in (piece.parent.children if piece.parent else self._roots)
+        """Whether it is here, and all that comes before it."""
+        chain = piece.chain()
+        lists = (self._roots, *(part.children for part in chain))
+        return all(part in following for part, following in zip(chain, lists, strict=False))
 
     def add(self, piece: Piece) -> None:
         """Take in a piece whose parent is here."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from time import perf_counter as now
 
 import numpy as np
 
-from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.kept.copies import Copies
@@ -29,7 +30,8 @@ class KeptTexts:
     """The kept texts of one model: how they are taken out of its cache, and put back. Its thread asks.
 
     most_bytes, disk, available: see `Copies`, which any thread may ask.
-    most_copied_bytes: of one copy while it is made; what is larger is not kept. None is no limit.
+    most_copied_bytes: of one copy while it is made. What is larger is kept in several pieces, or not at all
+    where the cache has to be copied whole. None is no limit.
     notice: why they are not kept as they were to be, in words.
     Nothing here raises for what cannot be kept or put back: the model reads it again.
     """
@@ -64,7 +66,7 @@ class KeptTexts:
     def keep(self, read: Sequence[int], shared: int = 0) -> None:
         """Keep the cache, which holds `read`, before it is cut to the first `shared` tokens.
 
-        The cache may be cut already then. What takes less to read again than to copy is not kept.
+        What takes less to read again than to copy is not kept.
         """
         text = np.array(read, np.int32)
         with self.copies.lock:
@@ -84,12 +86,21 @@ class KeptTexts:
     def _fits(self, lost: int, more: int) -> bool:
         """Whether so many tokens are worth a copy that holds `more` of them, and there is memory for it."""
         size_bytes = more * self._bytes_per_token()
-        most = self._most_copied_bytes
+        least_bytes = min(more, _SHORT_TOKENS if self._cuts else more) * self._bytes_per_token()
+        most = self._most_bytes
         return (
             self.worth.pays(lost, size_bytes)
-            and (most is None or size_bytes <= most)
-            and self.copies.room_for(size_bytes)
+            and (most is None or least_bytes <= most)
+            and self.copies.room_for(size_bytes if most is None else min(size_bytes, most))
         )
+
+    @property
+    def _most_bytes(self) -> int | None:
+        """Of one copy: without a disk no more than memory may hold of all."""
+        most = self._most_copied_bytes
+        if self.copies.disk is not None:
+            return most
+        return self.copies.most_bytes if most is None else min(most, self.copies.most_bytes)
 
     def _bytes_per_token(self) -> float:
         known = [(piece.size_bytes, len(piece.tokens)) for piece in self.copies.forest]
@@ -111,36 +122,47 @@ class KeptTexts:
                 and base.children == old[-1:]
                 and not (base.parting or base.end <= shared)
                 and len(base.tokens) <= max(_TURN_TOKENS, end - base.end)
+                and self._copies_for(end - base.start) == 1
             ):
                 old.append(base)
                 base = base.parent
             start = base.end if base else 0
             if start + _SHORT_TOKENS <= shared <= end - _SHORT_TOKENS:
-                self._take_parted(text, base, shared)
+                base = self._take_all(text[:shared], base)
+                if base:
+                    base.parting = True
+                    self._take_all(text, base)
             else:
-                self._take(text, base)
+                self._take_all(text, base)
         for piece in old:
             self.copies.remove(piece)
 
-    def _take_parted(self, text: Tokens, parent: Piece | None, at: int) -> None:
-        """The text beyond `at` and what is before that, as two pieces; the cache is cut to `at`."""
-        last = self._copied(at)
-        self._model.truncate(at)
-        first = self._take(text[:at], parent)
-        first.parting = True
-        self._insert(text, first, last)
+    def _copies_for(self, tokens: int) -> int:
+        """In how many pieces so many tokens are copied."""
+        most = self._most_bytes
+        return 1 if most is None else max(1, ceil(tokens * self._bytes_per_token() / max(1, most)))
+
+    def _take_all(self, text: Tokens, parent: Piece | None) -> Piece | None:
+        """What the cache holds of a text after `parent`, in as many pieces as it takes; the last one.
+
+        None where there is no room for all of them: then its beginning is kept.
+        """
+        start = parent.end if parent else 0
+        count = self._copies_for(len(text) - start)
+        ends = [start + (len(text) - start) * i // count for i in range(1, count + 1)]
+        last = self._take(text[: ends[0]], parent)
+        for end in ends[1:]:
+            self.copies.make_room()
+            if last not in self.copies.forest:
+                return None
+            last = self._take(text[:end], last)
+        return last
 
     def _take(self, text: Tokens, parent: Piece | None) -> Piece:
-        """A piece of what the cache holds after `parent`, which is `text` to its end."""
-        return self._insert(text, parent, self._copied(parent.end if parent else 0))
-
-    def _copied(self, start: int) -> Snapshot:
+        """A piece of what the cache holds after `parent`, to the end of `text`."""
         began = now()
-        snapshot = self._model.snapshot(start)
+        snapshot = self._model.snapshot(parent.end if parent else 0, len(text))
         self.worth.note_copied(len(snapshot.data), now() - began)
-        return snapshot
-
-    def _insert(self, text: Tokens, parent: Piece | None, snapshot: Snapshot) -> Piece:
         name = name_of(text, snapshot.start)
         piece = self.copies.forest.named(name)
         if piece is None:
@@ -204,6 +226,7 @@ class KeptTexts:
             if self._model.length != there:
                 self._model.truncate(0)
                 there = 0
+            self.copies.touch(piece)
             for part in chain:
                 if there <= part.start < common and not self._put_back(part):
                     break
@@ -214,7 +237,6 @@ class KeptTexts:
             if got > held:
                 self.hits += 1
                 self.tokens_not_read += got - held
-            self.copies.touch(piece)
             self.copies.make_room()
             return got
 
@@ -233,8 +255,9 @@ class KeptTexts:
             # A smaller context, or a state that is not what it says.
             self.copies.remove(piece)
             return False
-        self.copies.hold(piece, snapshot)
         self.worth.note_copied(piece.size_bytes, now() - began)
+        self.copies.hold(piece, snapshot)
+        self.copies.make_room()
         return True
 
     def _part(self, piece: Piece, at: int) -> None:
@@ -243,17 +266,17 @@ class KeptTexts:
             return
         text, children = piece.text(), piece.children
         try:
-            self._take_parted(text, piece.parent, at)
+            first = self._take(text[:at], piece.parent)
+            first.parting = True
+            last = self._take(text, first)
         except (EdgespecError, MemoryError) as error:
             self._note(error)
             return
-        last = self.copies.forest.named(name_of(text, at))
-        if last:
-            # Their files say which text they go after, and that is the same.
-            last.children += children
-            piece.children = []
-            for child in children:
-                child.parent = last
+        # Their files say which text they go after, and that is the same.
+        last.children += children
+        piece.children = []
+        for child in children:
+            child.parent = last
         self.copies.remove(piece)
 
     def _drops_forgotten(self, text: Tokens) -> bool:

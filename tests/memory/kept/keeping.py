@@ -32,10 +32,18 @@ def keeper(
     quota_bytes: int = PLENTY,
     identity: str = "a model",
     available: int = 1 << 40,
+    most_copied_bytes: int | None = None,
 ) -> KeptTexts:
     """Keeps what this model read, in a folder too if there is one."""
     disk = KeptDisk(identity, quota_bytes, folder) if folder else None
-    return KeptTexts(model, most_bytes, disk, worth=Always(), available=lambda: available)
+    return KeptTexts(
+        model,
+        most_bytes,
+        disk,
+        worth=Always(),
+        most_copied_bytes=most_copied_bytes,
+        available=lambda: available,
+    )
 
 
 def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:

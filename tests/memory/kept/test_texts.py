@@ -23,7 +23,7 @@ from edgespec.memory.kept import KeptTexts, Worth, forget_kept, memory_bound
 from edgespec.memory.kept.pieces import Piece
 from edgespec.methods import Drafters
 from tests.backends.rewindable import StateModel, replayed_table
-from tests.memory.kept.keeping import Always, ask, keeper, keeping
+from tests.memory.kept.keeping import PLENTY, Always, ask, keeper, keeping
 from tests.tables import table
 
 
@@ -63,11 +63,12 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
     history=acts,
     most_bytes=st.sampled_from([0, 1200, 1 << 20]),
     quota_bytes=st.sampled_from([None, 4000, 1 << 20]),
+    most_copied_bytes=st.sampled_from([None, 400, 1500]),
 )
-@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None)
-@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20)
+@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None, most_copied_bytes=None)
+@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20, most_copied_bytes=400)
 def test_every_reply_is_that_of_a_fresh_run(
-    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None
+    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None, most_copied_bytes: int | None
 ) -> None:
     """The memory is looked into besides: what comes out of most depends on its last tokens only."""
     plain = Runtime(inner := MADE[make](), None, Drafters(inner, None))
@@ -79,7 +80,7 @@ def test_every_reply_is_that_of_a_fresh_run(
 
         def begun() -> Runtime:
             bounds = {"most_bytes": most_bytes, "quota_bytes": quota_bytes or 0}
-            return keeping(MADE[make](), folder, **bounds)
+            return keeping(MADE[make](), folder, most_copied_bytes=most_copied_bytes, **bounds)
 
         runtime = begun()
         for i, act in enumerate(history):
@@ -317,7 +318,7 @@ class TestWrongSnapshots:
 def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = table(1)
 
-    def refused(_start: int = 0) -> Snapshot:
+    def refused(_start: int, _end: int) -> Snapshot:
         raise BackendError("a memory of a strange kind cannot be saved", "compute it again")
 
     monkeypatch.setattr(model, "snapshot", refused)
@@ -379,6 +380,51 @@ def test_a_text_longer_than_the_context_is_left_where_it_is(tmp_path: Path) -> N
         assert reply.stats.cached_prompt_tokens == len(SYSTEM)
     with keeping(table(1), tmp_path) as runtime:
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens >= len(CHATS[0]) - 1
+
+
+def sized(size_bytes: int) -> LanguageModel:
+    """A table with as many bytes of cache for a token as its copies take."""
+    model = table(1)
+    model.facts = replace(model.facts, kv_bytes=size_bytes * model.facts.context_tokens)
+    return model
+
+
+@pytest.mark.parametrize("most_bytes", [0, 500, PLENTY])
+def test_what_is_too_large_for_one_copy_is_kept_in_several(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = sized(3), [0]
+    snapshot = model.snapshot
+
+    def copied(start: int = 0, end: int | None = None) -> Snapshot:
+        made = snapshot(start, end)
+        assert kept
+        assert kept.use().memory_bytes <= most_bytes
+        sizes.append(len(made.data))
+        return made
+
+    monkeypatch.setattr(model, "snapshot", copied)
+    with keeping(model, tmp_path, most_bytes=most_bytes, most_copied_bytes=300) as runtime:
+        kept = runtime._session.kept
+        chat = words(7, 700)
+        for turn in range(4):
+            chat += ask(runtime, chat, max_tokens=20, seed=turn).tokens
+            assert ask(runtime, words(turn, 40), max_tokens=5).stats.cached_prompt_tokens < 5
+            reply = ask(runtime, [*chat, 1], max_tokens=1)
+            assert reply.stats.cached_prompt_tokens >= len(chat) - 1
+        assert 100 < max(sizes) <= 303
+        # What it is made of is not copied again each time that it grows.
+        assert sum(sizes) < 2 * 3 * len(chat)
+
+
+def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
+    with keeping(sized(3), most_bytes=1500) as runtime:
+        chat = words(7, 700)
+        for _ in range(2):
+            ask(runtime, chat, max_tokens=5)
+            ask(runtime, words(8, 40), max_tokens=5)
+        assert 300 <= ask(runtime, chat, max_tokens=5).stats.cached_prompt_tokens <= 500
+        assert runtime.memory().kept.memory_bytes <= 1500
 
 
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
