@@ -5,16 +5,17 @@ All numbers are of the whole process: what it holds now counts as its own.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import psutil
 
+from edgespec.cgroups import ControlGroup, control_groups
 from edgespec.cores import usable_cores
 from edgespec.heap import addresses_are_limited
 
@@ -31,6 +32,11 @@ __all__ = [
 
 # What a limit counts as none from: cgroup v1 says "no limit" with a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
+# The limit of a control group, what it holds, and of that what files take that nobody needs, by version.
+_NAMES = {
+    False: ("memory.max", "memory.current", "inactive_file"),
+    True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # Threads that a backend may start beside those that compute: of a reply, of a rest, one that a library makes.
 _MORE_THREADS = 3
 # glibc gives a thread so much where there is no limit for stacks.
@@ -73,53 +79,30 @@ def cgroup_limits(held_bytes: int, root: Path = Path("/")) -> Iterator[Limit]:
 
     What other processes of a group hold is not there for this one; caches of files would be given up.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        lines = []
-    # In a container the path may be that outside of it: then only the root is to be seen.
-    for line in lines or ["0::/"]:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            folder, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            folder = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        inner = PurePosixPath(path.lstrip("/"))
-        for group in (inner, *inner.parents):
-            if ".." in group.parts:
-                continue
-            if (limit := _limit_of(folder / group, names, held_bytes)) is not None:
-                shown = "" if str(group) == "." else group
-                yield Limit(limit, f"the memory limit of the control group /{shown}", hard=True)
+    for group in control_groups("memory", root):
+        names = _NAMES[group.version_1]
+        if (limit := _limit_of(group, names, held_bytes)) is not None:
+            yield Limit(limit, f"the memory limit of the control group {group.name}", hard=True)
 
 
-def _limit_of(folder: Path, names: tuple[str, str, str], held_bytes: int) -> int | None:
-    limit = _number(folder / names[0])
+def _limit_of(group: ControlGroup, names: tuple[str, str, str], held_bytes: int) -> int | None:
+    limit = _number(group.read(names[0]))
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None
-    used = (_number(folder / names[1]) or 0) - _idle_files(folder / "memory.stat", names[2])
+    used = (_number(group.read(names[1])) or 0) - _idle_files(group.read("memory.stat"), names[2])
     return max(0, limit - max(0, used - held_bytes))
 
 
-def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return None
+def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _idle_files(file: Path, name: str) -> int:
+def _idle_files(told: str, name: str) -> int:
     """Bytes of a group that are pages of files nobody needs now."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in file.read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(" ")
-            if key == name:
-                return int(value)
+    for line in told.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return _number(value) or 0
     return 0
 
 
@@ -159,7 +142,7 @@ def apple_limit() -> Limit | None:
 @functools.cache
 def _wired_bytes() -> int:
     """The limit that was set, 0 for none. It is asked for once: memory is looked at within replies."""
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
         said = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"],
             capture_output=True,

@@ -1,0 +1,65 @@
+"""The cores a process may use: those it is bound to, and no more than its container has time for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from edgespec import cores
+from edgespec.cores import usable_cores
+
+V2 = "0::/app.slice/chat\n"
+V1 = "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n"
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _self: list(range(16)), raising=False)
+
+
+def put(root: Path, groups: str, **files: str) -> Path:
+    for name, text in {"proc/self/cgroup": groups, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "expected"),
+    [
+        (V2, {}, 8),
+        (V2, {"app.slice/chat/cpu.max": "max 100000\n"}, 8),
+        (V2, {"app.slice/chat/cpu.max": "200000 100000\n"}, 2),
+        (V2, {"app.slice/chat/cpu.max": "150000 100000\n"}, 2),
+        (V2, {"app.slice/chat/cpu.max": "1000 100000\n"}, 1),
+        (V2, {"app.slice/chat/cpu.max": "max 100000", "app.slice/cpu.max": "300000 100000"}, 3),
+        (V2, {"app.slice/chat/cpu.max": "9000000 100000"}, 8),
+        (V2, {"app.slice/chat/cpu.max": "junk"}, 8),
+        (V2, {"app.slice/chat/cpu.max": "5 0"}, 8),
+        (V1, {"cpu/docker/abc/cpu.cfs_quota_us": "-1", "cpu/docker/abc/cpu.cfs_period_us": "100000"}, 8),
+        (V1, {"cpu/docker/abc/cpu.cfs_quota_us": "400000", "cpu/docker/abc/cpu.cfs_period_us": "100000"}, 4),
+        # In a container only the root is to be seen.
+        (V1, {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+    ],
+)
+def test_containers(tmp_path: Path, groups: str, files: dict[str, str], expected: int) -> None:
+    root = put(tmp_path, groups, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()})
+    assert usable_cores(root) == expected
+
+
+def test_what_the_process_is_bound_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _self: [3, 5, 7])
+    assert usable_cores(tmp_path) == 3
+
+
+def test_where_no_process_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(psutil.Process, "cpu_affinity")
+    assert usable_cores(tmp_path) == 8
+
+
+def test_here() -> None:
+    assert cores.usable_cores() >= 1
