@@ -9,15 +9,14 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Draft
+from edgespec.backends.abilities import Skippable, Teachable
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
     LowBit,
     Progress,
     SelfDraft,
-    Skippable,
     SkippedLayers,
-    Teachable,
 )
 from edgespec.catalog import Resolved
 from edgespec.costs import PassCosts

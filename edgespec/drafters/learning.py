@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Learner, Lesson
+from edgespec.backends.abilities import Learner, Lesson
 from edgespec.drafters.draft_memory import DraftMemory
 from edgespec.drafters.draft_model import known
 from edgespec.drafters.notes import Notes

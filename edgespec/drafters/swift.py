@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.backends.base import Skippable, SkippedLayers
+from edgespec.backends.abilities import Skippable
+from edgespec.backends.base import SkippedLayers
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.notes import Notes

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from edgespec.backends.abilities import Learner
 from edgespec.backends.base import (
     LanguageModel,
-    Learner,
     ModelFacts,
     Progress,
     SelfDraft,

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Lesson
+from edgespec.backends.abilities import Lesson
 from edgespec.backends.mlx.device import evaluated, leave_thread, translated
 from edgespec.backends.mlx.shape import PassShape
 from edgespec.errors import BackendError, CapabilityError

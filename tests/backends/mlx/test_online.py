@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from edgespec import Runtime, idle
 from edgespec.backends import mlx
-from edgespec.backends.base import Lesson, LoadOptions, Skippable
+from edgespec.backends.abilities import Lesson, Skippable
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters import learning, swift
