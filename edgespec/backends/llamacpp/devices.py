@@ -1,4 +1,4 @@
-"""Graphics cards as llama.cpp sees them, and how much of their memory is free."""
+"""What a model is computed on: the graphics cards that llama.cpp sees, and what of their memory is free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.native import library
 
-__all__ = ["Card", "cards", "has_own_memory"]
+__all__ = ["Card", "cards", "has_own_memory", "in_main_memory", "on_cpu"]
 
 _GPU = 1
 
@@ -39,6 +40,16 @@ def _ggml() -> Any:
         function = getattr(ggml, name)
         function.restype, function.argtypes = result, arguments
     return ggml
+
+
+def on_cpu(options: LoadOptions) -> bool:
+    """Whether all of a model is computed by the processor."""
+    return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
+
+
+def in_main_memory(options: LoadOptions) -> bool:
+    """Whether no part of it is in a card's own memory; an Apple GPU works in the system's."""
+    return sys.platform == "darwin" or on_cpu(options)
 
 
 def cards() -> tuple[Card, ...]:

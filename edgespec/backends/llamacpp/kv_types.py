@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.devices import on_cpu
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
-__all__ = ["FEW_ROWS", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "on_cpu", "parse_kv_types"]
+__all__ = ["FEW_ROWS", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
 
 # The most rows that llama.cpp's CPU attention does not read with the kernel for many, where it has one.
 FEW_ROWS = 63
@@ -89,11 +90,6 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
             f"use --kv-type {types.keys} or --kv-type auto",
         )
     return types
-
-
-def on_cpu(options: LoadOptions) -> bool:
-    """Whether all of a model is computed by the processor."""
-    return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
 
 
 def parse_kv_types(text: str) -> KvTypes:

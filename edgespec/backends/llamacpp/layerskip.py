@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import struct
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +23,7 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
 from edgespec.backends.llamacpp.files import (
     arranges_anew,
@@ -376,8 +376,7 @@ def _mapped(options: LoadOptions) -> bool:
     An Apple GPU reads them there too; others have a copy of their own. (On a processor, the output head alone
     may be copied: where llama.cpp arranges weights of its type anew.)
     """
-    on_processor = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
-    return options.mmap and (on_processor or sys.platform == "darwin")
+    return options.mmap and in_main_memory(options)
 
 
 def _check_kind(weights: Any, name: str) -> None:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.kv_types import FEW_ROWS, on_cpu
+from edgespec.backends.llamacpp.devices import on_cpu
+from edgespec.backends.llamacpp.kv_types import FEW_ROWS
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError

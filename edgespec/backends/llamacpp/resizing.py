@@ -6,7 +6,6 @@ back to the bit. The memory is freed before the new one is made: both are never 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.room import BLOCK_TOKENS, begun_with, cache_too_large
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import size_text
@@ -62,17 +61,12 @@ def check_growth(
         raise cache_too_large(after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS)
     # What is saved meanwhile is no more than what is freed. Cards with memory of their own say so themselves.
     available = int(psutil.virtual_memory().available)
-    if wanted > available and _in_main_memory(options):
+    if wanted > available and in_main_memory(options):
         raise MemoryBudgetError(
             f"a context of {after[0].tokens} tokens takes {size_text(wanted)} of memory"
             f" and {size_text(available)} are free",
             "close other programs or use a smaller --context",
         )
-
-
-def _in_main_memory(options: LoadOptions) -> bool:
-    on_processor = options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
-    return on_processor or sys.platform == "darwin"
 
 
 def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False) -> None:
