@@ -19,6 +19,7 @@ __all__ = [
     "config_folder",
     "data_folder",
     "log_folder",
+    "mark",
     "private_folder",
     "read_regular",
     "reason_of",
@@ -118,6 +119,12 @@ def write_private(path: Path, *payload: bytes) -> None:
         with suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def mark(path: Path) -> None:
+    """Make an empty private file, or give one that is there the time of now. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.touch(mode=0o600)
 
 
 def clear_litter(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:

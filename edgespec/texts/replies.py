@@ -22,6 +22,7 @@ import numpy as np
 from edgespec.drafters.text import Tokens
 from edgespec.files import (
     data_folder,
+    mark,
     private_folder,
     read_regular,
     reason_of,
@@ -207,7 +208,7 @@ def forget_replies(folder: Path | None = None) -> int:
     Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or _default_folder()
-    write_private(folder / _FORGOTTEN, b"")
+    mark(folder / _FORGOTTEN)
     return removed(folder.glob(f"*{_SUFFIX}"))
 
 

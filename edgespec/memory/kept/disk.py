@@ -24,7 +24,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from edgespec.backends.base import Snapshot
-from edgespec.files import data_folder, private_folder, reason_of, regular_bytes, removed, write_private
+from edgespec.files import (
+    data_folder,
+    mark,
+    private_folder,
+    reason_of,
+    regular_bytes,
+    removed,
+    write_private,
+)
 from edgespec.memory.kept.pieces import Tokens
 
 __all__ = ["KeptDisk", "StoredPiece", "disk_bound", "forget_kept", "kept_folder"]
@@ -271,7 +279,7 @@ def forget_kept(folder: Path | None = None) -> int:
     Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or kept_folder()
-    write_private(folder / _FORGOTTEN, b"")
+    mark(folder / _FORGOTTEN)
     # Who writes just now may not have heard, and ends first.
     lock = _lock(folder, _PATIENCE_SECONDS)
     with suppress(Timeout, NotImplementedError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -17,6 +19,7 @@ from edgespec.backends.base import Snapshot
 from edgespec.files import write_private
 from edgespec.memory.kept import KeptDisk, disk_bound, forget_kept
 from edgespec.memory.kept.pieces import Tokens, digest_of, name_of
+from edgespec.texts.replies import forget_replies
 
 TEXT = np.arange(50, dtype=np.int32)
 PLENTY = 1 << 30
@@ -161,6 +164,19 @@ def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None
     disk.begin_again()
     put(disk, TEXT)
     assert len(disk.stored()) == 1
+
+
+def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later writer would know that the file beside the mark is nobody's."""
+    for name, forget in (("kept", forget_kept), ("chats", forget_replies)):
+        made: list[object] = []
+        with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
+            patched.setattr(tempfile, "mkstemp", lambda **options: made.append(options))
+            forget(tmp_path / name)
+        assert made == []
+        assert [path.name for path in (tmp_path / name).iterdir() if path.name != "lock"] == ["forgotten"]
 
 
 def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
