@@ -170,8 +170,8 @@ def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No later writer would know that the file beside the mark is nobody's."""
+    made: list[object] = []
     for name, forget in (("kept", forget_kept), ("chats", forget_replies)):
-        made: list[object] = []
         with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
             patched.setattr(tempfile, "mkstemp", lambda **options: made.append(options))
             forget(tmp_path / name)
