@@ -16,8 +16,8 @@ from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.backends.llamacpp.joined import join
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.llamacpp.planning import work_bytes
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.llamacpp.sizing import work_bytes
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.methods import Drafters

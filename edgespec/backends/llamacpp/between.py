@@ -11,7 +11,7 @@ from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import default_threads, load_weights
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.planning import plan_context
+from edgespec.backends.llamacpp.sizing import plan_context
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 
 __all__ = ["hidden_states"]

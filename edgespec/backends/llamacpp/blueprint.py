@@ -19,7 +19,9 @@ from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard
-from edgespec.backends.llamacpp.planning import (
+from edgespec.backends.llamacpp.resizing import turning_tokens
+from edgespec.backends.llamacpp.share import on_device
+from edgespec.backends.llamacpp.sizing import (
     UNDO_TOKENS,
     States,
     lower_rows,
@@ -27,8 +29,6 @@ from edgespec.backends.llamacpp.planning import (
     wished_context,
     wished_halves,
 )
-from edgespec.backends.llamacpp.resizing import turning_tokens
-from edgespec.backends.llamacpp.share import on_device
 from edgespec.heap import give_back
 
 __all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "converted_bytes", "simulated"]

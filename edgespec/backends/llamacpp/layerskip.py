@@ -38,10 +38,10 @@ from edgespec.backends.llamacpp.lower import LowerHalf
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.planning import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
+from edgespec.backends.llamacpp.sizing import lower_rows, plan_halves, work_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
