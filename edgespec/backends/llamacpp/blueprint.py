@@ -223,7 +223,7 @@ def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any)
 
 
 def _simulated_states(weights: Any, options: LoadOptions) -> States:
-    """As `planning` measures them on real weights. States are made even where nothing else is."""
+    """As `sizing` measures them on real weights. States are made even where nothing else is."""
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MANY_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
