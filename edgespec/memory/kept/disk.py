@@ -176,12 +176,13 @@ class KeptDisk:
                 if self.forgotten:
                     return False
                 self._clear_litter()
-                self._make_room(size_bytes, self._chain(after))
+                if not self._make_room(size_bytes, self._chain(after)):
+                    return False
                 private_folder(self.folder)
                 write_private(self._path(name), *parts)
         except (Timeout, NotImplementedError):  # the latter: a file system without locks
             return False
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self.notice = f"what was read is not kept in {self._root}: {reason_of(error)}"
             return False
         self.notice = ""
@@ -246,17 +247,23 @@ class KeptDisk:
                     wanted.append(str(_read_header(file)["after"]))
         return chain
 
-    def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> None:
-        """Delete what is worth least until so much more fits; nothing before what goes on from it."""
+    def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> bool:
+        """Delete what is worth least until so much more fits; nothing before what goes on from it.
+
+        False where it does not fit beside what is spared: then nothing is deleted.
+        """
+        if wanted_bytes + sum(map(_size, sparing)) > self.quota_bytes:
+            return False
         over = self.used_bytes() + wanted_bytes - self.quota_bytes
         if over <= 0:
-            return
+            return True
         for path in _by_value(self._root, time.time()):
             if over <= 0:
                 break
             if path not in sparing:
                 over -= _size(path)
                 _delete(path)
+        return True
 
     def _clear_litter(self) -> None:
         """Who holds the lock is the only writer: what is half written belongs to nobody."""

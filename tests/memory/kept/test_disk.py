@@ -133,6 +133,14 @@ def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
     assert [piece.name for piece in disk.stored()] == [first, last]
 
 
+def test_what_does_not_fit_after_what_it_goes_on_from_deletes_nothing(tmp_path: Path) -> None:
+    disk = KeptDisk("a model", 4000, tmp_path)
+    names = {put(disk, TEXT[:20], size=2000), put(disk, TEXT[5:40])}
+    copy = Snapshot(50, bytes(2000), 20)
+    assert not disk.write(name_of(TEXT, 20), digest_of(TEXT[:20]), TEXT[20:], copy, 100.0)
+    assert {piece.name for piece in disk.stored()} == names
+
+
 def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgespec.memory.kept.disk._LOCK_SECONDS", 0.05)
     disk = KeptDisk("a model", PLENTY, tmp_path)
@@ -152,6 +160,16 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert disk.stored() == []
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
     assert "not kept in" in disk.notice
+
+
+def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_path: Path, *_payload: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("edgespec.memory.kept.disk.write_private", refused)
+    disk = KeptDisk("a model", PLENTY, tmp_path)
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    assert "memoryerror" in disk.notice
 
 
 def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None:
