@@ -24,6 +24,8 @@ __all__ = ["KeptTexts"]
 _SHORT_TOKENS = 64
 # A last piece no longer than this is taken into what goes on from it.
 _TURN_TOKENS = 256
+# Of what there is room for: copies are larger than what one reckons beforehand.
+_SURE_SHARE = 0.95
 
 
 class KeptTexts:
@@ -72,6 +74,7 @@ class KeptTexts:
         with self.copies.lock:
             if self._off or self._drops_forgotten(text):
                 return
+            text = text[: self._most_tokens()]
             base, have = self.copies.forest.longest(text, whole=True)
             if base:
                 self.copies.touch(base)
@@ -101,6 +104,14 @@ class KeptTexts:
         if self.copies.disk is not None:
             return most
         return self.copies.most_bytes if most is None else min(most, self.copies.most_bytes)
+
+    def _most_tokens(self) -> int | None:
+        """Of one text: more would be copied, and push others out, only to be dropped itself."""
+        size_bytes, disk = self._bytes_per_token(), self.copies.disk
+        if not (self._cuts and size_bytes):
+            return None
+        room_bytes = self.copies.most_bytes + (disk.quota_bytes if disk else 0)
+        return int(_SURE_SHARE * room_bytes / size_bytes)
 
     def _bytes_per_token(self) -> float:
         known = [(piece.size_bytes, len(piece.tokens)) for piece in self.copies.forest]
@@ -150,10 +161,10 @@ class KeptTexts:
         start = parent.end if parent else 0
         count = self._copies_for(len(text) - start)
         ends = [start + (len(text) - start) * i // count for i in range(1, count + 1)]
-        last = self._take(text[: ends[0]], parent)
-        for end in ends[1:]:
+        last = parent
+        for end in ends:
             self.copies.make_room()
-            if last not in self.copies.forest:
+            if last and last not in self.copies.forest:
                 return None
             last = self._take(text[:end], last)
         return last

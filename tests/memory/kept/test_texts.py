@@ -406,6 +406,8 @@ def test_what_is_too_large_for_one_copy_is_kept_in_several(
     monkeypatch.setattr(model, "snapshot", copied)
     with keeping(model, tmp_path, most_bytes=most_bytes, most_copied_bytes=300) as runtime:
         kept = runtime._session.kept
+        ask(runtime, words(5, 180), max_tokens=5)
+        ask(runtime, [*words(5, 90), *words(6, 60)], max_tokens=5)
         chat = words(7, 700)
         for turn in range(4):
             chat += ask(runtime, chat, max_tokens=20, seed=turn).tokens
@@ -425,6 +427,31 @@ def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
             ask(runtime, words(8, 40), max_tokens=5)
         assert 300 <= ask(runtime, chat, max_tokens=5).stats.cached_prompt_tokens <= 500
         assert runtime.memory().kept.memory_bytes <= 1500
+
+
+def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """The copies that are made of its cache from now on."""
+    made: list[Snapshot] = []
+    snapshot = model.snapshot
+
+    def copied(start: int = 0, end: int | None = None) -> Snapshot:
+        made.append(snapshot(start, end))
+        return made[-1]
+
+    monkeypatch.setattr(model, "snapshot", copied)
+    return made
+
+
+def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sized(3)
+    made = copies_of(model, monkeypatch)
+    with keeping(model, most_bytes=1500) as runtime:
+        for _ in range(4):
+            ask(runtime, words(7, 900), max_tokens=5, seed=1)
+            ask(runtime, words(8, 10), max_tokens=5, seed=1)
+        ends = [copy.length for copy in made if copy.length > 15]
+        assert len(ends) == len(set(ends))
+        assert runtime.memory().kept.hits >= 3
 
 
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
