@@ -277,12 +277,16 @@ class KeptTexts:
             return
         text, children = piece.text(), piece.children
         try:
-            first = self._take(text[:at], piece.parent)
-            first.parting = True
-            last = self._take(text, first)
+            # It may be of a run that had more memory for a copy.
+            take = self._take if self._copies_for(len(piece.tokens)) == 1 else self._take_all
+            first = take(text[:at], piece.parent)
+            last = first and take(text, first)
         except (EdgespecError, MemoryError) as error:
             self._note(error)
             return
+        if not (first and last and piece in self.copies.forest):
+            return
+        first.parting = True
         # Their files say which text they go after, and that is the same.
         last.children += children
         piece.children = []

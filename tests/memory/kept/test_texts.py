@@ -454,6 +454,21 @@ def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.M
         assert runtime.memory().kept.hits >= 3
 
 
+def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keeping(table(1), tmp_path) as runtime:
+        ask(runtime, words(7, 700), max_tokens=5)
+    model = sized(3)
+    made = copies_of(model, monkeypatch)
+    with keeping(model, tmp_path, most_copied_bytes=300) as runtime:
+        reply = ask(runtime, [*words(7, 400), *words(5, 30)], max_tokens=5)
+        assert reply.stats.cached_prompt_tokens >= 400
+        ask(runtime, words(8, 40), max_tokens=5)
+        assert ask(runtime, words(7, 700), max_tokens=5).stats.cached_prompt_tokens == 699
+        assert max(len(copy.data) for copy in made) <= 303
+
+
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     model = table(1)
     kept = KeptTexts(model, 1 << 20, worth=Always(), most_copied_bytes=0)
