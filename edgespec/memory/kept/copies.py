@@ -116,7 +116,16 @@ class Copies:
             piece.on_disk = written
             if written and piece not in self.forest:
                 disk.remove([piece.name])
+            self._miss(disk)
         return written
+
+    def _miss(self, disk: KeptDisk) -> None:
+        """Give up what is in memory no more and was deleted on disk, for its quota or by another program."""
+        for piece in list(self.forest):
+            if piece.on_disk and not disk.has(piece.name):
+                piece.on_disk = False
+                if piece.snapshot is None:
+                    self.remove(piece)
 
     def give_way(self, *, write: bool = True) -> int:
         """Take copies out of memory for other programs; how many bytes. May be asked for at any time.

@@ -188,6 +188,10 @@ class KeptDisk:
         self.notice = ""
         return True
 
+    def has(self, name: str) -> bool:
+        """Whether a file is there; what is in it is looked at when it is read."""
+        return self._path(name).exists()
+
     def remove(self, names: Iterable[str]) -> None:
         """Delete these."""
         for name in names:

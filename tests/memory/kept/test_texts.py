@@ -469,6 +469,17 @@ def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
         assert max(len(copy.data) for copy in made) <= 303
 
 
+@pytest.mark.parametrize("most_bytes", [0, 1000])
+def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: int, tmp_path: Path) -> None:
+    with keeping(table(1), tmp_path, most_bytes=most_bytes, quota_bytes=4000) as runtime:
+        for seed in range(8):
+            ask(runtime, words(seed, 200), max_tokens=5)
+        files = [path.stat().st_size for path in tmp_path.rglob("*.kept")]
+        use = runtime.memory().kept
+        assert 1000 < use.disk_bytes < sum(files) <= 4000
+        assert len(files) <= use.texts <= len(files) + most_bytes // 500
+
+
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     model = table(1)
     kept = KeptTexts(model, 1 << 20, worth=Always(), most_copied_bytes=0)
