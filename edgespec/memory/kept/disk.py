@@ -7,11 +7,8 @@ place and moved there whole, by one process at a time.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import struct
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -33,20 +30,12 @@ from edgespec.files import (
     removed,
     write_private,
 )
+from edgespec.memory.kept.headers import packed, read_header, sums_of
 from edgespec.memory.kept.pieces import Tokens
 
 __all__ = ["KeptDisk", "StoredPiece", "disk_bound", "forget_kept", "kept_folder"]
 
-VERSION = 1
-_MAGIC = b"edgespec kept %d\n" % VERSION
-_SIZES = struct.Struct("<II")  # bytes of the header, crc32 of the header
 _SUFFIX = ".kept"
-_BLOCK_BYTES = 1 << 20
-_MOST_HEADER_BYTES = 1 << 24
-_MOST_COUNT = 1 << 62
-_TEXTS = ("identity", "name", "after")
-_COUNTS = ("start", "end", "data_bytes", "tokens_sum")
-_DIGEST = re.compile(r"[0-9a-f]*")
 _LOCK_SECONDS = 1.0
 _PATIENCE_SECONDS = 10.0
 # Its time says when all was forgotten last.
@@ -141,7 +130,7 @@ class KeptDisk:
                 data = file.read()
         except (OSError, ValueError, MemoryError):
             return None
-        if crc32(text) != header["tokens_sum"] or _sums(data) != header["sums"]:
+        if crc32(text) != header["tokens_sum"] or sums_of(data) != header["sums"]:
             _delete(path)
             return None
         with suppress(OSError):
@@ -163,10 +152,9 @@ class KeptDisk:
             "data_bytes": len(snapshot.data),
             "seconds": seconds,
             "tokens_sum": crc32(text),
-            "sums": _sums(snapshot.data),
+            "sums": sums_of(snapshot.data),
         }
-        told = json.dumps(header).encode()
-        parts = (_MAGIC, _SIZES.pack(len(told), crc32(told)), told, text, snapshot.data)
+        parts = (packed(header), text, snapshot.data)
         size_bytes = sum(map(len, parts))
         if size_bytes > self.quota_bytes:
             return False
@@ -232,7 +220,7 @@ class KeptDisk:
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
         """The header of one of this model's files, which is read up to it. Raises OSError, ValueError."""
-        header = _read_header(file)
+        header = read_header(file)
         if header["identity"] != self._identity:
             raise ValueError("it is another model's")
         whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
@@ -248,7 +236,7 @@ class KeptDisk:
             for path in set(self.folder.glob(f"{digest}-*{_SUFFIX}")) - chain:
                 chain.add(path)
                 with suppress(OSError, ValueError), _opened(path) as file:
-                    wanted.append(str(_read_header(file)["after"]))
+                    wanted.append(str(read_header(file)["after"]))
         return chain
 
     def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> bool:
@@ -311,43 +299,6 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _read_header(file: BinaryIO) -> dict[str, Any]:
-    """What a file begins with; it is read up to its tokens. Raises OSError, ValueError."""
-    if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("it is of another version")
-    sizes = file.read(_SIZES.size)
-    if len(sizes) < _SIZES.size:
-        raise ValueError("it is cut short")
-    size, checksum = _SIZES.unpack(sizes)
-    told = file.read(size) if size <= _MOST_HEADER_BYTES else b""
-    if len(told) != size or crc32(told) != checksum:
-        raise ValueError("it is damaged")
-    try:
-        header = json.loads(told)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if not _is_sound(header):
-        raise ValueError("it says nothing that could be")
-    return dict(header)
-
-
-def _is_sound(header: Any) -> bool:
-    """Whether a header is one that `write` could have written."""
-    if not isinstance(header, dict) or not all(isinstance(header.get(key), str) for key in _TEXTS):
-        return False
-    if not all(type(header.get(key)) is int and 0 <= header[key] < _MOST_COUNT for key in _COUNTS):
-        return False
-    seconds = header.get("seconds")
-    return (
-        header["start"] <= header["end"]
-        and _DIGEST.fullmatch(header["after"]) is not None
-        and isinstance(seconds, int | float)
-        and not isinstance(seconds, bool)
-        and 0 <= seconds < _MOST_COUNT
-        and "sums" in header
-    )
-
-
 def _by_value(root: Path, now: float) -> list[Path]:
     """All files, what is worth least first: seconds saved for each byte, less the longer it was not used."""
     value: dict[Path, float] = {}
@@ -357,7 +308,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
     for path in _files(root):
         try:
             with _opened(path) as file:
-                header = _read_header(file)
+                header = read_header(file)
             age = max(0.0, now - path.stat().st_mtime) + _FRESH_SECONDS
             value[path] = header["seconds"] / (header["data_bytes"] + 1) / age
             starts[path] = header["start"]
@@ -383,11 +334,6 @@ def _files(folder: Path) -> list[Path]:
 def _digest(name: str) -> str:
     """What the name of a piece begins with: the digest of the text to its end."""
     return name.partition("-")[0]
-
-
-def _sums(payload: bytes) -> list[int]:
-    view = memoryview(payload)
-    return [crc32(view[at : at + _BLOCK_BYTES]) for at in range(0, len(view), _BLOCK_BYTES)]
 
 
 def _size(path: Path) -> int:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from edgespec.backends.base import Snapshot
-from edgespec.memory.kept import KeptDisk
-from edgespec.memory.kept import disk as disk_module
+from edgespec.memory.kept import KeptDisk, headers
 from edgespec.memory.kept.pieces import digest_of, name_of
 
 TEXT = np.arange(50, dtype=np.int32)
@@ -27,10 +26,10 @@ def written(disk: KeptDisk, start: int, end: int) -> bool:
 def forge(path: Path, header: bytes) -> None:
     """Another header on a file, with the right checksum."""
     with path.open("rb") as file:
-        disk_module._read_header(file)
+        headers.read_header(file)
         rest = file.read()
-    sizes = disk_module._SIZES.pack(len(header), crc32(header))
-    path.write_bytes(disk_module._MAGIC + sizes + header + rest)
+    sizes = headers._SIZES.pack(len(header), crc32(header))
+    path.write_bytes(headers._MAGIC + sizes + header + rest)
 
 
 @pytest.mark.parametrize("quota_bytes", [1 << 30, 1500])
@@ -45,7 +44,7 @@ def test_a_header_of_another_form_is_a_file_that_is_not_there(
         assert written(disk, 0, 40)
         path = disk.folder / f"{name}.kept"
         with path.open("rb") as file:
-            header = disk_module._read_header(file) | {key: value}
+            header = headers.read_header(file) | {key: value}
         if value == "missing":
             del header[key]
         forge(path, json.dumps(header).encode())
