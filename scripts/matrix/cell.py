@@ -199,7 +199,7 @@ def _fill_rows(model: Any, room: int) -> None:
     # Rows move by whole blocks, of which windows are made.
     more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
     for cache in model.memory.attention:
-        (start, end), arrays = cache.dump()
+        (start, end), arrays = cache.dump(0, model.length)
         if cache.window is None:
             again = mx.arange(end + more) % end
             arrays = [mx.take(array, again, axis=2) for array in arrays]

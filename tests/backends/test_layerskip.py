@@ -132,7 +132,7 @@ class TestTheWhole:
         times: int,
     ) -> None:
         monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
-        monkeypatch.setattr("edgespec.backends.llamacpp.layerskip.sys.platform", system)
+        monkeypatch.setattr("edgespec.backends.llamacpp.devices.sys.platform", system)
         shared = int(metadata(both.halves._weights[0], SHARED_BYTES) or 0)
         assert shared > 1_000_000
         model = load_layerskip(str(folders[4]), "demo", _options(**options))

@@ -179,6 +179,8 @@ class TestInterrupted:
             "from edgespec.backends.llamacpp.files import load_vocabulary\n"
             "from edgespec.backends.llamacpp.native import library, overheard\n"
             "library()\n"
+            # Who is started in the background may have it ignored.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "def pressed(frame, event, _):\n"
             "    if event == 'call' and frame.f_code.co_name == '_on_line':\n"
             "        sys.setprofile(None)\n"
