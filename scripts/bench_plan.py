@@ -172,7 +172,7 @@ def _run(name: str, cell: Cell) -> Row | None:
         print(f"{label}: failed: {plan if 'items' not in plan else run}", flush=True)
         return None
     row = Row(label, cell, plan, run)
-    kinds = (("weights",), ("cache",), ("compute", "output"), ("cells", "vocabulary", "heap"))
+    kinds = (("weights",), ("cache",), ("compute", "output"), ("cells", "graphs", "vocabulary", "heap"))
     sizes = " + ".join(f"{row.of(*some):,.1f}" for some in kinds)
     of_library = f" (MLX: {run['library_peak'] / _MIB:,.1f})" if run["library_peak"] else ""
     print(

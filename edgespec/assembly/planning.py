@@ -196,7 +196,7 @@ def plan_pair(
         draft_kv_type=choice.draft_kv_type,
     )
     # The headroom is there for what backends count more closely, such as a file's own header.
-    beside = ("process", "cells", "compute", "output", "vocabulary", "heap")
+    beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
     return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens)

@@ -9,10 +9,11 @@ from edgespec.backends.base import LoadOptions
 
 __all__ = ["DEVICE", "MEMORY", "Blueprint", "Footprint", "Part", "PartKind", "Pool"]
 
-PartKind = Literal["weights", "cache", "cells", "compute", "output", "vocabulary", "heap"]
+PartKind = Literal["weights", "cache", "cells", "compute", "graphs", "output", "vocabulary", "heap"]
 """Weights; keys, values and states; what a pass computes in; the logits it leaves; tokens as text.
 
-cells: what is noted of each place in the cache, such as whose it is. heap: what malloc keeps beside all that.
+cells: what is noted of each place in the cache, such as whose it is. graphs: what is noted of each step of a
+pass. heap: what malloc keeps beside all that.
 """
 
 Pool = Literal["memory", "gpu"]

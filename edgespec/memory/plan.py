@@ -11,7 +11,17 @@ from edgespec.memory.budget import Budget
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
 
 ItemKind = Literal[
-    "weights", "cache", "cells", "compute", "output", "vocabulary", "heap", "process", "headroom", "kept"
+    "weights",
+    "cache",
+    "cells",
+    "compute",
+    "graphs",
+    "output",
+    "vocabulary",
+    "heap",
+    "process",
+    "headroom",
+    "kept",
 ]
 
 _NAMES: dict[PartKind, str] = {
@@ -19,6 +29,7 @@ _NAMES: dict[PartKind, str] = {
     "cache": "cache",
     "cells": "notes on the cache",
     "compute": "buffers to compute in",
+    "graphs": "notes on passes",
     "output": "logits",
     "vocabulary": "vocabulary",
     "heap": "rest of the heap",

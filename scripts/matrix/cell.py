@@ -83,9 +83,8 @@ def measured(cell: Cell) -> dict[str, Any]:
     _forget_peak()
     before = _status()
     limit = _limit_addresses(before, cell.address_bytes) if cell.address_bytes else 0
-    threads = {} if cell.is_mlx else {"threads": 2}
     try:
-        runtime = edgespec.load(**cell.options, **threads, reserve_full_context=not cell.grows)
+        runtime = edgespec.load(**cell.options, reserve_full_context=not cell.grows)
     except edgespec.EdgespecError as error:
         _forget_unused()
         after = _status()

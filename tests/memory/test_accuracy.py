@@ -59,9 +59,10 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
 
 def _converted(paths: str | list[str], how: LoadOptions) -> int:
     """What the library takes for rows to multiply weights by, of which it says nothing."""
-    weights = load_simulated(paths, "tiny", None)
+    with overheard() as lines:
+        weights = load_simulated(paths, "tiny", None)
     try:
-        return converted_bytes(weights, how)
+        return converted_bytes(weights, how, tiled=any("type q6_K" in line for line in lines))
     finally:
         library().llama_model_free(weights)
 

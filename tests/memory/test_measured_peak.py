@@ -72,6 +72,17 @@ def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_
     assert abs(wanted - int(done.stdout)) < 8 * 2**20
 
 
+@pytest.mark.parametrize("quantisation", ["F16", "Q4_0"])
+def test_notes_on_passes_and_tiles_are_planned(quantisation: str, tmp_path: Path) -> None:
+    """Of a model of few MiB they are a tenth; of Q4_0 the head alone has weights for which tiles are held."""
+    sizes = Sizes(vocab=4000, embedding=256, feed_forward=512)
+    path = write_gguf(tmp_path / "small.gguf", "dense", quantisation, sizes)
+    found = _ran(tmp_path, target=str(path))
+    beside = ("process", "headroom", "kept")
+    planned = sum(item["bytes"] for item in found["plan"]["items"] if item["kind"] not in beside)
+    assert abs(planned - found["peak"]) <= 2 * 2**20
+
+
 _VOCABULARIES = """
 import sys
 from pathlib import Path
@@ -123,8 +134,8 @@ def test_a_full_context_takes_what_was_planned(tmp_path: Path) -> None:
     found = _ran(tmp_path, context=4096)
     beside = ("process", "headroom", "kept")
     planned = sum(item["bytes"] for item in found["plan"]["items"] if item["kind"] not in beside)
-    # Passes leave some MiB in the heap, whatever the model: in the matrix, of larger ones, that is noise.
-    assert abs(planned - found["peak"]) <= 0.03 * found["peak"] + 5 * 2**20
+    # Passes leave something in the heap, whatever the model: in the matrix, of larger ones, that is noise.
+    assert abs(planned - found["peak"]) <= 0.03 * found["peak"] + 2 * 2**20
 
 
 @pytest.mark.long

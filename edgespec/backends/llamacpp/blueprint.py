@@ -37,6 +37,7 @@ _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
+_NODES = re.compile(r"max_nodes = (\d+)")
 # The library rounds to hundredths of a MiB: of so many tokens a size is known to a byte a token.
 _MANY_TOKENS = 32768
 _LONG_TOKENS = 2**18
@@ -48,8 +49,11 @@ _CELL_BYTES = 4 + 12 + 4 + 32 + 2 * 48
 _HALF_BYTES, _EIGHT_BITS_BYTES = 2.0, 292 / 256
 # Bytes of an average weight, by which float32, 16 bits and fewer are told from each other.
 _MORE_THAN_HALF_BYTES, _MORE_THAN_EIGHT_BITS_BYTES = 3.0, 1.5
-# For K-quants, whose files are of these types, each thread of an x86 processor holds tiles (ggml-cpu/tiled).
-_TILED, _TILES_BYTES = range(10, 32), 512 * 2**10
+# For weights of these types each thread of an x86 processor holds tiles (ggml-cpu/tiled).
+_TILED, _TILES_BYTES = re.compile(r"- type +(q\d_K|iq[123]\w+|iq4_xs):"), 512 * 2**10
+# Graphs are kept: of what is reserved, of passes with logits and of those without. Each node has a tensor and
+# its places in a graph; beside them are inputs, settings, and sets that tell where each is computed.
+_GRAPHS, _NODE_BYTES, _GRAPH_BYTES = 3, 368 + 41, 208 * 2**10
 # A token as text, and its number by its text: measured.
 _TOKEN_BYTES = 220
 
@@ -58,19 +62,27 @@ _TOKEN_BYTES = 220
 class Buffers:
     """What llama.cpp said of a context while it made one.
 
-    cells: places for tokens, of all its caches. compute: by the name of the buffer's kind.
+    cells: places for tokens, of all its caches. compute: by the name of the buffer's kind. nodes: of a graph.
     """
 
     cache_bytes: int
     cells: int
     compute: tuple[tuple[str, int], ...]
+    nodes: int
+
+    @property
+    def graph_bytes(self) -> int:
+        """What is noted of the passes it makes."""
+        return _GRAPHS * (self.nodes * _NODE_BYTES + _GRAPH_BYTES)
 
 
 def buffers_in(lines: Sequence[str]) -> Buffers:
     """The sizes in what the library logged of one context."""
     caches = [found for line in lines if (found := _CACHE.search(line))]
     compute = tuple((found[1], _mib(found[2])) for line in lines if (found := _COMPUTE.search(line)))
-    return Buffers(sum(_mib(found[1]) for found in caches), sum(int(found[2]) for found in caches), compute)
+    nodes = max((int(found[1]) for line in lines if (found := _NODES.search(line))), default=0)
+    cells = sum(int(found[2]) for found in caches)
+    return Buffers(sum(_mib(found[1]) for found in caches), cells, compute, nodes)
 
 
 def _mib(text: str) -> int:
@@ -87,7 +99,7 @@ class GgufBlueprint:
         self.name = name
         self._path = path
         self._gpu_layers: int | None = None
-        self._weights = load_simulated(path, name, None)
+        self._weights, self._tiled = _opened(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
         self.turning_tokens: int = turning_tokens(self._weights)
         own = has_own_memory()
@@ -108,7 +120,7 @@ class GgufBlueprint:
         lib = library()
         size: int = lib.llama_model_size(weights)
         weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
-        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options)})
+        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._tiled)})
         for kind, bytes_ in buffers.compute:
             compute[_pool(kind) if self.layers else MEMORY] += bytes_
         parts = (
@@ -116,6 +128,7 @@ class GgufBlueprint:
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
             Part("cells", buffers.cells * _CELL_BYTES),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
+            Part("graphs", buffers.graph_bytes),
             Part("output", _logits_bytes(weights, options.batch_tokens)),
             Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
         )
@@ -136,7 +149,7 @@ class GgufBlueprint:
 
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
-        self._weights = load_simulated(self._path, self.name, gpu_layers)
+        self._weights, self._tiled = _opened(self._path, self.name, gpu_layers)
         self._gpu_layers = gpu_layers
         self._long.clear()
 
@@ -159,10 +172,13 @@ class HalvesBlueprint:
     def __init__(self, folder: str, name: str) -> None:
         self.name = name
         self._halves: list[Any] = []
+        self._tiled: list[bool] = []
         try:
             paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
             for half in paths:
-                self._halves.append(load_simulated(half, name, None))
+                weights, tiled = _opened(half, name, None)
+                self._halves.append(weights)
+                self._tiled.append(tiled)
             self._maps = not any(arranges_anew(half, None) for half in paths)
         except BaseException:
             self.close()
@@ -182,13 +198,17 @@ class HalvesBlueprint:
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
         if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
-        converted = converted_bytes(lower, few) + converted_bytes(upper, options)
+        converted = sum(
+            converted_bytes(half, how, tiled=tiled)
+            for half, how, tiled in zip(self._halves, (few, options), self._tiled, strict=True)
+        )
         logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
         parts = (
             Part("weights", weight_bytes),
             Part("cache", sum(each.cache_bytes for each in buffers)),
             Part("cells", sum(each.cells for each in buffers) * _CELL_BYTES),
             Part("compute", converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
+            Part("graphs", sum(each.graph_bytes for each in buffers)),
             Part("output", logits),
             Part("vocabulary", sum(map(_tokens, self._halves)) * _TOKEN_BYTES),
         )
@@ -199,6 +219,13 @@ class HalvesBlueprint:
         while self._halves:
             library().llama_model_free(self._halves.pop())
         give_back()
+
+
+def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, bool]:
+    """See `load_simulated`; and whether some weights are of a type for which tiles are held."""
+    with overheard() as lines:
+        weights = load_simulated(paths, name, gpu_layers)
+    return weights, any(_TILED.search(line) for line in lines)
 
 
 def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
@@ -212,6 +239,7 @@ def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
         grown(half.cache_bytes, whole.cache_bytes),
         grown(half.cells, whole.cells),
         tuple((kind, grown(first, second)) for (kind, first), (_, second) in pairs),
+        whole.nodes,
     )
 
 
@@ -255,10 +283,11 @@ def _logits_bytes(weights: Any, batch_tokens: int) -> int:
     return min(MAX_WIDTH, batch_tokens) * _tokens(weights) * 4
 
 
-def converted_bytes(weights: Any, options: LoadOptions) -> int:
+def converted_bytes(weights: Any, options: LoadOptions, *, tiled: bool) -> int:
     """What a processor turns the rows of a pass into to multiply weights by them: the widest at once.
 
     Weights of 16 bits by halves, those of fewer by eight bits and their scales; float32 as they are.
+    tiled: some are of a type for which tiles are held.
     """
     lib = library()
     size = lib.llama_model_size(weights)
@@ -266,7 +295,7 @@ def converted_bytes(weights: Any, options: LoadOptions) -> int:
     if weight_bytes > _MORE_THAN_HALF_BYTES:
         return 0
     number_bytes = _HALF_BYTES if weight_bytes > _MORE_THAN_EIGHT_BITS_BYTES else _EIGHT_BITS_BYTES
-    tiled = platform.machine() in ("x86_64", "AMD64") and _said(weights, "general.file_type") in _TILED
+    tiled = tiled and platform.machine() in ("x86_64", "AMD64")
     tiles = (options.threads or default_threads(size)) * _TILES_BYTES if tiled else 0
     return int(options.batch_tokens * _widest_row(weights) * number_bytes) + tiles
 
