@@ -81,7 +81,7 @@ def test_what_is_given_up_is_told(run: Run) -> None:
     assert said["fits"]
     assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
-    done = run("plan", "--memory", "123MiB", "--draft", "none")
+    done = run("plan", "--memory", "125MiB", "--draft", "none")
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 

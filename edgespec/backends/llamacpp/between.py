@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import default_threads, load_weights
+from edgespec.backends.llamacpp.files import load_weights, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.sizing import plan_context
 from edgespec.backends.llamacpp.tap import Tap, layer_output
@@ -29,7 +29,7 @@ def hidden_states(
     try:
         names = [layer_output(layer) for layer in range(lib.llama_model_n_layer(weights))]
         tap = Tap(names, lib.llama_model_n_embd(weights))
-        threads = options.threads or default_threads(lib.llama_model_size(weights))
+        threads = threads_for(weights, options)
         context = LlamaContext(weights, options, plan_context(weights, options), threads, tap=tap)
         try:
             parts = []

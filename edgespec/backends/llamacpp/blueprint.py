@@ -14,7 +14,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, default_threads, load_simulated
+from edgespec.backends.llamacpp.files import arranges_anew, load_simulated, threads_for
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
@@ -129,7 +129,7 @@ class GgufBlueprint:
             Part("cells", buffers.cells * _CELL_BYTES),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
             Part("graphs", buffers.graph_bytes),
-            Part("output", _logits_bytes(weights, options.batch_tokens)),
+            Part("output", _logits_bytes(weights, min(plan.rows, options.batch_tokens))),
             Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
         )
         return Footprint(plan.tokens, plan.kv_types.text, parts)
@@ -296,7 +296,7 @@ def converted_bytes(weights: Any, options: LoadOptions, *, tiled: bool) -> int:
         return 0
     number_bytes = _HALF_BYTES if weight_bytes > _MORE_THAN_EIGHT_BITS_BYTES else _EIGHT_BITS_BYTES
     tiled = tiled and platform.machine() in ("x86_64", "AMD64")
-    tiles = (options.threads or default_threads(size)) * _TILES_BYTES if tiled else 0
+    tiles = threads_for(weights, options) * _TILES_BYTES if tiled else 0
     return int(options.batch_tokens * _widest_row(weights) * number_bytes) + tiles
 
 

@@ -41,7 +41,7 @@ class ContextPlan:
 
     sequences: how many it can hold. recurrent: all or some layers remember by a state. undo_tokens: so
     many earlier states the library keeps of a pass. kv_bytes: what all of that takes. token_bytes: what it
-    takes for each token.
+    takes for each token. rows: the most of a pass whose logits are wanted.
     """
 
     tokens: int
@@ -51,6 +51,7 @@ class ContextPlan:
     undo_tokens: int = 0
     kv_bytes: int = 0
     token_bytes: int = 0
+    rows: int = MAX_WIDTH
 
     def sized(self, tokens: int) -> ContextPlan:
         """The same for so many tokens."""
@@ -84,7 +85,7 @@ class LlamaContext:
         self._spare = plan.sequences - 1
         # Sequences beside 0 that may hold something.
         self._others: set[int] = set()
-        params.n_outputs_max = min(MAX_WIDTH, options.batch_tokens)
+        params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.numbers
         params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)

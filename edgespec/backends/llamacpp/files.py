@@ -30,6 +30,7 @@ __all__ = [
     "load_simulated",
     "load_vocabulary",
     "load_weights",
+    "threads_for",
 ]
 
 _SMALL_MODEL_BYTES = 64 * 2**20
@@ -226,6 +227,11 @@ def describe(
         grows_to_tokens=plan.tokens,
         grown_kv_bytes=plan.kv_bytes,
     )
+
+
+def threads_for(weights: Any, options: LoadOptions) -> int:
+    """How many threads compute with these weights."""
+    return options.threads or default_threads(library().llama_model_size(weights))
 
 
 def default_threads(weight_bytes: int = 1 << 40) -> int:

@@ -12,7 +12,14 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
-__all__ = ["FEW_ROWS", "KvTypes", "choose_kv_types", "kv_bytes_per_token", "parse_kv_types"]
+__all__ = [
+    "FEW_ROWS",
+    "KvTypes",
+    "choose_kv_types",
+    "kv_bytes_per_token",
+    "parse_kv_types",
+    "reads_otherwise",
+]
 
 # The most rows that llama.cpp's CPU attention does not read with the kernel for many, where it has one.
 FEW_ROWS = 63
@@ -90,6 +97,14 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
             f"use --kv-type {types.keys} or --kv-type auto",
         )
     return types
+
+
+def reads_otherwise(types: KvTypes, options: LoadOptions, threads: int) -> bool:
+    """Whether many rows are read by another kernel than steps and drafts, which are alike.
+
+    The kernel of few rows is that of steps with one thread only: among more a step is split.
+    """
+    return threads == 1 and on_cpu(options) and not types.one_kernel
 
 
 def parse_kv_types(text: str) -> KvTypes:

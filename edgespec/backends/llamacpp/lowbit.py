@@ -19,10 +19,10 @@ from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.files import (
     check_file,
-    default_threads,
     describe,
     load_vocabulary,
     load_weights,
+    threads_for,
 )
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.likeness import check_same_model
@@ -148,7 +148,7 @@ class LowBitView(TargetView[TargetParts]):
         self._sinks = 0 if whole else how.sink_tokens
         self._window = _ALL_TOKENS if whole or how.window_tokens is None else how.window_tokens
         self._begin = self._sinks
-        threads = options.threads or default_threads(library().llama_model_size(weights))
+        threads = threads_for(weights, options)
         now = plan.sized(target.facts.context_tokens) if whole else plan
         self._context = LlamaContext(weights, options, now, threads)
         # Its length counts what was dropped between sinks and window too: it is where drafts go on.

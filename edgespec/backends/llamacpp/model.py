@@ -20,7 +20,7 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import default_threads, describe, load_weights
+from edgespec.backends.llamacpp.files import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.moments import Moment, Moments
@@ -82,7 +82,7 @@ class LlamaCppModel(UsualModel):
             )
         whole = plan_context(weights, options)
         plan = first_plan(weights, whole, options)
-        threads = options.threads or default_threads(library().llama_model_size(weights))
+        threads = threads_for(weights, options)
         self._context = LlamaContext(weights, options, plan, threads)
         self._moments = Moments(self._context, range(1, plan.sequences))
         try:

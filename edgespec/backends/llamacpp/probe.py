@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.devices import on_cpu
-from edgespec.backends.llamacpp.kv_types import FEW_ROWS
+from edgespec.backends.llamacpp.kv_types import FEW_ROWS, reads_otherwise
 from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError
@@ -62,9 +61,7 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
     movable = context.put_down(parts, 0, 1) and context.lift(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded for one branch"
-    # Many rows are read by a kernel of their own. The other one, of steps and drafts, is the same for both
-    # with one thread only: among more a step is split.
-    continues = plan.kv_types.one_kernel or context.threads > 1 or not on_cpu(options)
+    continues = not reads_otherwise(plan.kv_types, options, context.threads)
     # A draft of as many would be read as a text is; a draft model may round as it likes.
     width = context.max_width if continues or options.draft else min(context.max_width, FEW_ROWS)
     return Findings(

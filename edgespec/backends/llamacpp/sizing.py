@@ -9,11 +9,14 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.files import threads_for
 from edgespec.backends.llamacpp.kv_types import (
+    FEW_ROWS,
     KvTypes,
     choose_kv_types,
     has_latent_attention,
     kv_bytes_per_token,
+    reads_otherwise,
 )
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.replay import MAX_CHECKPOINTS
@@ -87,6 +90,9 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
         plan = ContextPlan(wanted, types, options.max_branches + 1)
+        if reads_otherwise(types, options, threads_for(weights, options)) and not options.draft:
+            # The library wants one for each sequence.
+            plan = replace(plan, rows=max(FEW_ROWS, plan.sequences))
         return replace(
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
