@@ -138,6 +138,15 @@ def test_other_options(options: dict[str, object]) -> None:
     _check(resolve("demo").path, context_tokens=2048, **options)
 
 
+def test_merges_of_a_vocabulary_count() -> None:
+    """Pairs of tokens that are put together are kept, too: some models have two for each token."""
+    path, size = resolve("demo").path, 8192
+    blueprint = GgufBlueprint(str(path), "demo")
+    planned = blueprint.footprint(LoadOptions(context_tokens=512)).of("vocabulary")
+    blueprint.close()
+    assert 250 * size < planned < 320 * size
+
+
 @pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_0"])
 def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
     """Weights of Q4_0 are arranged anew on most processors, and what both halves use is there twice."""

@@ -54,8 +54,10 @@ _TILED, _TILES_BYTES = re.compile(r"- type +(q\d_K|iq[123]\w+|iq4_xs):"), 512 * 
 # Graphs are kept: of what is reserved, of passes with logits and of those without. Each node has a tensor and
 # its places in a graph; beside them are inputs, settings, and sets that tell where each is computed.
 _GRAPHS, _NODE_BYTES, _GRAPH_BYTES = 3, 368 + 41, 208 * 2**10
-# A token as text, and its number by its text: measured.
-_TOKEN_BYTES = 220
+# A token as text, its number by its text, and a few numbers of each in Python; and two tokens that are put
+# together to one: measured over the vocabularies that llama.cpp is tested with.
+_TOKEN_BYTES, _MERGE_BYTES = 148 + 44, 112
+_MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,17 @@ class Buffers:
     def graph_bytes(self) -> int:
         """What is noted of the passes it makes."""
         return _GRAPHS * (self.nodes * _NODE_BYTES + _GRAPH_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What the library says of a model when it opens it.
+
+    tiled: some weights are of a type for which tiles are held. merges: of its vocabulary.
+    """
+
+    tiled: bool
+    merges: int
 
 
 def buffers_in(lines: Sequence[str]) -> Buffers:
@@ -99,7 +112,7 @@ class GgufBlueprint:
         self.name = name
         self._path = path
         self._gpu_layers: int | None = None
-        self._weights, self._tiled = _opened(path, name, None)
+        self._weights, self._said = _opened(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
         self.turning_tokens: int = turning_tokens(self._weights)
         own = has_own_memory()
@@ -120,7 +133,7 @@ class GgufBlueprint:
         lib = library()
         size: int = lib.llama_model_size(weights)
         weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
-        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._tiled)})
+        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._said.tiled)})
         for kind, bytes_ in buffers.compute:
             compute[_pool(kind) if self.layers else MEMORY] += bytes_
         parts = (
@@ -130,7 +143,7 @@ class GgufBlueprint:
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
             Part("graphs", buffers.graph_bytes),
             Part("output", _logits_bytes(weights, min(plan.rows, options.batch_tokens))),
-            Part("vocabulary", _tokens(weights) * _TOKEN_BYTES),
+            Part("vocabulary", _vocabulary_bytes(weights, self._said)),
         )
         return Footprint(plan.tokens, plan.kv_types.text, parts)
 
@@ -149,7 +162,7 @@ class GgufBlueprint:
 
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
-        self._weights, self._tiled = _opened(self._path, self.name, gpu_layers)
+        self._weights, self._said = _opened(self._path, self.name, gpu_layers)
         self._gpu_layers = gpu_layers
         self._long.clear()
 
@@ -172,13 +185,13 @@ class HalvesBlueprint:
     def __init__(self, folder: str, name: str) -> None:
         self.name = name
         self._halves: list[Any] = []
-        self._tiled: list[bool] = []
+        self._said: list[_Said] = []
         try:
             paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
             for half in paths:
-                weights, tiled = _opened(half, name, None)
+                weights, told = _opened(half, name, None)
                 self._halves.append(weights)
-                self._tiled.append(tiled)
+                self._said.append(told)
             self._maps = not any(arranges_anew(half, None) for half in paths)
         except BaseException:
             self.close()
@@ -199,8 +212,8 @@ class HalvesBlueprint:
         if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         converted = sum(
-            converted_bytes(half, how, tiled=tiled)
-            for half, how, tiled in zip(self._halves, (few, options), self._tiled, strict=True)
+            converted_bytes(half, how, tiled=told.tiled)
+            for half, how, told in zip(self._halves, (few, options), self._said, strict=True)
         )
         logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
         parts = (
@@ -210,7 +223,7 @@ class HalvesBlueprint:
             Part("compute", converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
             Part("graphs", sum(each.graph_bytes for each in buffers)),
             Part("output", logits),
-            Part("vocabulary", sum(map(_tokens, self._halves)) * _TOKEN_BYTES),
+            Part("vocabulary", sum(map(_vocabulary_bytes, self._halves, self._said))),
         )
         return Footprint(plans[0].tokens, plans[0].kv_types.text, parts)
 
@@ -221,11 +234,12 @@ class HalvesBlueprint:
         give_back()
 
 
-def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, bool]:
-    """See `load_simulated`; and whether some weights are of a type for which tiles are held."""
+def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:
+    """See `load_simulated`."""
     with overheard() as lines:
         weights = load_simulated(paths, name, gpu_layers)
-    return weights, any(_TILED.search(line) for line in lines)
+    merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
+    return weights, _Said(any(_TILED.search(line) for line in lines), merges)
 
 
 def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
@@ -317,6 +331,10 @@ def _said(weights: Any, key: str) -> int:
     """A number of the metadata; 0 where there is none, or one for each layer."""
     text = metadata(weights, key) or ""
     return int(text) if text.isdecimal() else 0
+
+
+def _vocabulary_bytes(weights: Any, said: _Said) -> int:
+    return _tokens(weights) * _TOKEN_BYTES + said.merges * _MERGE_BYTES
 
 
 def _tokens(weights: Any) -> int:
