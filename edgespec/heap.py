@@ -7,16 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["addresses_are_limited", "give_back", "kept_bytes", "return_large_buffers", "spare_addresses"]
+__all__ = [
+    "addresses_are_limited",
+    "give_back",
+    "kept_bytes",
+    "large_buffers_apart",
+    "return_large_buffers",
+    "spare_addresses",
+]
 
 # By malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGE_BYTES, _TOP_BYTES = 128 * 2**10, 2**20
+# What a reply computes in is freed and asked for again with each token: its own pages would be new each time.
+_REUSED_BYTES, _REUSED_TOP_BYTES = 4 * 2**20, 16 * 2**20
 
 
 def addresses_are_limited() -> bool:
@@ -48,8 +60,48 @@ def return_large_buffers() -> None:
     By itself malloc keeps what was freed up to 32 MiB at a time, in a heap that has holes: memory that a
     library counts as free, and the system does not.
     """
-    _set(_MMAP_THRESHOLD, _LARGE_BYTES)
-    _set(_TRIM_THRESHOLD, _TOP_BYTES)
+    _apart.begin()  # never to end
+
+
+@contextmanager
+def large_buffers_apart() -> Iterator[None]:
+    """Let buffers of 128 KiB and more that are made meanwhile have pages of their own.
+
+    Such a page is there once it is written to. In the heap malloc would write zeros to what it had before,
+    so that what a library holds in reserve would be in memory or not by what was freed there by chance.
+    """
+    _apart.begin()
+    try:
+        yield
+    finally:
+        _apart.end()
+
+
+class _Apart:
+    """From which size on a buffer has pages of its own: in all threads at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+
+    def begin(self) -> None:
+        with self._lock:
+            self._open += 1
+            _set_thresholds(_LARGE_BYTES, _TOP_BYTES)
+
+    def end(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                _set_thresholds(_REUSED_BYTES, _REUSED_TOP_BYTES)
+
+
+_apart = _Apart()
+
+
+def _set_thresholds(large_bytes: int, top_bytes: int) -> None:
+    _set(_MMAP_THRESHOLD, large_bytes)
+    _set(_TRIM_THRESHOLD, top_bytes)
 
 
 def kept_bytes() -> int:

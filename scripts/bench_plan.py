@@ -47,6 +47,7 @@ _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
 _LEFT_BYTES = 2 * _MIB
 _NO_LIMIT = 2**42
+_TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,14 @@ class _Models:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.tiny = str(self.gguf("gqa", "F16", Sizes(300, 64, 64, 1, 1, 1), "tiny"))
 
     def gguf(self, kind: str, type_name: str, sizes: Sizes | None = None, name: str = "") -> Path:
         path = self._folder / f"{name or kind}-{type_name}.gguf"
         return path if path.exists() else write_gguf(path, kind, type_name, sizes)
+
+    def tiny(self, kind: str, type_name: str) -> str:
+        """A model of a kind and type of hardly any size."""
+        return str(self.gguf(kind, type_name, _TINY, f"tiny-{kind}"))
 
     def mlx(self, kind: str, type_name: str, name: str = "") -> Path:
         path = self._folder / f"{name or kind}-mlx-{type_name}"
@@ -140,19 +144,19 @@ def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, 
     contexts = [int(context) for context in args.contexts.split(",")]
     for kind in filter(None, args.kinds.split(",")):
         for type_name in args.types.split(","):
-            basic = Cell(str(shop.gguf(kind, type_name)), warm=shop.tiny)
+            basic = Cell(str(shop.gguf(kind, type_name)), warm=shop.tiny(kind, type_name))
             for context in contexts if type_name == "F16" else contexts[:1]:
                 yield f"{kind} {type_name}", replace(basic, context=context)
         for kv_type in filter(None, args.kv_types.split(",") if kind != "mamba" else ()):
-            basic = Cell(str(shop.gguf(kind, args.types.split(",")[0])), warm=shop.tiny)
-            yield (
-                f"{kind} {args.types.split(',')[0]}",
-                replace(basic, context=contexts[-1 if len(contexts) < 2 else 1], kv_type=kv_type),
-            )
+            first = args.types.split(",")[0]
+            basic = Cell(str(shop.gguf(kind, first)), warm=shop.tiny(kind, first))
+            context = contexts[-1 if len(contexts) < 2 else 1]
+            yield f"{kind} {first}", replace(basic, context=context, kv_type=kv_type)
     if "gqa" in args.kinds.split(","):
         draft = str(shop.gguf("gqa", "F16", Sizes(embedding=256, feed_forward=512), "draft"))
         for context in contexts[:2]:
-            yield "gqa F16 with a draft", Cell(str(shop.gguf("gqa", "F16")), draft, context, warm=shop.tiny)
+            target, warm = str(shop.gguf("gqa", "F16")), shop.tiny("gqa", "F16")
+            yield "gqa F16 with a draft", Cell(target, draft, context, warm=warm)
 
 
 def _mlx_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:

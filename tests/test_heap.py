@@ -52,6 +52,40 @@ libc.malloc(100_000)  # stays, after it
 libc.free(buffer)
 print(status("VmRSS") - before)
 """
+_APART = """
+import contextlib
+from edgespec.heap import large_buffers_apart
+
+size = 2 << 20
+libc.free(libc.malloc(size))
+before = status("VmRSS")
+with large_buffers_apart() if sys.argv[1:] else contextlib.nullcontext():
+    buffer = ctypes.c_void_p(libc.malloc(size))
+ctypes.memset(buffer, 1, size)
+libc.malloc(100_000)  # stays, after it
+libc.free(buffer)
+print(status("VmRSS") - before)
+"""
+_AGAIN = """
+from edgespec.heap import large_buffers_apart, return_large_buffers
+
+with large_buffers_apart():
+    pass
+if sys.argv[1:]:
+    return_large_buffers()
+    with large_buffers_apart():
+        pass
+def use():
+    buffer = ctypes.c_void_p(libc.malloc(1 << 20))
+    ctypes.memset(buffer, 1, 1 << 20)
+    libc.free(buffer)
+
+use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    use()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 def _said(program: str, *how: str) -> int:
@@ -69,3 +103,13 @@ def test_threads_reserve_no_heap_of_their_own() -> None:
 def test_large_buffers_are_the_systems_when_they_are_freed() -> None:
     assert _said(_BUFFERS) > 4 * _MIB
     assert _said(_BUFFERS, "returned") < 2 * _MIB
+
+
+def test_buffers_made_apart_leave_no_hole() -> None:
+    assert _said(_APART) > 1 * _MIB
+    assert _said(_APART, "apart") < 1 * _MIB
+
+
+def test_afterwards_what_is_freed_is_used_again() -> None:
+    """A reply asks for the same with each token: pages that were new each time would take longer than it."""
+    assert 4 * _said(_AGAIN) < _said(_AGAIN, "returned"), "and what MLX asked for stays"

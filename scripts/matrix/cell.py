@@ -27,6 +27,7 @@ __all__ = ["Cell"]
 # Prefill in whole passes, then as wide a pass as one may be, then steps.
 _LAST_TOKENS, _STEPS = 1100, 3
 _BLOCK_ROWS = 256
+_WARM_TOKENS = 1024
 # So many sequences of a context are left to what models remember of earlier moments.
 _LEFT_SEQUENCES = 2
 
@@ -75,8 +76,9 @@ def measured(cell: Cell) -> dict[str, Any]:
 
     Where loading was refused, why, and what the process held afterwards and at most meanwhile.
     """
-    with edgespec.load(cell.warm, "none", method="none", keep="none") as smallest:
+    with edgespec.load(cell.warm, "none", method="none", keep="none", context=_WARM_TOKENS) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
+        _read(smallest._target, cell)
     with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
         edgespec.load(cell.warm, "none", memory="1MiB", method="none", keep="none").close()
     _forget_unused()

@@ -20,11 +20,12 @@ from edgespec.backends.llamacpp.blueprint import (
     GgufBlueprint,
     HalvesBlueprint,
     buffers_in,
-    converted_bytes,
     simulated,
 )
+from edgespec.backends.llamacpp.computing import converted_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.files import load_simulated
+from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.quantise import quantise
@@ -57,12 +58,14 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
     )
 
 
-def _converted(paths: str | list[str], how: LoadOptions) -> int:
-    """What the library takes for rows to multiply weights by, of which it says nothing."""
+def _beside(paths: str | list[str], how: LoadOptions) -> tuple[int, int]:
+    """What the library takes and says nothing of, and what it says and never uses."""
     with overheard() as lines:
         weights = load_simulated(paths, "tiny", None)
     try:
-        return converted_bytes(weights, how, tiled=any("type q6_K" in line for line in lines))
+        context = ContextPlan(how.context_tokens or 0, KvTypes("f16", "f16"), 1)
+        tiled = sum("type q6_K" in line for line in lines)
+        return converted_bytes(weights, how, tiled=tiled), unused_bytes(weights, context, how)
     finally:
         library().llama_model_free(weights)
 
@@ -92,7 +95,8 @@ def _check(path: Path, **options: object) -> None:
     assert _near(planned.of("weights"), _taken(weights, _WEIGHTS))
     assert _near(planned.of("cache"), _taken(real, _REAL))
     compute = sum(size for _, size in buffers_in(real).compute)
-    assert _near(planned.of("compute") - _converted(str(path), how), compute)
+    converted, unused = _beside(str(path), how)
+    assert _near(planned.of("compute") - converted + unused, compute)
     assert _near(facts.kv_bytes, _taken(real, _REAL))
 
 
@@ -176,8 +180,9 @@ def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
     shared = (folder / "shared.gguf").stat().st_size if mapped else 0
     assert _near(planned.of("weights"), _taken(mapped + own, _WEIGHTS) - shared)
     # The lower half has few rows in a pass.
-    halves = sum(_converted([str(folder / file) for file in files], how) for files in PARTS)
-    assert 0 <= planned.of("compute") - buffers <= halves
+    beside = [_beside([str(folder / file) for file in files], how) for files in PARTS]
+    converted, unused = (sum(each) for each in zip(*beside, strict=True))
+    assert -unused <= planned.of("compute") - buffers <= converted
 
 
 _LIMITED = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,9 +11,10 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import DEVICE, MEMORY, Footprint, Part, PartKind, Pool
-from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, unused_bytes
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated, threads_for
+from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
@@ -29,9 +29,9 @@ from edgespec.backends.llamacpp.sizing import (
     wished_context,
     wished_halves,
 )
-from edgespec.heap import give_back
+from edgespec.heap import addresses_are_limited, give_back
 
-__all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "converted_bytes", "simulated"]
+__all__ = ["Buffers", "GgufBlueprint", "HalvesBlueprint", "buffers_in", "simulated"]
 
 _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
@@ -45,15 +45,18 @@ _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
 # What llama.cpp notes of a cell: position, place in an image, shift, sequences; and two nodes of sets, once
 # it is used (llama-kv-cells.h).
 _CELL_BYTES = 4 + 12 + 4 + 32 + 2 * 48
-# What the rows of a pass are turned into to be multiplied by weights of 16 bits, and of fewer (block_q8_K).
-_HALF_BYTES, _EIGHT_BITS_BYTES = 2.0, 292 / 256
-# Bytes of an average weight, by which float32, 16 bits and fewer are told from each other.
-_MORE_THAN_HALF_BYTES, _MORE_THAN_EIGHT_BITS_BYTES = 3.0, 1.5
-# For weights of these types each thread of an x86 processor holds tiles (ggml-cpu/tiled).
-_TILED, _TILES_BYTES = re.compile(r"- type +(q\d_K|iq[123]\w+|iq4_xs):"), 512 * 2**10
-# Graphs are kept: of what is reserved, of passes with logits and of those without. Each node has a tensor and
-# its places in a graph; beside them are inputs, settings, and sets that tell where each is computed.
-_GRAPHS, _NODE_BYTES, _GRAPH_BYTES = 3, 368 + 41, 208 * 2**10
+# Weights for which processors hold tiles (ggml-cpu/tiled).
+_TILED = re.compile(r"- type +(?:q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
+# Graphs are kept: of what is reserved, of passes with logits and of others (llama-context.h, gf_res_*).
+# A node takes a tensor and its header, and places among the nodes and the leaves; a place in the set of
+# them takes its key, a count and a bit. Each graph has the model's settings three times (llama_hparams).
+_GRAPHS, _NODE_BYTES, _PLACE_BYTES, _GRAPH_BYTES = 3, 368 + 16, 12 + 1 / 8, 3 * 36 * 2**10
+# Of a node where it is computed, and where what it reads and gives lies (ggml_backend_sched, ggml_gallocr);
+# and what the library notes of a context, its batches and its model.
+_SCHEDULED_BYTES, _NOTES_BYTES = 20 + 100, 300 * 2**10
+# Of what is kept for passes between several devices addresses are taken, and next to nothing is written to:
+# of each node 30 inputs of a split, twice (GGML_SCHED_MAX_SPLIT_INPUTS), as tensors and as four numbers.
+_SPLIT_BYTES = 60 * (336 + 4 * 4)
 # A token as text, its number by its text, and a few numbers of each in Python; and two tokens that are put
 # together to one: measured over the vocabularies that llama.cpp is tested with.
 _TOKEN_BYTES, _MERGE_BYTES = 148 + 44, 112
@@ -74,18 +77,21 @@ class Buffers:
 
     @property
     def graph_bytes(self) -> int:
-        """What is noted of the passes it makes."""
-        return _GRAPHS * (self.nodes * _NODE_BYTES + _GRAPH_BYTES)
+        """What is noted of the passes it makes, and where addresses count, what nothing is written to."""
+        places = 1 << (2 * self.nodes - 1).bit_length()
+        graph = self.nodes * _NODE_BYTES + int(places * _PLACE_BYTES) + _GRAPH_BYTES
+        split = self.nodes * _SPLIT_BYTES if addresses_are_limited() else 0
+        return _GRAPHS * graph + self.nodes * _SCHEDULED_BYTES + _NOTES_BYTES + split
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
     """What the library says of a model when it opens it.
 
-    tiled: some weights are of a type for which tiles are held. merges: of its vocabulary.
+    tiled: how many of its tensors are of a type for which tiles are held. merges: of its vocabulary.
     """
 
-    tiled: bool
+    tiled: int
     merges: int
 
 
@@ -136,13 +142,14 @@ class GgufBlueprint:
         compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._said.tiled)})
         for kind, bytes_ in buffers.compute:
             compute[_pool(kind) if self.layers else MEMORY] += bytes_
+        compute[MEMORY] -= unused_bytes(weights, plan, options)
         parts = (
             *_split("weights", size + twice, weights_there),
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
             Part("cells", buffers.cells * _CELL_BYTES),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
             Part("graphs", buffers.graph_bytes),
-            Part("output", _logits_bytes(weights, min(plan.rows, options.batch_tokens))),
+            Part("output", logits_bytes(weights, min(plan.rows, options.batch_tokens))),
             Part("vocabulary", _vocabulary_bytes(weights, self._said)),
         )
         return Footprint(plan.tokens, plan.kv_types.text, parts)
@@ -215,12 +222,15 @@ class HalvesBlueprint:
             converted_bytes(half, how, tiled=told.tiled)
             for half, how, told in zip(self._halves, (few, options), self._said, strict=True)
         )
-        logits = _logits_bytes(lower, few.batch_tokens) + _logits_bytes(upper, options.batch_tokens)
+        compute = converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)
+        # The upper half is given hidden states, of which there is a batch as large as what it does not use.
+        compute -= unused_bytes(lower, plans[0], few)
+        logits = logits_bytes(lower, few.batch_tokens) + logits_bytes(upper, options.batch_tokens)
         parts = (
             Part("weights", weight_bytes),
             Part("cache", sum(each.cache_bytes for each in buffers)),
             Part("cells", sum(each.cells for each in buffers) * _CELL_BYTES),
-            Part("compute", converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)),
+            Part("compute", compute),
             Part("graphs", sum(each.graph_bytes for each in buffers)),
             Part("output", logits),
             Part("vocabulary", sum(map(_vocabulary_bytes, self._halves, self._said))),
@@ -239,7 +249,7 @@ def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tu
     with overheard() as lines:
         weights = load_simulated(paths, name, gpu_layers)
     merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
-    return weights, _Said(any(_TILED.search(line) for line in lines), merges)
+    return weights, _Said(sum(int(found[1]) for line in lines if (found := _TILED.search(line))), merges)
 
 
 def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
@@ -290,47 +300,6 @@ def _split(kind: PartKind, size: int, there: int) -> tuple[Part, ...]:
 def _pool(buffer: str) -> Pool:
     """Where a buffer of that kind lies: `CUDA0` on the card, `CPU` and `CUDA_Host` not."""
     return MEMORY if buffer.startswith("CPU") or buffer.endswith("_Host") else DEVICE
-
-
-def _logits_bytes(weights: Any, batch_tokens: int) -> int:
-    """What the logits of the widest pass take."""
-    return min(MAX_WIDTH, batch_tokens) * _tokens(weights) * 4
-
-
-def converted_bytes(weights: Any, options: LoadOptions, *, tiled: bool) -> int:
-    """What a processor turns the rows of a pass into to multiply weights by them: the widest at once.
-
-    Weights of 16 bits by halves, those of fewer by eight bits and their scales; float32 as they are.
-    tiled: some are of a type for which tiles are held.
-    """
-    lib = library()
-    size = lib.llama_model_size(weights)
-    weight_bytes = size / max(1, lib.llama_model_n_params(weights))
-    if weight_bytes > _MORE_THAN_HALF_BYTES:
-        return 0
-    number_bytes = _HALF_BYTES if weight_bytes > _MORE_THAN_EIGHT_BITS_BYTES else _EIGHT_BITS_BYTES
-    tiled = tiled and platform.machine() in ("x86_64", "AMD64")
-    tiles = threads_for(weights, options) * _TILES_BYTES if tiled else 0
-    return int(options.batch_tokens * _widest_row(weights) * number_bytes) + tiles
-
-
-def _widest_row(weights: Any) -> int:
-    """Of how many numbers, for each token: of a layer's middle, of those of all experts that it asks."""
-    arch = metadata(weights, "general.architecture") or ""
-
-    def said(key: str) -> int:
-        return _said(weights, f"{arch}.{key}")
-
-    middle = said("feed_forward_length")
-    experts = said("expert_used_count") * (said("expert_feed_forward_length") or middle)
-    heads = said("attention.head_count") * said("attention.value_length")
-    return max(middle, experts, heads, said("ssm.inner_size"), said("embedding_length"))
-
-
-def _said(weights: Any, key: str) -> int:
-    """A number of the metadata; 0 where there is none, or one for each layer."""
-    text = metadata(weights, key) or ""
-    return int(text) if text.isdecimal() else 0
 
 
 def _vocabulary_bytes(weights: Any, said: _Said) -> int:

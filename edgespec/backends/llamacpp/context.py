@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ from edgespec.errors import (
     NoMemoryError,
     OptionError,
 )
+from edgespec.heap import large_buffers_apart
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
@@ -123,7 +125,8 @@ class LlamaContext:
         self._copies = ReusedBytes()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
-        self._context = self._lib.llama_init_from_model(self._model, self._params)
+        with large_buffers_apart():
+            self._context = self._lib.llama_init_from_model(self._model, self._params)
         if not self._context:
             detail = (recent_errors() or ["no reason was given"])[-1]
             if "requires flash_attn" in detail:
@@ -135,6 +138,7 @@ class LlamaContext:
                 f"a context of {plan.tokens} tokens could not be made: {detail}",
                 "use a smaller --context or another --kv-type",
             )
+        self._widest = {False: 0, True: 0}
         self._memory = self._lib.llama_get_memory(self._context)
         self.interrupt.attach(self._context)
         self.batch_tokens: int = self._lib.llama_n_batch(self._context)
@@ -168,7 +172,7 @@ class LlamaContext:
         """Run tokens, or hidden states, from `position` on in sequence 0, without logits."""
         batch = self._batch_of(inputs)
         batch.append(inputs, position)
-        self._decode(batch)
+        self._decode(batch, logits=False)
 
     def run(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
@@ -179,7 +183,7 @@ class LlamaContext:
         """
         batch = self._batch_of(inputs)
         batch.put(inputs, positions, sequences, logits=True)
-        self._decode(batch)
+        self._decode(batch, logits=True)
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:
@@ -198,7 +202,7 @@ class LlamaContext:
         self._batch.put(tokens, positions, sequences, logits=True)
         self._tap.last = True
         try:
-            self._decode(self._batch)
+            self._decode(self._batch, logits=True)
         finally:
             self._tap.last = False
 
@@ -208,13 +212,18 @@ class LlamaContext:
         assert self._hidden is not None
         return self._hidden
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: Batch, *, logits: bool) -> None:
         if self.interrupt.wanted:
             raise CancelledError("cancelled")
         self._check_there()
         count = batch.native.n_tokens
         recent_errors(clear=True)
-        status = self._lib.llama_decode(self._context, batch.native)
+        # What the library makes for a wider pass than any before, it keeps.
+        wider = count > self._widest[logits]
+        with large_buffers_apart() if wider else nullcontext():
+            status = self._lib.llama_decode(self._context, batch.native)
+        if wider:
+            self._widest[logits] = count
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.wanted:

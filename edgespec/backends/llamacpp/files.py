@@ -20,6 +20,7 @@ from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.room import check_weights_fit
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
+from edgespec.heap import large_buffers_apart
 
 __all__ = [
     "arranges_anew",
@@ -69,7 +70,7 @@ def arranges_anew(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
 
     paths: as for `load_simulated`.
     """
-    with overheard() as lines:
+    with overheard() as lines, large_buffers_apart():
         weights = _from_files(paths, _simulation(gpu_layers))
     if weights:
         library().llama_model_free(weights)
@@ -157,7 +158,8 @@ def _loaded(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     recent_errors(clear=True)
-    weights = load(params)
+    with large_buffers_apart():
+        weights = load(params)
     if weights:
         return weights
     if cancelled:
