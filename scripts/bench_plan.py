@@ -3,18 +3,20 @@
 
     scripts/bench_plan.py                                       # GGUF and MLX: an hour
     scripts/bench_plan.py --kinds gqa,jamba --types F16,Q4_0 --contexts 2048,131072
+    scripts/bench_plan.py --small --mlx-kinds ""                # models of 3 to 17 MiB
     scripts/bench_plan.py --limits                              # the same models under hard limits
 
 Writes models of random weights, 130 to 300 MB each in F16, into a temporary folder. Each is planned in one
 process (`edgespec.plan`) and loaded in another, where its context is filled and passes as wide as can be are
 made: that is what a plan is of. planned: weights, caches, buffers to compute in, logits and vocabulary; not
 Python itself, nor headroom. measured: the most the process ever held (VmHWM), pages of mapped files
-included, more than after a model of a few kilobytes was loaded and closed. Longer contexts are filled by
-copies of their own cells, except for states in MLX. MLX makes buffers of which it never touches all: what
-the library counts itself is printed beside it. A cell is near where planned and measured differ by at most
-3 %, or by 3 MiB: what is allocated beside, and the grain of the allocator. A context that grows copies what
-is in it, which is no part of the plan: loading lets it grow only where the budget has room for half of the
-cache more, so it may be that much more, less the buffers that only the widest passes take. Linux only.
+included, more than after one of hardly any size, of the same kind and type, was loaded, read and closed.
+Longer contexts are filled by copies of their own cells, except for states in MLX. MLX makes buffers of which
+it never touches all: what the library counts itself is printed beside it. A cell is near where planned and
+measured differ by at most 3 %, or by 1 MiB: what is allocated beside, and the grain of the allocator. A
+context that grows copies what is in it, which is no part of the plan: loading lets it grow only where the
+budget has room for half of the cache more, so it may be that much more, less the buffers that only the
+widest passes take. Linux only.
 
 --limits sets RLIMIT_AS to so much of what the plan says, Python's share left out and the stacks of threads
 added: what is planned to fit has to run, its context filled, and what is not has to be refused while the
@@ -40,13 +42,14 @@ from matrix.gguf_models import KINDS, Sizes, write_gguf
 from matrix.mlx_models import MLX_KINDS, write_mlx
 
 _MIB = 2**20
-_NEAR_SHARE, _NEAR_BYTES = 0.03, 3 * _MIB
+_NEAR_SHARE, _NEAR_BYTES = 0.03, 1 * _MIB
 _BESIDE = ("process", "headroom", "kept")
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 # So much of what a plan says is given. What is refused may hold so much more afterwards.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
 _LEFT_BYTES = 2 * _MIB
 _NO_LIMIT = 2**42
+_SMALL = Sizes(vocab=4000, embedding=256, feed_forward=512, inner=512)
 _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
 
 
@@ -92,6 +95,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of GGUF models")
     parser.add_argument("--types", default="F16,Q8_0,Q4_0,Q4_K_M", help="of their weights")
     parser.add_argument("--contexts", default="2048,8192,32768,131072", help="the longest for F16 only")
+    parser.add_argument("--small", action="store_true", help="GGUF models of 3 to 17 MiB")
     parser.add_argument("--kv-types", default="f16,q8_0,q4_0", help="of caches, with the second context")
     parser.add_argument("--mlx-kinds", default=",".join(MLX_KINDS))
     parser.add_argument("--mlx-types", default="float16,8,4")
@@ -104,7 +108,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="edgespec-matrix-") as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        shop = _Models(folder)
+        shop = _Models(folder, _SMALL if args.small else None)
         cells = [*_gguf_cells(args, shop), *_mlx_cells(args, shop)]
         if args.grows:
             cells = [(f"{name}, growing", replace(cell, grows=True)) for name, cell in cells]
@@ -124,12 +128,13 @@ def main() -> int:
 class _Models:
     """Writes each model once, when it is asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, usual: Sizes | None) -> None:
+        self._folder, self._usual = folder, usual
 
     def gguf(self, kind: str, type_name: str, sizes: Sizes | None = None, name: str = "") -> Path:
-        path = self._folder / f"{name or kind}-{type_name}.gguf"
-        return path if path.exists() else write_gguf(path, kind, type_name, sizes)
+        name = name or (f"small-{kind}" if self._usual else kind)
+        path = self._folder / f"{name}-{type_name}.gguf"
+        return path if path.exists() else write_gguf(path, kind, type_name, sizes or self._usual)
 
     def tiny(self, kind: str, type_name: str) -> str:
         """A model of a kind and type of hardly any size."""

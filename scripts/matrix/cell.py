@@ -30,6 +30,8 @@ _BLOCK_ROWS = 256
 _WARM_TOKENS = 1024
 # So many sequences of a context are left to what models remember of earlier moments.
 _LEFT_SEQUENCES = 2
+# Sequences that no model uses, and how much of a text four checkpoints hold: more than twice all of it.
+_BEYOND, _HELD_SHARES = 100, (1.0, 1.0, 0.3)
 
 
 @dataclass(frozen=True)
@@ -184,12 +186,20 @@ def _fill_cells(model: Any, room: int) -> None:
         whole = context.plan.recurrent
         if not (context.set_state(parts[0], sequence) if whole else _put(context, parts, sequence)):
             raise SystemExit("the cells of a sequence could not be copied")
+        if whole:
+            _hold(context, sequence, part)
     # No text is ever copied like that: what the copy was written to is no part of a plan.
     del parts
     context._copies = ReusedBytes()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
+
+
+def _hold(context: Any, sequence: int, tokens: int) -> None:
+    """Let cells be held as often as those of a long text, over which `ReplayModel` spreads its checkpoints."""
+    for share, held in enumerate(_HELD_SHARES):
+        context.copy(sequence, _BEYOND + share + len(_HELD_SHARES) * sequence, 0, int(held * tokens))
 
 
 def _fill_rows(model: Any, room: int) -> None:

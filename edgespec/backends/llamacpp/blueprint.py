@@ -42,9 +42,13 @@ _NODES = re.compile(r"max_nodes = (\d+)")
 _MANY_TOKENS = 32768
 _LONG_TOKENS = 2**18
 _FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
-# What llama.cpp notes of a cell: position, place in an image, shift, sequences; and two nodes of sets, once
-# it is used (llama-kv-cells.h).
-_CELL_BYTES = 4 + 12 + 4 + 32 + 2 * 48
+# What llama.cpp notes of a cell: position, place in an image, shift, sequences; and a node in the set of
+# those used, and in that of each sequence that holds it (llama-kv-cells.h).
+_NODE_OF_SET_BYTES = 48
+_CELL_BYTES = 4 + 12 + 4 + 32 + 2 * _NODE_OF_SET_BYTES
+# Checkpoints of a text that was read share its cells: put together, so many times the whole text at most
+# (of four that are spread as `ReplayModel` spreads them).
+_CHECKPOINTS_SHARE = 3
 # Weights for which processors hold tiles (ggml-cpu/tiled).
 _TILED = re.compile(r"- type +(?:q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
 # Graphs are kept: of what is reserved, of passes with logits and of others (llama-context.h, gf_res_*).
@@ -142,11 +146,12 @@ class GgufBlueprint:
         compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._said.tiled)})
         for kind, bytes_ in buffers.compute:
             compute[_pool(kind) if self.layers else MEMORY] += bytes_
+        held = _CHECKPOINTS_SHARE * _NODE_OF_SET_BYTES if plan.recurrent else 0
         compute[MEMORY] -= unused_bytes(weights, plan, options)
         parts = (
             *_split("weights", size + twice, weights_there),
             *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
-            Part("cells", buffers.cells * _CELL_BYTES),
+            Part("cells", buffers.cells * (_CELL_BYTES + held)),
             *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
             Part("graphs", buffers.graph_bytes),
             Part("output", logits_bytes(weights, min(plan.rows, options.batch_tokens))),
