@@ -158,7 +158,8 @@ def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, 
             context = contexts[-1 if len(contexts) < 2 else 1]
             yield f"{kind} {first}", replace(basic, context=context, kv_type=kv_type)
     if "gqa" in args.kinds.split(","):
-        draft = str(shop.gguf("gqa", "F16", Sizes(embedding=256, feed_forward=512), "draft"))
+        sizes = replace(_SMALL, layers=1) if args.small else Sizes(embedding=256, feed_forward=512)
+        draft = str(shop.gguf("gqa", "F16", sizes, "draft"))
         for context in contexts[:2]:
             target, warm = str(shop.gguf("gqa", "F16")), shop.tiny("gqa", "F16")
             yield "gqa F16 with a draft", Cell(target, draft, context, warm=warm)

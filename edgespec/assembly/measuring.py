@@ -10,7 +10,7 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Blueprint
-from edgespec.catalog import Resolved, look, require_mlx, smaller_forms
+from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
 from edgespec.drafters.windowed import window_for
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
@@ -30,6 +30,9 @@ __all__ = ["Models", "headroom_bytes", "opened"]
 # Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
 _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
 _ROOM_BYTES = 1 << 62
+# A token of either vocabulary by its bytes, and its number in the other: measured over pairs of real ones,
+# the most while they are put side by side.
+_TRANSLATED_BYTES = 190
 _EVERYTHING: frozenset[StepName] = frozenset(get_args(StepName))
 
 
@@ -45,6 +48,7 @@ class Models:
         self._drafts: dict[str, tuple[Resolved, Blueprint]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
+        self._translated: dict[str, int] = {}
         self._copy: Blueprint | None = None
         if copy := _lowbit_copy(pair, how):
             self._copy = opened(copy, options)
@@ -106,6 +110,8 @@ class Models:
                 context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
             )
             items += items_of("draft", draft.footprint(drafting))
+            if translated := self._translated_bytes(found):
+                items.append(Item("draft", "its tokens in the target's", "vocabulary", translated))
         if self._copy and choice.copy:
             tokens = self._copied_tokens(choice, target.context_tokens)
             items += items_of("low-bit copy", self._copy.footprint(replace(options, context_tokens=tokens)))
@@ -113,6 +119,18 @@ class Models:
         items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
         items.append(Item("free", "headroom", "headroom", headroom_bytes(taken)))
         return Measured(tuple(items), target)
+
+    def _translated_bytes(self, draft: Resolved) -> int:
+        """What it takes to tell the tokens of a draft from those of the target, where they are others."""
+        if draft.name not in self._translated:
+            known, infos = Known(), []
+            with suppress(EdgespecError):  # then loading says what is wrong
+                infos = [info_of(found, known) for found in (self._pair.target, draft)]
+                known.keep()
+            differ = len({info.vocabulary for info in infos if info.vocabulary}) > 1
+            tokens = sum(info.vocab_size for info in infos)
+            self._translated[draft.name] = tokens * _TRANSLATED_BYTES if differ else 0
+        return self._translated[draft.name]
 
     def _draft_tokens(self, choice: Choice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""

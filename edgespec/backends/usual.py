@@ -14,7 +14,10 @@ from edgespec.backends.room import check_tokens_fit
 from edgespec.backends.view import TargetView
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
-__all__ = ["UsualModel", "in_batches", "part_of"]
+__all__ = ["MOST_PIECES", "UsualModel", "in_batches", "part_of"]
+
+# Of so many tokens a vocabulary keeps at hand what they are in bytes: all there are would take tens of MiB.
+MOST_PIECES = 8192
 
 
 def in_batches(

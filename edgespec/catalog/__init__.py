@@ -9,6 +9,7 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
+from edgespec.catalog.known import Known
 from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, resolve
@@ -19,6 +20,7 @@ __all__ = [
     "Catalogue",
     "DraftChoice",
     "DraftOption",
+    "Known",
     "ModelEntry",
     "ModelFormat",
     "ModelInfo",

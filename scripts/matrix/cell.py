@@ -197,7 +197,7 @@ def _fill_cells(model: Any, room: int) -> None:
 
 
 def _hold(context: Any, sequence: int, tokens: int) -> None:
-    """Let cells be held as often as those of a long text, over which `ReplayModel` spreads its checkpoints."""
+    """Let cells be held as often as those of a long text, over which checkpoints are spread (replay.py)."""
     for share, held in enumerate(_HELD_SHARES):
         context.copy(sequence, _BEYOND + share + len(_HELD_SHARES) * sequence, 0, int(held * tokens))
 

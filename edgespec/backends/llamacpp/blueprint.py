@@ -57,7 +57,7 @@ _TILED = re.compile(r"- type +(?:q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
 _GRAPHS, _NODE_BYTES, _PLACE_BYTES, _GRAPH_BYTES = 3, 368 + 16, 12 + 1 / 8, 3 * 36 * 2**10
 # Of a node where it is computed, and where what it reads and gives lies (ggml_backend_sched, ggml_gallocr);
 # and what the library notes of a context, its batches and its model.
-_SCHEDULED_BYTES, _NOTES_BYTES = 20 + 100, 300 * 2**10
+_SCHEDULED_BYTES, _NOTES_BYTES = 20 + 100, 256 * 2**10
 # Of what is kept for passes between several devices addresses are taken, and next to nothing is written to:
 # of each node 30 inputs of a split, twice (GGML_SCHED_MAX_SPLIT_INPUTS), as tensors and as four numbers.
 _SPLIT_BYTES = 60 * (336 + 4 * 4)

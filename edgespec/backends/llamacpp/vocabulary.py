@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.usual import MOST_PIECES
 from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
@@ -54,6 +55,8 @@ class LlamaVocabulary:
         """The bytes a token adds to the text; control tokens add none."""
         piece = self._pieces.get(token)
         if piece is None:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
             piece = self._pieces[token] = self._text(token, special=False)
         return piece
 

@@ -12,6 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
+from edgespec.backends.usual import MOST_PIECES
 from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
@@ -111,6 +112,8 @@ class MlxVocabulary:
         self._open()
         piece = self._pieces.get(token)
         if piece is None:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
             raw = self.raw_piece(token)
             piece = self._pieces[token] = raw if token not in self._control else b""
         return piece

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,17 +15,23 @@ LONGEST_SPELLING = 16
 
 
 class _Tokens:
-    """What every token of a vocabulary is: ids by bytes, text and control tokens apart; the ends."""
+    """What every token of a vocabulary is: the first id by bytes, text and control tokens apart; the ends.
+
+    alike: all ids of a text that several tokens have.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.text: dict[bytes, list[int]] = {}
-        self.control: dict[bytes, list[int]] = {}
+        self.text: dict[bytes, int] = {}
+        self.control: dict[bytes, int] = {}
+        self.alike: dict[bytes, list[int]] = {}
         self.ends: list[int] = []
         for token in range(vocabulary.size):
             raw = vocabulary.raw_piece(token)
             if raw:
-                kind = self.text if vocabulary.piece(token) else self.control
-                kind.setdefault(raw, []).append(token)
+                is_text = bool(vocabulary.piece(token))
+                first = (self.text if is_text else self.control).setdefault(raw, token)
+                if is_text and first != token:
+                    self.alike.setdefault(raw, [first]).append(token)
             if vocabulary.is_end(token):
                 self.ends.append(token)
 
@@ -36,13 +42,13 @@ class _Tokens:
 
     def named(self, text: str) -> int | None:
         """The control token of that text."""
-        return next(iter(self.control.get(text.encode(), ())), None)
+        return self.control.get(text.encode())
 
 
 class Speller:
     """Writes bytes in the tokens of a vocabulary, as they would be in the middle of a text."""
 
-    def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, Sequence[int]]) -> None:
+    def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
         self._vocabulary = vocabulary
         self._ids = ids
         self._longest = max(map(len, ids), default=0)
@@ -80,9 +86,9 @@ class Speller:
         at = 0
         while at < len(data):
             for size in range(min(self._longest, len(data) - at), 0, -1):
-                ids = self._ids.get(data[at : at + size])
-                if ids:
-                    tokens.append(ids[0])
+                token = self._ids.get(data[at : at + size])
+                if token is not None:
+                    tokens.append(token)
                     break
             else:
                 size = 1
@@ -125,9 +131,10 @@ class Translation:
     def _text_pairs(self, mine: _Tokens, its: _Tokens) -> list[tuple[int, int]]:
         """Where several tokens have the same bytes, the ones that the tokenizers use."""
         pairs = []
-        for raw, ids in mine.text.items():
-            others = its.text.get(raw)
-            if others:
+        for raw, token in mine.text.items():
+            other = its.text.get(raw)
+            if other is not None:
+                ids, others = mine.alike.get(raw, [token]), its.alike.get(raw, [other])
                 pairs.append((_used(self._target, raw, ids), _used(self._draft, raw, others)))
         return pairs
 
@@ -174,8 +181,8 @@ class Translation:
         return tuple(self.draft_text.spell(self._target.raw_piece(token))[-LONGEST_SPELLING:]) or (0,)
 
 
-def _pairs(mine: Mapping[bytes, list[int]], its: Mapping[bytes, list[int]]) -> list[tuple[int, int]]:
-    return [(ids[0], its[raw][0]) for raw, ids in mine.items() if raw in its]
+def _pairs(mine: Mapping[bytes, int], its: Mapping[bytes, int]) -> list[tuple[int, int]]:
+    return [(token, its[raw]) for raw, token in mine.items() if raw in its]
 
 
 def _used(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
