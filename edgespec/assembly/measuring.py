@@ -30,8 +30,8 @@ __all__ = ["Models", "headroom_bytes", "opened"]
 # Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
 _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
 _ROOM_BYTES = 1 << 62
-# A token of either vocabulary by its bytes, and its number in the other: measured over pairs of real ones,
-# the most while they are put side by side.
+# What a `Translation` takes for each token of both vocabularies: its bytes, and its number in the other.
+# Measured over pairs of real ones, the most while they are put side by side.
 _TRANSLATED_BYTES = 190
 _EVERYTHING: frozenset[StepName] = frozenset(get_args(StepName))
 
@@ -111,7 +111,7 @@ class Models:
             )
             items += items_of("draft", draft.footprint(drafting))
             if translated := self._translated_bytes(found):
-                items.append(Item("draft", "its tokens in the target's", "vocabulary", translated))
+                items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translated))
         if self._copy and choice.copy:
             tokens = self._copied_tokens(choice, target.context_tokens)
             items += items_of("low-bit copy", self._copy.footprint(replace(options, context_tokens=tokens)))
@@ -121,7 +121,7 @@ class Models:
         return Measured(tuple(items), target)
 
     def _translated_bytes(self, draft: Resolved) -> int:
-        """What it takes to tell the tokens of a draft from those of the target, where they are others."""
+        """What a `Translation` from the target to a draft takes; 0 where they have the same tokens."""
         if draft.name not in self._translated:
             known, infos = Known(), []
             with suppress(EdgespecError):  # then loading says what is wrong
