@@ -75,7 +75,9 @@ class Known:
         """Write what is new; where that is not possible it is found out again next time."""
         if not self._changed:
             return
-        models = dict(list(self._models.items())[-_MOST_MODELS:])
+        # Headers of models that are still on the hub lie in a folder of one plan only (remote_header.py).
+        there = {path: found for path, found in self._models.items() if os.path.exists(path)}
+        models = dict(list(there.items())[-_MOST_MODELS:])
         value = {
             "version": _VERSION,
             "models": {path: [state, asdict(info)] for path, (state, info) in models.items()},

@@ -261,6 +261,17 @@ class TestKnown:
         assert changed.family == info.family
         assert changed.vocab_size == info.vocab_size + 1
 
+    def test_what_is_gone_is_not_kept(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "tiny.gguf")
+        known = Known(tmp_path / "kept.json")
+        known.info(path, "gguf")
+        known.keep()
+        path.unlink()
+        known = Known(tmp_path / "kept.json")
+        known.info(DRAFT, "gguf")
+        known.keep()
+        assert list(json.loads((tmp_path / "kept.json").read_text())["models"]) == [str(DRAFT)]
+
     @pytest.mark.parametrize(
         "content",
         ["", "[]", "{}", '{"version": 1}', '{"version": 1, "models": {"a": 1}, "shares": {}}',
