@@ -226,6 +226,8 @@ def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision
             continue
         before = ladder.plan(with_it)
         freed = max(before.taken_bytes(pool) - plan.taken_bytes(pool) for pool in plan.pools)
+        if not freed:  # another step made it needless, as a target's cache does where a draft's follows it
+            continue
         what, why = _told(name, start, choice)
         found.append(Decision(what, why, freed))
     return tuple(found)

@@ -85,6 +85,20 @@ def test_an_end_that_does_not_fit_says_so() -> None:
     assert {decision.what.split()[0] for decision in plan.decisions} == {"a", "no", "16-bit"}
 
 
+def test_what_frees_nothing_beside_the_others_is_not_told() -> None:
+    """The draft's cache is of the target's type, unless it has one of its own."""
+
+    def follows(choice: Choice) -> Measured:
+        taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
+        measured = measure(choice)
+        return replace(measured, items=(*measured.items, Item("draft", "draft cache", "cache", taken)))
+
+    choice, plan = fitted(START, follows, Budget(1000, "here"), fixed=frozenset({"draft"}))
+    assert not plan.fits
+    assert choice.draft_kv_type == choice.kv_type == "q4_0"
+    assert all(decision.bytes > 0 for decision in plan.decisions)
+
+
 def test_a_step_the_model_cannot_take_is_left_out() -> None:
     def no_q8(choice: Choice) -> Measured:
         if choice.kv_type == "q8_0":
