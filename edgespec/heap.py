@@ -27,7 +27,8 @@ __all__ = [
 # By malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGE_BYTES, _TOP_BYTES = 128 * 2**10, 2**20
-# What a reply computes in is freed and asked for again with each token: its own pages would be new each time.
+# What a reply computes in is freed and asked for again with each token: pages of its own would be new each
+# time, and the system would have to clear them.
 _REUSED_BYTES, _REUSED_TOP_BYTES = 4 * 2**20, 16 * 2**20
 
 
@@ -65,10 +66,11 @@ def return_large_buffers() -> None:
 
 @contextmanager
 def large_buffers_apart() -> Iterator[None]:
-    """Let buffers of 128 KiB and more that are made meanwhile have pages of their own.
+    """Let buffers of 128 KiB and more that are made meanwhile have pages of their own, in whichever thread.
 
-    Such a page is there once it is written to. In the heap malloc would write zeros to what it had before,
-    so that what a library holds in reserve would be in memory or not by what was freed there by chance.
+    Such a page takes memory once it is written to. In the heap calloc would write zeros to what was freed
+    there, so that what a library holds in reserve would be in memory or not by chance. Afterwards buffers of
+    4 MiB and more have pages of their own, unless `return_large_buffers` was called.
     """
     _apart.begin()
     try:

@@ -1,4 +1,4 @@
-"""Longer texts of the chat screen: the welcome, /show, and errors."""
+"""Longer texts of the chat screen: the welcome, /show, /memory, and errors."""
 
 from __future__ import annotations
 

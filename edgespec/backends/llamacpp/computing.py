@@ -1,4 +1,4 @@
-"""What llama.cpp computes passes in, beside the buffers that it tells of."""
+"""What llama.cpp computes passes in beside the buffers that it tells of, and what of those it never uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _TILES_BYTES = 512 * 2**10
 def unused_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
     """What is reserved for hidden states, and never written to where tokens are given.
 
-    Each graph can take either (`build_inp_embd` of llama-graph.cpp).
+    Each graph can take either (`build_inp_embd` of llama-graph.cpp). Where addresses are limited, and on
+    cards, what is never written to counts as well.
     """
     if addresses_are_limited() or not on_cpu(options):
         return 0

@@ -138,6 +138,7 @@ class LlamaContext:
                 f"a context of {plan.tokens} tokens could not be made: {detail}",
                 "use a smaller --context or another --kv-type",
             )
+        # How wide the widest pass was, without logits and with them.
         self._widest = {False: 0, True: 0}
         self._memory = self._lib.llama_get_memory(self._context)
         self.interrupt.attach(self._context)

@@ -38,7 +38,8 @@ __all__ = [
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
 UNDO_TOKENS = 8
-# A pass of a draft has no more rows: a tree of 64, and what two tokens of another vocabulary take.
+# Logits of a draft: of a chain or a tree of 64 (`MAX_DRAFT_LENGTH`, drafters/paying.py), and of what two
+# tokens of another vocabulary are spelled with (`LONGEST_SPELLING`). Trees of --draft-branches end there.
 _DRAFT_ROWS = 96
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
@@ -111,7 +112,7 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int) -> ContextPlan:
-    """With logits for so many rows: the library wants one for each sequence."""
+    """With room for the logits of so many rows: the library wants one for each sequence at least."""
     return replace(plan, rows=max(rows, plan.sequences))
 
 
