@@ -101,7 +101,7 @@ class Models:
         if self._drafts and choice.draft:
             found, draft = self._drafts[choice.draft_form]
             drafting = replace(
-                for_draft(options, target.context_tokens, None),
+                for_draft(options, self._how, target.context_tokens, None),
                 memory_bytes=_ROOM_BYTES,
                 kv_type=choice.draft_kv_type or options.kv_type,
             )

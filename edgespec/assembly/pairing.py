@@ -30,6 +30,9 @@ __all__ = [
 FindModel = Callable[[str], Resolved]
 # A draft with other tokens begins with so many: its text need not be as long as the target's.
 _OTHER_TOKENS = 8192
+# Logits of a draft: of a chain or a tree that pays (64, drafters/paying.py), and of what two tokens of
+# another vocabulary are spelled with (`LONGEST_SPELLING`).
+_DRAFT_ROWS = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,7 @@ def load_draft(
     Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
     """
     context_tokens = target.facts.most_context_tokens
-    drafting = for_draft(options, context_tokens, _left(options, target.facts))
+    drafting = for_draft(options, how, context_tokens, _left(options, target.facts))
     if how.draft_kv_type:
         drafting = replace(drafting, kv_type=how.draft_kv_type)
     options = meant_for(found, pair.target, drafting)
@@ -228,12 +231,15 @@ def _left(options: LoadOptions, target: ModelFacts) -> int | None:
     return max(0, options.memory_bytes - target.weight_bytes - target.most_kv_bytes)
 
 
-def for_draft(options: LoadOptions, context_tokens: int, memory_bytes: int | None) -> LoadOptions:
-    """The draft sees the target's whole context."""
+def for_draft(
+    options: LoadOptions, how: Drafting, context_tokens: int, memory_bytes: int | None
+) -> LoadOptions:
+    """The draft sees the target's whole context. Trees that somebody named may be as wide as passes are."""
     return replace(
         options,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
+        rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
         draft=True,
         adapter=None,
         exact=False,

@@ -73,6 +73,7 @@ class LoadOptions:
     flash_attention: `auto`, `on` or `off`.
     max_branches: how many leaves a token tree may have.
     memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
+    rows: so many rows of a pass are to have logits at most; None: as many as the backend makes passes wide.
     draft: it is to draft: `auto` choices need not care how exactly its passes round.
     adapter: a folder with a LoRA or DoRA adapter to put on the weights.
     exact: `auto` choices take what lets passes of all widths agree to the bit, whatever that costs.
@@ -92,6 +93,7 @@ class LoadOptions:
     batch_tokens: int = 512
     max_branches: int = 8
     memory_bytes: int | None = None
+    rows: int | None = None
     draft: bool = False
     adapter: str | None = None
     exact: bool = False

@@ -38,9 +38,6 @@ __all__ = [
 # Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
 # of a state, which each come with as many, stay this small. Writing them is part of every pass.
 UNDO_TOKENS = 8
-# Logits of a draft: of a chain or a tree of 64 (`MAX_DRAFT_LENGTH`, drafters/paying.py), and of what two
-# tokens of another vocabulary are spelled with (`LONGEST_SPELLING`). Trees of --draft-branches end there.
-_DRAFT_ROWS = 96
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
 # The library keeps room for the logits of all rows whose hidden states are read, though nobody wants those:
@@ -92,28 +89,24 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
         alike = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
-        plan = ContextPlan(wanted, types, options.max_branches + 1)
-        if options.draft:
-            plan = _with_rows(plan, _DRAFT_ROWS)
-        elif reads_otherwise(types, options, threads_for(weights, options)):
-            plan = _with_rows(plan, FEW_ROWS)
+        plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.rows)
+        if reads_otherwise(types, options, threads_for(weights, options)) and not options.draft:
+            plan = _with_rows(plan, min(FEW_ROWS, plan.rows))
         return replace(
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
     # The sequence that runs, and the checkpoints.
-    plan = ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True)
-    if options.draft:
-        plan = _with_rows(plan, _DRAFT_ROWS)
+    plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
     per_token = types.bytes_per_token(states.f16_bytes_per_token)
     return replace(plan, kv_bytes=wanted * per_token + _fixed_bytes(states, plan), token_bytes=per_token)
 
 
-def _with_rows(plan: ContextPlan, rows: int) -> ContextPlan:
-    """With room for the logits of so many rows: the library wants one for each sequence at least."""
-    return replace(plan, rows=max(rows, plan.sequences))
+def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
+    """With logits for so many rows of a pass: the library wants one for each sequence."""
+    return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 
 def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
