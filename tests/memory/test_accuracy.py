@@ -65,7 +65,7 @@ def _beside(paths: str | list[str], how: LoadOptions) -> tuple[int, int]:
     try:
         context = ContextPlan(how.context_tokens or 0, KvTypes("f16", "f16"), 1)
         tiled = sum("type q6_K" in line for line in lines)
-        return converted_bytes(weights, how, tiled=tiled), unused_bytes(weights, context, how)
+        return converted_bytes(weights, context, how, tiled=tiled), unused_bytes(weights, context, how)
     finally:
         library().llama_model_free(weights)
 
@@ -140,6 +140,32 @@ def test_contexts_beyond_reason_are_told_from_two_that_are_set_up_once(
 @pytest.mark.parametrize("options", [{"max_branches": 64}, {"flash_attention": "off"}, {"mmap": False}])
 def test_other_options(options: dict[str, object]) -> None:
     _check(resolve("demo").path, context_tokens=2048, **options)
+
+
+@pytest.mark.parametrize("write", [tiny_models.write_llama, tiny_models.write_jamba])
+def test_without_flash_attention_what_is_looked_at_is_there_in_halves_too(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """The values of a pass over 32,768 cells, of two heads: beside the buffers, which have it in float32."""
+    beside = {}
+    for flash_attention in ("off", "on"):
+        how = LoadOptions(context_tokens=32_768, flash_attention=flash_attention, kv_type="f16")
+        blueprint = GgufBlueprint(str(write(tmp_path / "tiny.gguf")), "tiny")
+        with overheard() as lines:
+            planned = blueprint.footprint(how).of("compute")
+        blueprint.close()
+        last = [line for line in _last_load(lines) if "compute buffer size" in line]
+        beside[flash_attention] = planned - sum(size for _, size in buffers_in(last).compute)
+    assert beside["off"] > 512 * 32_768 * 2 * 2 - 2**20
+    assert beside["on"] < 2**20
+
+
+def test_where_there_is_a_card_buffers_are_there_whether_used_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are pinned for it, whatever layers it is given."""
+    path, how = resolve("demo").path, LoadOptions(context_tokens=2048, gpu_layers=0)
+    _, unused = _beside(str(path), how)
+    monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: True)
+    assert _beside(str(path), how)[1] == 0 < unused
 
 
 def test_merges_of_a_vocabulary_count() -> None:

@@ -143,7 +143,8 @@ class GgufBlueprint:
         lib = library()
         size: int = lib.llama_model_size(weights)
         weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
-        compute: Counter[Pool] = Counter({MEMORY: converted_bytes(weights, options, tiled=self._said.tiled)})
+        converted = converted_bytes(weights, plan, options, tiled=self._said.tiled)
+        compute: Counter[Pool] = Counter({MEMORY: converted})
         for kind, bytes_ in buffers.compute:
             compute[_pool(kind) if self.layers else MEMORY] += bytes_
         held = _CHECKPOINTS_SHARE * _NODE_OF_SET_BYTES if plan.recurrent else 0
@@ -224,8 +225,8 @@ class HalvesBlueprint:
         if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         converted = sum(
-            converted_bytes(half, how, tiled=told.tiled)
-            for half, how, told in zip(self._halves, (few, options), self._said, strict=True)
+            converted_bytes(half, plan, how, tiled=told.tiled)
+            for half, plan, how, told in zip(self._halves, plans, (few, options), self._said, strict=True)
         )
         compute = converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)
         # The upper half is given hidden states, of which there is a batch as large as what it does not use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from typing import Any
 
 from edgespec.backends.base import LoadOptions
@@ -26,10 +27,10 @@ _TILES_BYTES = 512 * 2**10
 def unused_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
     """What is reserved for hidden states, and never written to where tokens are given.
 
-    Each graph can take either (`build_inp_embd` of llama-graph.cpp). Where addresses are limited, and on
-    cards, what is never written to counts as well.
+    Each graph can take either (`build_inp_embd` of llama-graph.cpp). Where addresses are limited they count
+    all the same, and where there is a card buffers of the processor are pinned for it, used or not.
     """
-    if addresses_are_limited() or not on_cpu(options):
+    if addresses_are_limited() or library().llama_supports_gpu_offload():
         return 0
     return int(min(options.batch_tokens, plan.tokens) * library().llama_model_n_embd_inp(weights) * 4)
 
@@ -41,12 +42,30 @@ def logits_bytes(weights: Any, batch_tokens: int) -> int:
     return min(MAX_WIDTH, batch_tokens) * size * 4
 
 
-def converted_bytes(weights: Any, options: LoadOptions, *, tiled: int) -> int:
-    """What a processor turns the rows of a pass into to multiply weights by them: the widest at once.
+def converted_bytes(weights: Any, plan: ContextPlan, options: LoadOptions, *, tiled: int) -> int:
+    """What a processor turns the rows of a pass into to multiply weights or values by them: the most at once.
 
-    Weights of 16 bits by halves, those of fewer by eight bits and their scales; float32 as they are.
     tiled: how many tensors are of a type for which tiles are held; fewer than layers are a head alone.
     """
+    return max(_for_weights(weights, options, tiled), _for_values(weights, plan, options))
+
+
+def _for_values(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
+    """How much each row looks at each cell, by halves: without flash attention that is there all at once."""
+    lib = library()
+    if options.flash_attention != "off" or plan.kv_types.values == "f32" or not on_cpu(options):
+        return 0
+    if lib.llama_model_is_recurrent(weights):
+        return 0
+    arch = metadata(weights, "general.architecture") or ""
+    # Some models have another number in each layer.
+    heads = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count") or "")
+    rows = min(options.batch_tokens, plan.tokens)
+    return int(rows * plan.tokens * max(map(int, heads), default=0) * _HALF_BYTES)
+
+
+def _for_weights(weights: Any, options: LoadOptions, tiled: int) -> int:
+    """Rows become halves for weights of 16 bits, eight bits and scales for fewer; else they stay float32."""
     lib = library()
     size = lib.llama_model_size(weights)
     weight_bytes = size / max(1, lib.llama_model_n_params(weights))
