@@ -223,9 +223,9 @@ class LlamaContext:
         wider = count > self._widest[logits]
         with large_buffers_apart() if wider else nullcontext():
             status = self._lib.llama_decode(self._context, batch.native)
-        if wider:
-            self._widest[logits] = count
         if status == 0:
+            if wider:
+                self._widest[logits] = count
             return
         if status == _ABORTED or self.interrupt.wanted:
             raise CancelledError("cancelled")
