@@ -61,7 +61,7 @@ def return_large_buffers() -> None:
     By itself malloc keeps what was freed up to 32 MiB at a time, in a heap that has holes: memory that a
     library counts as free, and the system does not.
     """
-    _apart.begin()  # never to end
+    _apart.begin(_FOR_GOOD)
 
 
 @contextmanager
@@ -72,33 +72,38 @@ def large_buffers_apart() -> Iterator[None]:
     there, so that what a library holds in reserve would be in memory or not by chance. Afterwards buffers of
     4 MiB and more have pages of their own, unless `return_large_buffers` was called.
     """
-    _apart.begin()
+    whose = object()
     try:
+        _apart.begin(whose)
         yield
     finally:
-        _apart.end()
+        _apart.end(whose)
 
 
 class _Apart:
-    """From which size on a buffer has pages of its own: in all threads at once."""
+    """From which size on a buffer has pages of its own: in all threads at once.
+
+    Who wants it is named, so that one whose beginning was interrupted can end all the same.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open = 0
+        self._wanted: set[object] = set()
 
-    def begin(self) -> None:
+    def begin(self, whose: object) -> None:
         with self._lock:
-            self._open += 1
+            self._wanted.add(whose)
             _set_thresholds(_LARGE_BYTES, _TOP_BYTES)
 
-    def end(self) -> None:
+    def end(self, whose: object) -> None:
         with self._lock:
-            self._open -= 1
-            if not self._open:
+            self._wanted.discard(whose)
+            if not self._wanted:
                 _set_thresholds(_REUSED_BYTES, _REUSED_TOP_BYTES)
 
 
 _apart = _Apart()
+_FOR_GOOD = object()
 
 
 def _set_thresholds(large_bytes: int, top_bytes: int) -> None:

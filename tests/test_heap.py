@@ -71,7 +71,7 @@ from edgespec.heap import large_buffers_apart, return_large_buffers
 
 with large_buffers_apart():
     pass
-if sys.argv[1:]:
+if "returned" in sys.argv[1:]:
     return_large_buffers()
     with large_buffers_apart():
         pass
@@ -79,6 +79,21 @@ def use():
     buffer = ctypes.c_void_p(libc.malloc(1 << 20))
     ctypes.memset(buffer, 1, 1 << 20)
     libc.free(buffer)
+
+if "interrupted" in sys.argv[1:]:
+    import edgespec.heap
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    tell, edgespec.heap._set_thresholds = edgespec.heap._set_thresholds, interrupt
+    try:
+        with large_buffers_apart():
+            pass
+    except KeyboardInterrupt:
+        edgespec.heap._set_thresholds = tell
+    with large_buffers_apart():
+        pass
 
 use()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -113,3 +128,7 @@ def test_buffers_made_apart_leave_no_hole() -> None:
 def test_afterwards_what_is_freed_is_used_again() -> None:
     """A reply asks for the same with each token: pages that were new each time would take longer than it."""
     assert 4 * _said(_AGAIN) < _said(_AGAIN, "returned"), "and what MLX asked for stays"
+
+
+def test_what_was_interrupted_where_it_began_is_over() -> None:
+    assert 4 * _said(_AGAIN, "interrupted") < _said(_AGAIN, "returned")
