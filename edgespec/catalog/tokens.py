@@ -24,6 +24,8 @@ _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MOST_TOKENS = 1 << 22
+# What comes of a tokenizer.json that says something else than it is asked.
+_MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def tokens_of_folder(folder: Path) -> TokenList | None:
             raise ValueError(f"{count} tokens")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, *_MISREAD) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
         raise ModelFileError(f"{path} is no tokenizer: {why}", "download the model again") from error
     tokens = [ids[i].encode("utf-8", "surrogatepass") if i in ids else b"[PAD%d]" % i for i in range(count)]

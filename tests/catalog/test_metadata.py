@@ -231,6 +231,14 @@ class TestTokens:
         assert mine.digest() == its.digest()
         assert list(mine.tokens) == list(its.tokens)
 
+    @pytest.mark.parametrize(
+        "text", ["{", "[]", '{"model": {"vocab": {"a": -3}}}', '{"model": {"vocab": {"a": 1e400}}}']
+    )
+    def test_a_tokenizer_of_nonsense_is_called_that(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(ModelFileError, match="is no tokenizer"):
+            tokens_of_folder(tmp_path)
+
     def test_padding_is_no_difference_and_order_is_one(self) -> None:
         tokens = [b"a", b"bc", b"[PAD2]"]
         assert TokenList("x", tokens).digest() == TokenList("x", tokens[:2]).digest()
