@@ -26,7 +26,7 @@ __all__ = ["Cell"]
 
 # Prefill in whole passes, then as wide a pass as one may be, then steps.
 _LAST_TOKENS, _STEPS = 1100, 3
-_BLOCK_ROWS = 256
+_BLOCK_ROWS, _WIDE_TOKENS = 256, 512
 _WARM_TOKENS = 1024
 # So many sequences of a context are left to what models remember of earlier moments.
 _LEFT_SEQUENCES = 2
@@ -157,6 +157,11 @@ def _read(model: Any, cell: Cell) -> None:
         _fill_rows(model, room)
     else:
         _fill_cells(model, room)
+    if cell.full and not cell.is_mlx and model.facts.capabilities.cuts and room > 2 * _WIDE_TOKENS:
+        # The widest pass there is sees all of the context.
+        model.truncate(room - _WIDE_TOKENS)
+        model.prefill(_text(_WIDE_TOKENS))
+        model.truncate(room - 260)
     for width in (256, *[1] * _STEPS):
         _verify(model, width)
     _forget_unused()

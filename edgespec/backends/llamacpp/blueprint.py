@@ -49,8 +49,9 @@ _CELL_BYTES = 4 + 12 + 4 + 32 + 2 * _NODE_OF_SET_BYTES
 # Checkpoints of a text that was read share its cells: put together, so many times the whole text at most
 # (of four that are spread as `ReplayModel` spreads them).
 _CHECKPOINTS_SHARE = 3
-# Weights for which processors hold tiles (ggml-cpu/tiled).
-_TILED = re.compile(r"- type +(?:q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
+# Weights for which processors hold tiles (ggml-cpu/tiled), but for those that they arrange anew.
+_TILED = re.compile(r"- type +(q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
+_REPACKED = "_REPACK model buffer"
 # Graphs are kept: of what is reserved, of passes with logits and of others (llama-context.h, gf_res_*).
 # A node takes a tensor and its header, and places among the nodes and the leaves; a place in the set of
 # them takes its key, a count and a bit. Each graph has the model's settings three times (llama_hparams).
@@ -255,7 +256,10 @@ def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tu
     with overheard() as lines:
         weights = load_simulated(paths, name, gpu_layers)
     merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
-    return weights, _Said(sum(int(found[1]) for line in lines if (found := _TILED.search(line))), merges)
+    tensors = {found[1]: int(found[2]) for line in lines if (found := _TILED.search(line))}
+    if any(_REPACKED in line for line in lines):
+        tensors.pop("q4_K", None)
+    return weights, _Said(sum(tensors.values()), merges)
 
 
 def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:

@@ -45,7 +45,7 @@ def logits_bytes(weights: Any, batch_tokens: int) -> int:
 def converted_bytes(weights: Any, plan: ContextPlan, options: LoadOptions, *, tiled: int) -> int:
     """What a processor turns the rows of a pass into to multiply weights or values by them: the most at once.
 
-    tiled: how many tensors are of a type for which tiles are held; fewer than layers are a head alone.
+    tiled: how many tensors are of a type for which tiles are held; one is a head alone.
     """
     return max(_for_weights(weights, options, tiled), _for_values(weights, plan, options))
 
@@ -76,7 +76,7 @@ def _for_weights(weights: Any, options: LoadOptions, tiled: int) -> int:
     if not tiled or platform.machine() not in ("x86_64", "AMD64"):
         return rows_bytes
     tiles = threads_for(weights, options) * _TILES_BYTES
-    if tiled >= lib.llama_model_n_layer(weights):
+    if tiled > 1:
         return rows_bytes + tiles
     head_rows = min(MAX_WIDTH, options.batch_tokens)
     return max(rows_bytes, int(head_rows * lib.llama_model_n_embd(weights) * _EIGHT_BITS_BYTES) + tiles)
