@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,15 +178,17 @@ def test_merges_of_a_vocabulary_count() -> None:
     assert 250 * size < planned < 320 * size
 
 
-@pytest.mark.parametrize("quantisation", ["Q8_0", "Q4_0"])
-def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantisation", "flash_attention"), [("Q8_0", "auto"), ("Q4_0", "auto"), ("Q8_0", "off")]
+)
+def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Path) -> None:
     """Weights of Q4_0 are arranged anew on most processors, and what both halves use is there twice."""
     path = resolve("demo").path
     if quantisation == "Q4_0":
         path = tmp_path / "demo.gguf"
         quantise(resolve("demo").path, path, quantisation)
     folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
-    how = LoadOptions(context_tokens=4096)
+    how = LoadOptions(context_tokens=4096, flash_attention=flash_attention)
     blueprint = HalvesBlueprint(str(folder), "demo")
     try:
         planned = blueprint.footprint(how)
@@ -205,8 +208,12 @@ def test_halves_of_a_model(quantisation: str, tmp_path: Path) -> None:
     assert not (mapped and own)
     shared = (folder / "shared.gguf").stat().st_size if mapped else 0
     assert _near(planned.of("weights"), _taken(mapped + own, _WEIGHTS) - shared)
-    # The lower half has few rows in a pass.
-    beside = [_beside([str(folder / file) for file in files], how) for files in PARTS]
+    # The upper half gives logits of all its rows: of 256 at most.
+    rows = [how, replace(how, batch_tokens=256)]
+    beside = [
+        _beside([str(folder / file) for file in files], half)
+        for files, half in zip(PARTS, rows, strict=True)
+    ]
     converted, unused = (sum(each) for each in zip(*beside, strict=True))
     assert -unused <= planned.of("compute") - buffers <= converted
 

@@ -24,7 +24,7 @@ from edgespec.backends.llamacpp.share import on_device
 from edgespec.backends.llamacpp.sizing import (
     UNDO_TOKENS,
     States,
-    lower_rows,
+    halves_options,
     remembers_by_state,
     wished_context,
     wished_halves,
@@ -217,22 +217,22 @@ class HalvesBlueprint:
         """See `Blueprint`."""
         lower, upper = self._halves
         plans = wished_halves(lower, upper, options)
-        few = replace(options, batch_tokens=lower_rows(lower, options))
+        first, second = halves_options(lower, options)
         buffers = [
-            simulated(lower, plans[0], few),
-            simulated(upper, plans[1], options, takes_hidden=True),
+            simulated(lower, plans[0], first),
+            simulated(upper, plans[1], second, takes_hidden=True),
         ]
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
         if self._maps and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
         converted = sum(
             converted_bytes(half, plan, how, tiled=told.tiled)
-            for half, plan, how, told in zip(self._halves, plans, (few, options), self._said, strict=True)
+            for half, plan, how, told in zip(self._halves, plans, (first, second), self._said, strict=True)
         )
         compute = converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)
         # The upper half is given hidden states, of which there is a batch as large as what it does not use.
-        compute -= unused_bytes(lower, plans[0], few)
-        logits = logits_bytes(lower, few.batch_tokens) + logits_bytes(upper, options.batch_tokens)
+        compute -= unused_bytes(lower, plans[0], first)
+        logits = logits_bytes(lower, first.batch_tokens) + logits_bytes(upper, second.batch_tokens)
         parts = (
             Part("weights", weight_bytes),
             Part("cache", sum(each.cache_bytes for each in buffers)),

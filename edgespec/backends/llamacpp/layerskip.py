@@ -41,7 +41,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
-from edgespec.backends.llamacpp.sizing import lower_rows, plan_halves, work_bytes
+from edgespec.backends.llamacpp.sizing import halves_options, plan_halves, work_bytes
 from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
@@ -142,10 +142,10 @@ class LayerSkipModel(UsualModel):
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
             tap = Tap([exit_name], lib.llama_model_n_embd(lower))
-            few = replace(options, batch_tokens=lower_rows(lower, options))
-            below = LlamaContext(lower, few, plans[0], threads, tap=tap)
+            first, second = halves_options(lower, options)
+            below = LlamaContext(lower, first, plans[0], threads, tap=tap)
             undo.callback(below.close)
-            self._context = LlamaContext(upper, options, plans[1], threads, takes_hidden=True)
+            self._context = LlamaContext(upper, second, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
             _probed(below, lower, plans[0], options)
             # A pass may be as wide as the upper half takes it: the lower one runs it in pieces.

@@ -25,8 +25,8 @@ from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 __all__ = [
     "UNDO_TOKENS",
     "States",
+    "halves_options",
     "kv_bytes",
-    "lower_rows",
     "plan_context",
     "plan_halves",
     "remembers_by_state",
@@ -153,11 +153,16 @@ def wished_halves(lower: Any, upper: Any, options: LoadOptions) -> tuple[Context
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
     """What the lower half's logits take, once where they are computed and once where they are read."""
-    return 2 * _logits_bytes(lower, min(MAX_WIDTH, lower_rows(lower, options)))
+    return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
-def lower_rows(lower: Any, options: LoadOptions) -> int:
-    """How many rows a pass of the lower half has at most."""
+def halves_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
+    """For each half, with as many rows as its passes have at most: the upper one gives logits of them all."""
+    below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
+    return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
+
+
+def _lower_rows(lower: Any, options: LoadOptions) -> int:
     fitting = _UNREAD_BYTES // _logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
     # The library makes room for the logits of a row in each sequence, whatever is asked for.
     return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
