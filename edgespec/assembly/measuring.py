@@ -11,7 +11,7 @@ from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.footprint import Blueprint
 from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
-from edgespec.drafters.windowed import window_for
+from edgespec.drafters.windowed import Window, window_for
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     PROCESS_BYTES,
@@ -123,19 +123,34 @@ class Models:
     def _translated_bytes(self, draft: Resolved) -> int:
         """What a `Translation` from the target to a draft takes; 0 where they have the same tokens."""
         if draft.name not in self._translated:
-            known, infos = Known(), []
+            known, tokens = Known(), 0
             with suppress(EdgespecError):  # then loading says what is wrong
-                infos = [info_of(found, known) for found in (self._pair.target, draft)]
+                pair = (self._pair.target, draft)
+                infos = [info_of(found, known) for found in pair]
                 known.keep()
-            differ = len({info.vocabulary for info in infos if info.vocabulary}) > 1
-            tokens = sum(info.vocab_size for info in infos)
-            self._translated[draft.name] = tokens * _TRANSLATED_BYTES if differ else 0
+                mine, its = (
+                    (found.path, found.format, info.vocabulary)
+                    for found, info in zip(pair, infos, strict=True)
+                )
+                if not known.same_ids(mine, its):
+                    tokens = sum(info.vocab_size for info in infos)
+            self._translated[draft.name] = tokens * _TRANSLATED_BYTES
         return self._translated[draft.name]
+
+    def _window(self, choice: Choice, target_tokens: int, trained_tokens: int) -> Window | None:
+        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: Choice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
-        window = window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
+
+    def draft_window(self, choice: Choice, target_tokens: int) -> Window | None:
+        """What a draft sees of the target's context; None where it sees all, or there is none."""
+        if not self._drafts or not choice.draft:
+            return None
+        trained = self._drafts[choice.draft_form][1].trained_context_tokens
+        return self._window(choice, target_tokens, trained)
 
     def draft_sees(self, choice: Choice) -> int:
         """The longest context of the target with which the draft sees the text as it does with this one.
@@ -145,7 +160,7 @@ class Models:
         if not self._drafts or not choice.draft:
             return self.target.trained_context_tokens
         trained = self._drafts[choice.draft_form][1].trained_context_tokens
-        window = window_for(choice.context_tokens, trained, choice.draft_window, self._how.sink_tokens)
+        window = self._window(choice, choice.context_tokens, trained)
         return self.target.trained_context_tokens if window or not trained else trained
 
     def _copied_tokens(self, choice: Choice, target_tokens: int) -> int:

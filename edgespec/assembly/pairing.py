@@ -170,8 +170,7 @@ def load_draft(
             # The text may be longer in other tokens.
             longest = context_tokens * (1 if compared.translation is None else 4)
             draft = WindowedModel(draft, window, longest)
-            seen = f"the first {window.sink_tokens} and the last {window.window_tokens} tokens"
-            said.append(f"{found.name} sees {seen}")
+            said.append(f"{found.name} sees {window.seen}")
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)

@@ -13,6 +13,7 @@ from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.room import begun_with, context_wanted
+from edgespec.drafters.windowed import Window
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import size_text
 from edgespec.heap import addresses_are_limited, spare_addresses
@@ -65,7 +66,7 @@ class Planned:
     """What to load, and how. options: for both models together. float32: see `Choice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
-    turning_tokens: see `begun_with`.
+    turning_tokens: see `begun_with`. draft_window: what the draft sees of the text; None where that is all.
     """
 
     pair: Pair
@@ -76,6 +77,7 @@ class Planned:
     advice: str = ""
     trained_tokens: int = 0
     turning_tokens: int = 0
+    draft_window: Window | None = None
 
     @property
     def target_options(self) -> LoadOptions:
@@ -182,7 +184,7 @@ def plan_pair(
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
         trained_tokens, turning_tokens = pairs.target.trained_context_tokens, pairs.target.turning_tokens
-        chosen = pairs.options_of(choice)
+        chosen, window = pairs.options_of(choice), pairs.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
         advice = "" if plan.fits else advice_for(fixed, fit, pair, options, budget)
@@ -199,7 +201,7 @@ def plan_pair(
     beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
-    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens)
+    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens, window)
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

@@ -17,6 +17,7 @@ from edgespec.backends.footprint import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import size_bytes, text
+from edgespec.drafters.windowed import Window
 from edgespec.heap import addresses_are_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.memory.growing import FIRST_TOKENS
@@ -29,6 +30,7 @@ class Preview:
 
     trained_context_tokens: what the target was trained for, 0 where its files do not say.
     first_context_tokens: what the context begins with, and grows from with the text.
+    draft_window: what the draft sees of a longer text; None where it sees all of it.
     """
 
     def __init__(self, planned: Planned) -> None:
@@ -41,6 +43,7 @@ class Preview:
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
         self.first_context_tokens: int = planned.first_tokens
+        self.draft_window: Window | None = planned.draft_window
 
 
 def plan(

@@ -10,6 +10,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
 __all__ = [
+    "MOST_PADDING",
     "Capabilities",
     "EarlyExit",
     "LanguageModel",
@@ -22,6 +23,9 @@ __all__ = [
     "Snapshot",
     "Vocabulary",
 ]
+
+# So many tokens more at the end of a vocabulary are padding of an embedding table, and no difference.
+MOST_PADDING = 1024
 
 # Called with (what, fraction from 0 to 1); False asks for a stop.
 Progress = Callable[[str, float], bool]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
@@ -25,6 +25,9 @@ __all__ = ["Known", "state_of"]
 _VERSION = 1
 _MOST_MODELS, _MOST_SHARES = 2000, 20_000
 _MOST_BYTES = 16 * 2**20
+
+# A path, its form and the `vocabulary` of its facts.
+Model: TypeAlias = tuple[Path, ModelFormat, str]
 
 
 class Known:
@@ -48,28 +51,33 @@ class Known:
         self._changed = True
         return info
 
-    def shared_share(
-        self, mine: tuple[Path, ModelFormat, str], its: tuple[Path, ModelFormat, str]
-    ) -> float | None:
-        """Of the first model's tokens, the share that the second has too; None where either's are not known.
+    def same_ids(self, mine: Model, its: Model) -> bool:
+        """Whether ids mean the same in both models, or either's tokens are not known."""
+        if not mine[2] or not its[2] or mine[2] == its[2]:
+            return True
+        one, other = self._both_tokens(mine, its)
+        return one is None or other is None or one.same_ids(other)
 
-        Each is a path, its form and the `vocabulary` of its facts.
-        """
+    def shared_share(self, mine: Model, its: Model) -> float | None:
+        """Of the first model's tokens, the share that the second has too; None where they are not known."""
         if not mine[2] or not its[2]:
             return None
         if mine[2] == its[2]:
             return 1.0
         key = f"{mine[2]} {its[2]}"
         if key not in self._shares:
-            try:
-                one, other = _tokens(*mine[:2]), _tokens(*its[:2])
-            except ModelFileError:
-                return None
+            one, other = self._both_tokens(mine, its)
             if one is None or other is None:
                 return None
             self._shares[key] = one.shared_share(other)
             self._changed = True
         return self._shares[key]
+
+    def _both_tokens(self, mine: Model, its: Model) -> tuple[TokenList | None, TokenList | None]:
+        try:
+            return _tokens(*mine[:2]), _tokens(*its[:2])
+        except ModelFileError:
+            return None, None
 
     def keep(self) -> None:
         """Write what is new; where that is not possible it is found out again next time."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 
 from edgespec.catalog import catalogue
+from edgespec.catalog.known import Known
 from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
+from edgespec.catalog.shelf import info_of
 from edgespec.errors import EdgespecError, ModelNotFoundError, OptionError
 
 __all__ = ["check_alias", "check_pair", "pair_of"]
@@ -39,14 +42,35 @@ def check_alias(name: str, reference: str) -> str:
 
 
 def check_pair(target: str, draft: str) -> str:
-    """Whether a draft may be chosen for a target. Gives a remark, empty where both are on this machine.
+    """Whether a draft may be chosen for a target.
 
+    Gives a remark, empty where both are on this machine and have the same tokens.
     Raises OptionError for a target that is none, ModelNotFoundError for a reference that leads nowhere.
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(f"{target} and {draft} are no pair", "give a target, and a draft or none")
     names = (target,) if draft.lower() == "none" else (target, draft)
-    return "; ".join(filter(None, map(_remark, names)))
+    if remarks := list(filter(None, map(_remark, names))):
+        return "; ".join(remarks)
+    return _about_tokens(*names) if len(names) == 2 else ""
+
+
+def _about_tokens(target: str, draft: str) -> str:
+    """What to know of a draft with other tokens."""
+    known = Known()
+    pair = []
+    with suppress(EdgespecError):  # a model that cannot be read says so where it is used
+        for reference in (target, draft):
+            found = resolve(reference, allow_download=False)
+            pair.append((found.path, found.format, info_of(found, known).vocabulary))
+        known.keep()
+    if len(pair) < 2 or known.same_ids(*pair):
+        return ""
+    share = known.shared_share(*pair)
+    if not share:
+        return f"{draft} has no token of {target} and cannot draft for it"
+    percent = min(99.9, 100 * share)
+    return f"{draft} has other tokens, {percent:.3g} % of those of {target}: expect less of it"
 
 
 def pair_of(target: Resolved) -> str | None:

@@ -41,6 +41,8 @@ def picture(preview: Preview) -> RenderableType:
         parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
     context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
     parts.append(_line(f"{context}, its cache of type {plan.kv_type}"))
+    if preview.draft_window:
+        parts.append(_line(f"of a longer text the draft sees {preview.draft_window.seen}"))
     for pool in plan.pools:
         kept = plan.kept_bytes if pool == "memory" else 0
         taken = f"{size_text(plan.taken_bytes(pool) - kept)} of {size_text(plan.budget_bytes(pool))}"

@@ -99,6 +99,11 @@ def command(ctx: click.Context, as_json: bool) -> int:
         _print("VARIABLE", _variables())
         there = "" if settings.path.is_file() else " (not there yet)"
         click.echo(printable(f"file: {settings.path}{there}"))
+    return _tell_problems(settings)
+
+
+def _tell_problems(settings: Settings) -> int:
+    """Say what is set and cannot be used. Gives the exit status for that."""
     for problem in settings.problems:
         click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
@@ -203,9 +208,7 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
         print_json({"key": ".".join(path), **_json(row)})
     else:
         click.echo(line_of(row.shown))
-    for problem in settings.problems:
-        click.echo(printable(describe(problem)), err=True)
-    return FAILED if settings.problems else DONE
+    return _tell_problems(settings)
 
 
 @command.command(
@@ -247,6 +250,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     variable = variable_of(path[-1])
     if os.environ.get(variable):
         note(f"{variable} is in the environment, and wins")
+    _tell_problems(Settings.read())
     return DONE
 
 
@@ -274,6 +278,7 @@ def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
         print_json({"key": ".".join(path), "removed": file is not None, "path": str(settings_path())})
     else:
         click.echo(printable(f"{'.'.join(path)} is {'no longer' if file else 'not'} in {settings_path()}"))
+    _tell_problems(Settings.read())
     return DONE
 
 

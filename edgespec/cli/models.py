@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import (
@@ -140,11 +141,11 @@ def list_models(as_json: bool) -> None:
 @model_reference("reference")
 @click.option("--probe", is_flag=True, help="Load the model too, and say what it can do.")
 @json_option
-def show_model(reference: str, probe: bool, as_json: bool) -> None:
+def show_model(reference: str, probe: bool, as_json: bool) -> int:
     """Show what REF stands for, what its files and the catalogue say of it, and what can draft for it.
 
     Its files are looked into, not loaded. Drafts are compared by their tokens; what may be expected of one is
-    a guess by the sizes of both.
+    a guess by the sizes of both. The exit status is 1 when something could not be found out.
     """
     from edgespec.catalog import choose_draft, drafts_for, info_of, look, resolve
 
@@ -171,11 +172,12 @@ def show_model(reference: str, probe: bool, as_json: bool) -> None:
             shown = replace(shown, facts=facts, problem=problem)
     if as_json:
         print_json(shown.to_json())
-        return
-    lines = shown.lines()
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        click.echo(f"{name:{width}}  {line_of(value)}")
+    else:
+        lines = shown.lines()
+        width = max(len(name) for name, _ in lines)
+        for name, value in lines:
+            click.echo(f"{name:{width}}  {line_of(value)}")
+    return FAILED if shown.problem else DONE
 
 
 @command.command(

@@ -59,6 +59,7 @@ def command(as_json: bool, **options: Any) -> int:
                 "context_begins": preview.first_context_tokens,
             }
             | ({} if preview.draft else {"why_no_draft": preview.why_no_draft})
+            | _window_json(preview)
             | ({"advice": preview.advice} if preview.advice else {})
         )
     else:
@@ -76,6 +77,12 @@ def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
         return plan(**pick(options, _NAMES), progress=progress)
     finally:
         progress.clear()
+
+
+def _window_json(preview: Preview) -> dict[str, Any]:
+    window = preview.draft_window
+    seen = window and {"first_tokens": window.sink_tokens, "last_tokens": window.window_tokens}
+    return {"draft_sees": seen} if seen else {}
 
 
 def _print(preview: Preview) -> None:

@@ -41,6 +41,11 @@ class Window:
         """The context the draft model is to be loaded with."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _DRAFT_TOKENS
 
+    @property
+    def seen(self) -> str:
+        """What a draft sees, in words."""
+        return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
+
     def within(self, trained_tokens: int) -> Window:
         """This window, or the largest smaller one for a draft trained on so many tokens (0: unknown)."""
         over = self.context_tokens - trained_tokens

@@ -204,9 +204,10 @@ class TestTokens:
         self, tmp_path: Path
     ) -> None:
         """As the loader compares loaded models."""
-        few = (*WORDS[:4], "▁other", "x")
+        few, more = (*WORDS[:4], "▁other", "x"), (*WORDS, "▁more")
         paths = [
-            write_llama(tmp_path / f"{i}.gguf", words=words) for i, words in enumerate((WORDS, WORDS, few))
+            write_llama(tmp_path / f"{i}.gguf", words=words)
+            for i, words in enumerate((WORDS, WORDS, few, more))
         ]
         models = [
             llamacpp.load(str(path), path.name, LoadOptions(context_tokens=64)) for path in (*paths, DRAFT)
@@ -218,7 +219,9 @@ class TestTokens:
                     assert tokens is not None
                     assert others is not None
                     compared = compare(mine.vocabulary, its.vocabulary, "a", "b")
-                    assert (tokens.digest() == others.digest()) == (compared.way == "same")
+                    assert tokens.same_ids(others) == (compared.way == "same")
+                    if tokens.digest() == others.digest():
+                        assert compared.way == "same"
                     assert tokens.shared_share(others) == pytest.approx(compared.shared_share, abs=0.01)
         finally:
             for model in models:
@@ -246,6 +249,14 @@ class TestTokens:
         assert TokenList("x", [b"bc", b"a"]).digest() != TokenList("x", [b"a", b"bc"]).digest()
         assert TokenList("x", [b"bc", b"a"]).shared_share(TokenList("x", tokens)) == 1.0
         assert TokenList("y", tokens).digest() != TokenList("x", tokens).digest()
+
+    def test_a_few_tokens_more_leave_ids_as_they_are(self) -> None:
+        tokens = [b"a", b"bc"]
+        more = TokenList("x", [*tokens, *(b"%d" % i for i in range(1024))])
+        assert TokenList("x", tokens).same_ids(more)
+        assert not TokenList("x", tokens[:1]).same_ids(more)
+        assert not TokenList("y", tokens).same_ids(more)
+        assert not TokenList("x", tokens[::-1]).same_ids(more)
 
     def test_bytes_are_compared_however_they_are_spelled(self) -> None:
         byte_level = TokenList("byte-level", ["Ġthe".encode(), "Ċ".encode(), "Ã©".encode(), b"<|end|>"])

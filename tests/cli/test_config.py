@@ -126,6 +126,16 @@ def test_what_was_mistyped_can_be_taken_out(run: Run, file: Path) -> None:
     assert tomllib.loads(file.read_text()) == {"chta": {}}
 
 
+def test_what_else_the_next_command_will_refuse_is_told(run: Run, file: Path) -> None:
+    file.write_text("tempreature = 1\n")
+    for words in (("set", "seed", "2"), ("unset", "seed")):
+        done = run("config", *words)
+        assert done.exit_code == 0
+        assert "seed" in done.stdout
+        assert "tempreature" in done.stderr
+        assert "did you mean temperature?" in done.stderr
+
+
 def test_a_file_that_cannot_be_changed_stays(run: Run, file: Path) -> None:
     for text, error in (
         ("chat = { seed = 1 }", "chat.seed is written in .* change it in an editor"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.catalog import mlx_installed
+from edgespec.catalog.catalogue import models_folder
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
 
 DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
@@ -105,11 +106,22 @@ def test_an_mlx_model_is_listed_and_shown_as_one(run: Run, tmp_path: Path) -> No
 
 def test_show_an_mlx_model_where_mlx_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
-    shown = json_of(run("models", "show", "demo-mlx", "--probe", "--json"))
+    done = run("models", "show", "demo-mlx", "--probe", "--json")
+    assert done.exit_code == 1
+    shown = json.loads(done.stdout)
     assert (shown["format"], shown["on_this_machine"]) == ("mlx", True)
     assert shown["model"]["parameters"] == 11_540_736
     assert "capabilities" not in shown["model"]
     assert 'pip install "edgespec[mlx]"' in shown["problem"]
+
+
+def test_a_script_notices_that_a_model_is_broken(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes((models_folder() / "demo-target-q8_0.gguf").read_bytes()[:100_000])
+    for more in ((), ("--json",)):
+        done = run("models", "show", str(path), *more)
+        assert done.exit_code == 1
+        assert "download it again" in done.stdout
 
 
 @pytest.mark.skipif(not mlx_installed(), reason="MLX is not installed")

@@ -112,6 +112,15 @@ def test_the_picture(run: Run) -> None:
     assert ">999%" in run("plan", "--memory", "1MiB").stdout
 
 
+def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
+    asked = ("plan", "--context", "24576", "--draft-window", "700")
+    assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
+    assert "of a longer text the draft sees the first 4 and the last 700 tokens\n" in run(*asked).stdout
+    assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
+    alone = run("plan", "--context", "24576", "--draft", "none")
+    assert "the draft sees" not in alone.stdout
+
+
 def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> None:
     path = str(write_llama(tmp_path / "long.gguf", context=1 << 17))
     options = ("plan", "--target", path, "--draft", "none", "--memory", "4GiB")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from edgespec.catalog.catalogue import models_folder
+from tests.backends.tiny_models import WORDS, write_llama
 from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
@@ -134,6 +136,13 @@ class TestNamesOfOnesOwn:
         assert "give a DRAFT, or --remove" in one_line_error(run("models", "pair", "demo"), 2)
         assert "no model is called dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
         assert "are no pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
+
+    def test_a_pair_of_other_tokens_is_told(self, run: Run, file: Path, tmp_path: Path) -> None:
+        other = write_llama(tmp_path / "other.gguf", words=(*WORDS, *(f"▁word{i}" for i in range(60))))
+        strange = write_llama(tmp_path / "strange.gguf", words=tuple(f"▁w{i}" for i in range(600)))
+        remark = json_of(run("models", "pair", str(strange), str(other), "--json"))["remark"]
+        assert re.search(r"other.gguf has other tokens, \d[\d.]* % of those of ", remark)
+        assert json_of(run("models", "pair", "demo", "demo-draft", "--json"))["remark"] == ""
 
     def test_a_file_in_a_form_of_ones_own_is_left_alone(self, run: Run, file: Path) -> None:
         file.parent.mkdir(parents=True)

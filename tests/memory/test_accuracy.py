@@ -211,8 +211,7 @@ def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Pa
     # The upper half gives logits of all its rows: of 256 at most.
     rows = [how, replace(how, batch_tokens=256)]
     beside = [
-        _beside([str(folder / file) for file in files], half)
-        for files, half in zip(PARTS, rows, strict=True)
+        _beside([str(folder / file) for file in files], half) for files, half in zip(PARTS, rows, strict=True)
     ]
     converted, unused = (sum(each) for each in zip(*beside, strict=True))
     assert -unused <= planned.of("compute") - buffers <= converted

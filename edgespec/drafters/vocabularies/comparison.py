@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.backends.base import Vocabulary
+from edgespec.backends.base import MOST_PADDING, Vocabulary
 from edgespec.drafters.vocabularies.translation import Translation
 from edgespec.errors import VocabularyMismatchError
 
 __all__ = ["Comparison", "Way", "compare"]
 
-# Padding at the end of an embedding table is no difference.
-_MOST_PADDING = 1024
 # From this share of the target's tokens on a draft's ids are translated; below it, its text is.
 _TRANSLATED_FROM = 0.5
 # Below this share the user is told to expect less of the draft.
@@ -98,6 +96,6 @@ def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, d
                 f"token {token} is {mine.decode('utf-8', 'replace')!r} in {target_name}"
                 f" and {its.decode('utf-8', 'replace')!r} in {draft_name}"
             )
-    if abs(target.size - draft.size) > _MOST_PADDING:
+    if abs(target.size - draft.size) > MOST_PADDING:
         return f"{target_name} has {target.size} tokens and {draft_name} has {draft.size}"
     return ""
