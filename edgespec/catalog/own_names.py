@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 
 from edgespec.catalog import catalogue
 from edgespec.catalog.known import Known
 from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
 from edgespec.catalog.shelf import info_of
-from edgespec.errors import EdgespecError, ModelNotFoundError, OptionError
+from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 
 __all__ = ["check_alias", "check_pair", "pair_of"]
 
@@ -59,14 +58,16 @@ def _about_tokens(target: str, draft: str) -> str:
     """What to know of a draft with other tokens."""
     known = Known()
     pair = []
-    with suppress(EdgespecError):  # a model that cannot be read says so where it is used
+    try:
         for reference in (target, draft):
             found = resolve(reference, allow_download=False)
             pair.append((found.path, found.format, info_of(found, known).vocabulary))
-        known.keep()
-    if len(pair) < 2 or known.same_ids(*pair):
+    except ModelFileError as error:
+        return str(error)
+    share = 1.0 if known.same_ids(*pair) else known.shared_share(*pair)
+    known.keep()
+    if share == 1.0:
         return ""
-    share = known.shared_share(*pair)
     if not share:
         return f"{draft} has no token of {target} and cannot draft for it"
     percent = min(99.9, 100 * share)

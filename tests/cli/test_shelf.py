@@ -143,6 +143,9 @@ class TestNamesOfOnesOwn:
         remark = json_of(run("models", "pair", str(strange), str(other), "--json"))["remark"]
         assert re.search(r"other.gguf has other tokens, \d[\d.]* % of those of ", remark)
         assert json_of(run("models", "pair", "demo", "demo-draft", "--json"))["remark"] == ""
+        other.write_bytes(other.read_bytes()[:500])
+        remark = json_of(run("models", "pair", "demo", str(other), "--json"))["remark"]
+        assert "no whole GGUF file" in remark
 
     def test_a_file_in_a_form_of_ones_own_is_left_alone(self, run: Run, file: Path) -> None:
         file.parent.mkdir(parents=True)
