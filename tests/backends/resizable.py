@@ -91,7 +91,9 @@ KINDS = {
     "tabular": Kind(_tabular),
     "tabular replay": Kind(_replayed),
 }
-_QUICK = ("full", "quantised", "hybrid", "halves, window", "MLX, window", "tabular replay")
+_QUICK = (
+    "full", "quantised", "hybrid", "short convolution", "halves, window", "MLX, window", "tabular replay",
+)  # fmt: skip
 ALL = [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.long) for name in KINDS]
 LLAMA = [name for name in ALL if not str(name.values[0]).startswith(("MLX", "tabular"))]
 

@@ -124,7 +124,8 @@ def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None
     lent, held = target._lent(), _context(view)  # type: ignore[attr-defined]
     length = target.length
     begin = 0
-    if how.window_tokens:
+    # With a window about as large as the context it looks at everything.
+    if how.window_tokens and held.plan.tokens < lent.plan.tokens:
         # It moves on by 64 tokens at once.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
     nothing = held.lift(0, CONTEXT + 1, CONTEXT + 2)

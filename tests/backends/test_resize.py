@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ClosedError, ContextFullError, EdgespecError
-from tests.backends.contract import TREES, cut, path_to, row_of, tokens_for, tokens_to, tree_of
+from tests.backends.contract import (
+    TREES,
+    cut,
+    fresh,
+    path_to,
+    row_of,
+    step,
+    tokens_for,
+    tokens_to,
+    tree_of,
+)
 from tests.backends.resizable import ALL, KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
 
 
@@ -155,6 +165,20 @@ rounds = st.lists(
     min_size=1,
     max_size=10,
 )
+
+
+def test_a_size_that_it_has_leaves_what_a_rejection_chose(twins: Twins) -> None:
+    """The state after the kept tokens is there to go back to, not that after the last of the pass."""
+    model, whole, _ = emptied(twins)
+    tokens = tokens_for(model, 7)
+    for one in (model, whole):
+        for root in range(2):
+            one.resize(one.facts.context_tokens)
+            one.verify(TokenTree.chain(tokens[root], tokens[root + 1 : root + 5]))
+            one.commit(())
+        cut(one, tokens[:1])
+    got, expected = step(model, 4), fresh(whole, [tokens[0], 4])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=twins.rounding)
 
 
 class TestHistories:

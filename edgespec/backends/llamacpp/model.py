@@ -170,10 +170,14 @@ class LlamaCppModel(UsualModel):
     def checkpoint(self) -> Moment:
         """The memory now; shared until it is written to."""
         self._check(0)
+        self._take_up()
+        return self._moments.take(self.length)
+
+    def _take_up(self) -> None:
+        """Make an earlier state that was chosen the present one."""
         if self._chosen:
             self._context.make_chosen_current()
             self._chosen = False
-        return self._moments.take(self.length)
 
     def rewind(self, checkpoint: Moment) -> None:
         """Make the memory what it was; ends the round, whatever became of it."""
@@ -214,12 +218,12 @@ class LlamaCppModel(UsualModel):
         context = self._context
         plan = context.plan.sized(in_blocks(context_tokens))
         check_growth([context.plan], [plan], self.facts.weight_bytes, self._options)
+        self._take_up()
         try:
             remake(context, plan, self.length, recurrent=self._recurrent)
         finally:
             # The sequences of moments are empty now, and those that nobody holds may be taken again.
             self._moments.tidy()
-            self._chosen = False
             if context.lost:
                 self._cells.length = 0
                 self._now_sized(0, 0)
