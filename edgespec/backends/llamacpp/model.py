@@ -154,6 +154,7 @@ class LlamaCppModel(UsualModel):
         self._check(0)
         self._moments.tidy()
         self._cells.cut(min(length, self.length))
+        self._chosen = self._chosen and self.length > 0
 
     def forget(self, start: int, end: int) -> None:
         self._check(0)
@@ -196,7 +197,7 @@ class LlamaCppModel(UsualModel):
         self._check(0)
         self._cells.end_round()
         if not snapshot.start:
-            self._cells.length = 0
+            self._cells.length, self._chosen = 0, False
             self._context.clear()
         if not self._put_down(snapshot):
             if snapshot.start:
