@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
+    from edgespec.delete_data import forget
     from edgespec.engine.chain import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
-    from edgespec.forgetting import forget
-    from edgespec.memory.kept.use import KeptUse
     from edgespec.memory.plan import MemoryPlan
+    from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
     from edgespec.reply import MethodReport, Piece, Reply
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.stream import ReplyStream
@@ -31,13 +31,13 @@ __all__ = [
     "Capabilities",
     "Chat",
     "EdgespecError",
-    "KeptUse",
     "MemoryPlan",
     "MemoryUse",
     "Message",
     "MethodReport",
     "ModelFacts",
     "Piece",
+    "PrefixCacheUsage",
     "Preview",
     "Reply",
     "ReplyStream",
@@ -56,7 +56,7 @@ _HOMES = {
     "Capabilities": "edgespec.backends.base",
     "Chat": "edgespec.chat.conversation",
     "EdgespecError": "edgespec.errors",
-    "KeptUse": "edgespec.memory.kept.use",
+    "PrefixCacheUsage": "edgespec.memory.prefix_cache.usage",
     "MemoryPlan": "edgespec.memory.plan",
     "MemoryUse": "edgespec.runtime",
     "Message": "edgespec.chat.message",
@@ -69,7 +69,7 @@ _HOMES = {
     "Runtime": "edgespec.runtime",
     "SamplingParams": "edgespec.engine.chain",
     "Stats": "edgespec.engine.stats",
-    "forget": "edgespec.forgetting",
+    "forget": "edgespec.delete_data",
     "load": "edgespec.assembly.loading",
     "plan": "edgespec.assembly.preview",
 }

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.auto.curve import CostCurve, measure
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.errors import CancelledError
-from edgespec.learnt import LearntFile, identity_of
-from edgespec.policy.curve import CostCurve, measure
+from edgespec.saved_arrays import SavedArrays, identity_of
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
@@ -74,8 +74,8 @@ class TargetCosts:
         return self._notes.notice
 
     @cached_property
-    def _notes(self) -> LearntFile:
-        return LearntFile("costs", f"{identity_of(self._model.facts)} {self.how}")
+    def _notes(self) -> SavedArrays:
+        return SavedArrays("costs", f"{identity_of(self._model.facts)} {self.how}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """The curve that was kept, or one that is measured now where a plain step takes another time.

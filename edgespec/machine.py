@@ -120,7 +120,7 @@ def _accelerator() -> str:
 
 def _llama_cpp() -> LlamaCpp:
     try:
-        from edgespec.backends.llamacpp.about import about
+        from edgespec.backends.llamacpp.build_info import about
 
         facts = about()
     except BackendMissingError as error:
@@ -132,7 +132,7 @@ def _mlx() -> Mlx:
     if not mlx_installed():
         return Mlx(problem="not installed")
     try:
-        from edgespec.backends.mlx.about import about
+        from edgespec.backends.mlx.build_info import about
 
         facts = about()
     except BackendMissingError as error:

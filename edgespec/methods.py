@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from edgespec.auto.curve import Curve, gentle
+from edgespec.auto.kinds import kind_of
+from edgespec.auto.ledger import Ledger
+from edgespec.auto.limits import Limits
 from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.auto_controller import AutoController, Policy
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.growth import Growth
-from edgespec.drafters.guarded import GuardedDrafter, Policy
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.paying import PayingGrowth
 from edgespec.errors import OptionError
-from edgespec.policy.curve import Curve, gentle
-from edgespec.policy.kinds import kind_of
-from edgespec.policy.ledger import Ledger
-from edgespec.policy.limits import Limits
 from edgespec.reply import MethodReport
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "parse_method"]
@@ -77,7 +77,7 @@ class Drafters:
             )
         }
         self._combined: dict[tuple[str, ...], CombinedDrafter] = {}
-        self._guarded: dict[tuple[str, ...], GuardedDrafter] = {}
+        self._guarded: dict[tuple[str, ...], AutoController] = {}
         self._chains = draft if not branches and "model" not in others else None
         if draft is not None and "model" not in others:
             self._made["model"] = ModelDrafter(
@@ -126,7 +126,7 @@ class Drafters:
         models = [name for name in _AUTOMATIC_MODELS if name in self._made]
         return tuple(name for name in (*models[:1], "suffix") if name in self._made)
 
-    def _under(self, policy: Policy, names: tuple[str, ...]) -> GuardedDrafter:
+    def _under(self, policy: Policy, names: tuple[str, ...]) -> AutoController:
         """The drafters of these names under the policy; made once, for it goes on learning."""
         if names not in self._guarded:
             for name in names:
@@ -141,7 +141,7 @@ class Drafters:
                 may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
                 may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
             )
-            self._guarded[names] = GuardedDrafter(
+            self._guarded[names] = AutoController(
                 combined,
                 ledger,
                 costs,
@@ -160,7 +160,7 @@ class Drafters:
 
         def growth(able: Capabilities) -> Growth:
             limits = Limits.of(self._target.capabilities, able)
-            return PayingGrowth(limits, policy.costs.v, siblings=1)
+            return AdaptiveTreeGrowth(limits, policy.costs.v, siblings=1)
 
         return drafter.growing(growth) if policy.grows else drafter
 

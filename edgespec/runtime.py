@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
-from edgespec.backends.mapped import MappedFiles
+from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
@@ -19,9 +20,8 @@ from edgespec.costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
-from edgespec.memory.kept import KeptTexts, KeptUse
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import Drafters
-from edgespec.policy.curve import CostCurve
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import Defaults, make_request
 from edgespec.session import Session
@@ -43,7 +43,7 @@ class MemoryUse:
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
-    kept: KeptUse
+    kept: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
     most_context_tokens: int = 0
@@ -73,7 +73,7 @@ class Runtime:
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
-        kept: KeptTexts | None = None,
+        kept: PrefixCache | None = None,
         record: PairRecord | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
@@ -158,7 +158,7 @@ class Runtime:
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            kept=kept.use() if kept else KeptUse(),
+            kept=kept.use() if kept else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
             most_context_tokens=self.context_tokens,

@@ -12,21 +12,21 @@ from time import perf_counter as now
 
 import numpy as np
 
+from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
-from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
-from edgespec.memory.cached import CachedText
-from edgespec.memory.giving_way import GivingWay
-from edgespec.memory.growing import ROUND_TOKENS, GrowingContext
-from edgespec.memory.kept import KeptTexts
+from edgespec.memory.context_resize import ROUND_TOKENS, ResizableContext
+from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.pressure import MemoryPressure
+from edgespec.memory.target_cache import TargetCache
 from edgespec.methods import Drafters
-from edgespec.policy.at_once import AT_ONCE
 from edgespec.reply import MethodReport
 from edgespec.request import Request
 
@@ -48,12 +48,12 @@ class Session:
         self,
         target: LanguageModel,
         drafters: Drafters,
-        kept: KeptTexts | None = None,
+        kept: PrefixCache | None = None,
         draft: LanguageModel | None = None,
     ) -> None:
         self.target = target
         self.kept = kept
-        self.context = GrowingContext(target, draft)
+        self.context = ResizableContext(target, draft)
         self.drafters = drafters
         # `_working` is held while a model runs, never while a caller looks at what came out.
         self._working = threading.Lock()
@@ -65,8 +65,8 @@ class Session:
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
-        self.giving = GivingWay(self.context, kept.copies if kept else None)
-        self._text = CachedText(target, kept, self.context, self.giving)
+        self.giving = MemoryPressure(self.context, kept.copies if kept else None)
+        self._text = TargetCache(target, kept, self.context, self.giving)
         _open_sessions.add(self)
 
     @property
@@ -104,7 +104,7 @@ class Session:
             steps = self._steps(
                 request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
             )
-            with AT_ONCE.one_more():
+            with ACTIVE_REPLIES.one_more():
                 while (step := self._next(steps)) is not None:
                     yield step
         finally:
@@ -351,7 +351,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
 
 def _acceptance_rule(request: Request) -> Acceptance:
     """The rule a request asks for."""
-    return Rejection(Dice(request.seed)) if request.how.acceptance == "rejection" else Invariant()
+    return Rejection(RandomDraws(request.seed)) if request.how.acceptance == "rejection" else Invariant()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

@@ -37,7 +37,7 @@ import edgespec
 from edgespec.bench import statistics
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replacing
-from edgespec.sameness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 from scripts.peers.configurations import parse
 
 PLAIN = "none"

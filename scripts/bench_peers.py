@@ -40,7 +40,7 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replacing
-from edgespec.sameness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 from scripts.peers.configurations import GRID, Configuration, parse, server_flags
 from scripts.peers.figures import Measured
 from scripts.peers.llama_server import LlamaServer, kernels_of, kernels_of_binary, version_of

@@ -31,7 +31,7 @@ import numpy as np
 
 import edgespec
 from edgespec import Reply, Runtime, SamplingParams
-from edgespec.sameness.rescore import is_near_tie, rescore
+from edgespec.losslessness.rescore import is_near_tie, rescore
 
 SYSTEM_TOKENS = 80
 # Narrower than what llama.cpp's kernel for wide passes takes.

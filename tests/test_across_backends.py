@@ -20,8 +20,8 @@ from edgespec import Reply, Runtime, SamplingParams
 from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
-from edgespec.sameness import Prompt, read_prompts
-from edgespec.sameness.rescore import score_gap
+from edgespec.losslessness import Prompt, read_prompts
+from edgespec.losslessness.rescore import score_gap
 
 mx = pytest.importorskip("mlx.core")
 

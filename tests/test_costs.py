@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import edgespec.costs as costs
+from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.costs import TargetCosts
-from edgespec.policy.curve import CostCurve
 from tests.tables import table
 
 

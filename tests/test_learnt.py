@@ -11,18 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.learnt import LearntFile, forget_learnt, identity_of
+from edgespec.saved_arrays import SavedArrays, forget_learnt, identity_of
 from tests.tables import table
 
 VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    file = LearntFile("online", "one", tmp_path)
+    file = SavedArrays("online", "one", tmp_path)
     assert file.load() == {}
     file.save(VALUES)
     file.save(VALUES)
-    loaded = LearntFile("online", "one", tmp_path).load()
+    loaded = SavedArrays("online", "one", tmp_path).load()
     assert set(loaded) == set(VALUES)
     assert all(np.array_equal(loaded[name], VALUES[name]) for name in VALUES)
     assert [path.name for path in tmp_path.iterdir()] == [file.path.name]
@@ -34,24 +34,24 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such rights")
 def test_it_is_nobody_elses_business(tmp_path: Path) -> None:
-    file = LearntFile("online", "one", tmp_path / "learnt")
+    file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o700
 
 
 def test_another_models_file_is_not_read(tmp_path: Path) -> None:
-    one, other = LearntFile("online", "one", tmp_path), LearntFile("online", "other", tmp_path)
+    one, other = SavedArrays("online", "one", tmp_path), SavedArrays("online", "other", tmp_path)
     one.save(VALUES)
     assert other.load() == {}
     one.path.rename(other.path)
     assert other.load() == {}
     assert "something else" in other.notice
-    assert LearntFile("swift", "one", tmp_path).path != one.path
+    assert SavedArrays("swift", "one", tmp_path).path != one.path
 
 
 def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
-    file = LearntFile("online", "one", tmp_path)
+    file = SavedArrays("online", "one", tmp_path)
     file.save(VALUES)
     whole = file.path.read_bytes()
     for length in range(0, len(whole), 37):
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
 
 def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "learnt").write_text("a file where a folder should be")
-    file = LearntFile("online", "one", tmp_path / "learnt")
+    file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
     assert "is not kept" in file.notice
 
@@ -91,7 +91,7 @@ def test_the_identity_of_models(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes in folders")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    file = LearntFile("online", "one", tmp_path)
+    file = SavedArrays("online", "one", tmp_path)
     os.mkfifo(file.path)
     assert file.load() == {}
     assert file.notice == f"what was learnt cannot be read from {file.path}: it is not a regular file"

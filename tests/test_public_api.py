@@ -73,7 +73,7 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
     [
         "import edgespec",
         "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
-        "import edgespec.sameness",
+        "import edgespec.losslessness",
         "import edgespec.engine.loop, edgespec.drafters.model, edgespec.backends.tabular",
     ],
 )

@@ -9,7 +9,11 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Draft
-from edgespec.backends.abilities import Skippable, Teachable
+from edgespec.auto.curve import CostCurve, Curve, gentle
+from edgespec.auto.exits import exit_table
+from edgespec.auto.ledger import Terms
+from edgespec.auto.limits import Limits
+from edgespec.auto.live import LiveCosts
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
@@ -18,24 +22,20 @@ from edgespec.backends.base import (
     SelfDraft,
     SkippedLayers,
 )
+from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.catalog import Resolved
 from edgespec.costs import PassCosts
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.auto_controller import Policy
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.growth import Growth
-from edgespec.drafters.guarded import Policy
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.paying import PayingGrowth
 from edgespec.errors import CapabilityError, OptionError
-from edgespec.learnt import LearntFile, identity_of
 from edgespec.methods import Missing
-from edgespec.policy.curve import CostCurve, Curve, gentle
-from edgespec.policy.exits import exit_table
-from edgespec.policy.ledger import Terms
-from edgespec.policy.limits import Limits
-from edgespec.policy.live import LiveCosts
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, read
+from edgespec.saved_arrays import SavedArrays, identity_of
 from edgespec.texts import suffix_drafter
 
 __all__ = ["Outfit", "outfit"]
@@ -146,8 +146,8 @@ class _Maker:
         grows = not how.branches and not how.confidence
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
-        def notes(names: str) -> LearntFile:
-            return LearntFile("policy", f"{identity_of(*models)} {self._costs.how} {names}")
+        def notes(names: str) -> SavedArrays:
+            return SavedArrays("policy", f"{identity_of(*models)} {self._costs.how} {names}")
 
         return Policy(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
 
@@ -170,7 +170,7 @@ class _Maker:
         if not isinstance(branches, str):
             return branches
         limits = Limits.of(self._model.facts.capabilities, draft.facts.capabilities)
-        return PayingGrowth(limits, self._v.v)
+        return AdaptiveTreeGrowth(limits, self._v.v)
 
     def _drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
         return ModelDrafter(
@@ -273,19 +273,19 @@ class _Maker:
             )
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=LearntFile("swift", identity_of(facts)),
+            notes=SavedArrays("swift", identity_of(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
 
     def _learning(self, draft: LanguageModel) -> Drafter:
-        from edgespec.drafters.learning import Pupil
         from edgespec.drafters.online import OnlineDrafter
+        from edgespec.drafters.online_training import OnlineTrainer
 
-        learner = cast(Teachable, draft).learner()
-        notes = LearntFile("online", identity_of(self._model.facts, draft.facts))
+        learner = cast(Trainable, draft).learner()
+        notes = SavedArrays("online", identity_of(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, Pupil(drafter.memory, learner, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, learner, notes=notes))
 
 
 def _not_asked(name: str) -> Missing:

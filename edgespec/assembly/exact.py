@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgespec.backends.agreement import Agreement, find_agreement, held_to
 from edgespec.backends.base import LanguageModel, Progress
+from edgespec.backends.bit_exactness import Agreement, find_agreement, held_to
 from edgespec.cores import usable_cores
-from edgespec.learnt import LearntFile, identity_of
+from edgespec.saved_arrays import SavedArrays, identity_of
 
 __all__ = ["hold_to_exact"]
 
@@ -26,7 +26,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     # bits are split, and add up otherwise.
     limits = f"{usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_drafts)}"
     told = f"{identity_of(facts)} {facts.cache_form} {facts.weight_bytes} {how} {limits}"
-    notes = LearntFile("agreement", told)
+    notes = SavedArrays("agreement", told)
     found = _kept(notes)
     if found is None:
         found = find_agreement(model, progress)
@@ -41,7 +41,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     return ", ".join(said)
 
 
-def _kept(notes: LearntFile) -> Agreement | None:
+def _kept(notes: SavedArrays) -> Agreement | None:
     """What was found before; None where there is nothing, or nothing that makes sense."""
     try:
         width, branches, reading = map(int, notes.load()["agreement"])

@@ -13,9 +13,9 @@ from edgespec.checks import size_bytes, text
 from edgespec.costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
-from edgespec.learnt import identity_of
 from edgespec.memory import MemoryPlan
-from edgespec.memory.kept import KeptDisk, KeptTexts, Worth, copy_bound
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, Worth, copy_bound
+from edgespec.saved_arrays import identity_of
 
 __all__ = ["PLACES", "Keeping", "files_of", "files_seen", "kept_texts"]
 
@@ -83,7 +83,7 @@ def kept_texts(
     costs: PassCosts,
     plan: MemoryPlan,
     seen: tuple[str, ...],
-) -> KeptTexts | None:
+) -> PrefixCache | None:
     """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
     plan: has the bytes they may take, see `plan_pair`. seen: `files_seen` before the target was loaded. Where
@@ -95,10 +95,10 @@ def kept_texts(
     if keeping.place == "disk":
         identity = _identity(target, options, costs, seen)
         if seen and files_seen(Path(target.facts.path), options.adapter) == seen:
-            disk = KeptDisk(identity, keeping.disk_bytes)
+            disk = PrefixCacheDisk(identity, keeping.disk_bytes)
         else:
             notice = "texts are not kept on disk: the model's files changed while they were loaded"
-    return KeptTexts(
+    return PrefixCache(
         target,
         plan.kept_bytes,
         disk,

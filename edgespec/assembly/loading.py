@@ -16,14 +16,14 @@ from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.mapped import MappedFiles
+from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import flag, path_text, size_bytes, text
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
-from edgespec.memory.growing import FIRST_TOKENS
+from edgespec.memory.context_resize import FIRST_TOKENS
 from edgespec.methods import Drafters
 from edgespec.prepare.lowbit import copy_path, find_lowbit
 from edgespec.request import Defaults

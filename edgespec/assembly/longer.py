@@ -7,8 +7,8 @@ from dataclasses import replace
 from edgespec.assembly.measuring import Models
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import Budget, Choice, MemoryPlan
-from edgespec.memory.growing import room_to_grow
-from edgespec.memory.kept import copy_bound
+from edgespec.memory.context_resize import room_to_grow
+from edgespec.memory.prefix_cache import copy_bound
 
 __all__ = ["longest"]
 

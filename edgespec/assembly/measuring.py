@@ -9,9 +9,9 @@ from typing import get_args
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.footprint import Blueprint
+from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
-from edgespec.drafters.windowed import Window, window_for
+from edgespec.drafters.windowed import AttentionWindow, window_for
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     PROCESS_BYTES,
@@ -45,11 +45,11 @@ class Models:
         self.target = opened(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        self._drafts: dict[str, tuple[Resolved, Blueprint]] = {}
+        self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
         self._translated: dict[str, int] = {}
-        self._copy: Blueprint | None = None
+        self._copy: MemoryEstimator | None = None
         if copy := _lowbit_copy(pair, how):
             self._copy = opened(copy, options)
             undo.callback(self._copy.close)
@@ -57,7 +57,7 @@ class Models:
             PROCESS_BYTES[each.format] for each in (pair.target, pair.draft) if each is not None
         )
 
-    def _opened_draft(self, found: Resolved) -> Blueprint:
+    def _opened_draft(self, found: Resolved) -> MemoryEstimator:
         drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
         draft = opened(found, drafting)
         self._undo.callback(draft.close)
@@ -137,7 +137,7 @@ class Models:
             self._translated[draft.name] = tokens * _TRANSLATED_BYTES
         return self._translated[draft.name]
 
-    def _window(self, choice: Choice, target_tokens: int, trained_tokens: int) -> Window | None:
+    def _window(self, choice: Choice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
         return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: Choice, target_tokens: int, trained_tokens: int) -> int:
@@ -145,7 +145,7 @@ class Models:
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
-    def draft_window(self, choice: Choice, target_tokens: int) -> Window | None:
+    def draft_window(self, choice: Choice, target_tokens: int) -> AttentionWindow | None:
         """What a draft sees of the target's context; None where it sees all, or there is none."""
         if not self._drafts or not choice.draft:
             return None
@@ -172,18 +172,18 @@ class Models:
         return min(target_tokens, self._how.sink_tokens + choice.draft_window + COPY_ROOM_TOKENS)
 
 
-def opened(found: Resolved, options: LoadOptions) -> Blueprint:
+def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
     """The metadata of a model, opened by the backend of its format. Raises what loading it would."""
     if found.format == "mlx":
         require_mlx(found.name)
-        from edgespec.backends.mlx.blueprint import MlxBlueprint
+        from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 
-        return MlxBlueprint(str(found.path), found.name, options)
-    from edgespec.backends.llamacpp import blueprint
+        return MlxMemoryEstimator(str(found.path), found.name, options)
+    from edgespec.backends.llamacpp import memory_estimate
 
     if found.format == "layerskip":
-        return blueprint.HalvesBlueprint(str(found.path), found.name)
-    return blueprint.GgufBlueprint(str(found.path), found.name)
+        return memory_estimate.SplitModelMemoryEstimator(str(found.path), found.name)
+    return memory_estimate.GgufMemoryEstimator(str(found.path), found.name)
 
 
 def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:

@@ -11,7 +11,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progr
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
-from edgespec.drafters.windowed import Window, WindowedModel, window_for
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.lowbit import right_lowbit
 from edgespec.prepare.store import check, find
@@ -30,7 +30,7 @@ __all__ = [
 FindModel = Callable[[str], Resolved]
 # A draft with other tokens begins with so many: its text need not be as long as the target's.
 _OTHER_TOKENS = 8192
-# Logits of a draft: of a chain or a tree that pays (64, drafters/paying.py), and of what two tokens of
+# Logits of a draft: of a chain or a tree that pays (64, drafters/adaptive_tree.py), and of what two tokens of
 # another vocabulary are spelled with (`LONGEST_SPELLING`).
 _DRAFT_ROWS = 96
 
@@ -147,7 +147,7 @@ def load_draft(
         drafting = replace(drafting, kv_type=how.draft_kv_type)
     options = meant_for(found, pair.target, drafting)
 
-    def window_of(trained_tokens: int) -> Window | None:
+    def window_of(trained_tokens: int) -> AttentionWindow | None:
         return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
 
     def context_of(trained_tokens: int) -> int:
@@ -191,7 +191,7 @@ def load_draft(
 
 
 def _check_learns(
-    found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: Window | None
+    found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: AttentionWindow | None
 ) -> None:
     """Raises OptionError for a draft that cannot be trained between replies."""
     if found.format != "mlx":

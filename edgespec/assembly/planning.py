@@ -12,8 +12,8 @@ from edgespec.assembly.longer import longest
 from edgespec.assembly.measuring import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.room import begun_with, context_wanted
-from edgespec.drafters.windowed import Window
+from edgespec.backends.memory_check import begun_with, context_wanted
+from edgespec.drafters.windowed import AttentionWindow
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import size_text
 from edgespec.heap import addresses_are_limited, spare_addresses
@@ -28,8 +28,8 @@ from edgespec.memory import (
     fitted,
     within_limits,
 )
-from edgespec.memory.growing import room_to_grow
-from edgespec.memory.kept import memory_bound
+from edgespec.memory.context_resize import room_to_grow
+from edgespec.memory.prefix_cache import memory_bound
 
 __all__ = ["PREFERENCES", "Planned", "Wishes", "budget_for", "check_fits", "plan_pair"]
 
@@ -77,7 +77,7 @@ class Planned:
     advice: str = ""
     trained_tokens: int = 0
     turning_tokens: int = 0
-    draft_window: Window | None = None
+    draft_window: AttentionWindow | None = None
 
     @property
     def target_options(self) -> LoadOptions:
@@ -122,7 +122,7 @@ def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
     spare_addresses()
     if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
-        from edgespec.backends.mlx.about import lm
+        from edgespec.backends.mlx.build_info import lm
 
         lm()
 

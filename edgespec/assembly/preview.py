@@ -13,14 +13,14 @@ from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import find_pair
 from edgespec.assembly.planning import Planned, Wishes, budget_for, plan_pair
 from edgespec.backends.base import Progress
-from edgespec.backends.footprint import Pool
+from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
 from edgespec.checks import size_bytes, text
-from edgespec.drafters.windowed import Window
+from edgespec.drafters.windowed import AttentionWindow
 from edgespec.heap import addresses_are_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
-from edgespec.memory.growing import FIRST_TOKENS
+from edgespec.memory.context_resize import FIRST_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
@@ -43,7 +43,7 @@ class Preview:
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
         self.first_context_tokens: int = planned.first_tokens
-        self.draft_window: Window | None = planned.draft_window
+        self.draft_window: AttentionWindow | None = planned.draft_window
 
 
 def plan(

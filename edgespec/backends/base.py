@@ -116,7 +116,7 @@ class Capabilities:
     taps: hidden states between its layers can be read.
     self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
     `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
-    learns: as a draft it can be adapted to what a target says (such a model is Teachable).
+    learns: as a draft it can be adapted to what a target says (such a model is Trainable).
     exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
     continues: a text may be gone on from however it came into the cache: what follows is the same but for
     rounding, and where `exact` to the bit. Where False, it is the same to the bit only if the text is read in

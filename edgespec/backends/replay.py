@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.usual import UsualModel, part_of
+from edgespec.backends.base_model import BaseModel, part_of
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -60,7 +60,7 @@ class _Rung:
     handle: Any
 
 
-class ReplayModel(UsualModel):
+class ReplayModel(BaseModel):
     """A LanguageModel that rolls back exactly, over one that can only go back to checkpoints.
 
     The inner cache may lag behind: it holds `inner.length` tokens, and the known tokens after them, up to

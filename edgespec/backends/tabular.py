@@ -24,8 +24,8 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
-from edgespec.backends.usual import UsualModel
-from edgespec.backends.view import TargetView
+from edgespec.backends.base_model import BaseModel
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError
@@ -56,7 +56,7 @@ class LetterVocabulary:
         return token == self.size - 1
 
 
-class TabularModel(UsualModel):
+class TabularModel(BaseModel):
     """A LanguageModel over a table of logits.
 
     `logits`: float32 [vocab ** order, vocab]; the row of a context is its last `order` tokens read as a
@@ -192,7 +192,7 @@ class TabularModel(UsualModel):
             raise CancelledError("cancelled")
 
 
-class _TabularView(TargetView[TabularModel]):
+class _TabularView(SelfDraftView[TabularModel]):
     """A table near the target's, read after the target's tokens."""
 
     def __init__(self, target: TabularModel, noise: float) -> None:

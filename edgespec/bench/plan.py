@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec.checks import whole_number
 from edgespec.engine.chain import SamplingParams
 from edgespec.errors import OptionError
-from edgespec.sameness import Prompt, read_prompts
+from edgespec.losslessness import Prompt, read_prompts
 
 __all__ = ["AUTO", "CONTROL", "PLAIN", "Plan", "Round", "Way", "bench_prompts", "ways_of"]
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Literal
 
+from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.plan import Plan, Round, Way
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
-from edgespec.policy.curve import CostCurve
+from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
-from edgespec.sameness import Prompt, prompt_tokens
 
 __all__ = ["Ending", "Measured", "Row", "run"]
 

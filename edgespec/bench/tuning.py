@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
+from edgespec.auto.curve import CostCurve
 from edgespec.errors import CancelledError
-from edgespec.policy.curve import CostCurve
+from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
-from edgespec.sameness import Prompt, prompt_tokens
 
 __all__ = ["DrafterFound", "PassCost", "Tuning", "break_even", "tune"]
 

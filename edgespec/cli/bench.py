@@ -40,7 +40,7 @@ from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from edgespec.bench import Report
-    from edgespec.sameness import Prompt
+    from edgespec.losslessness import Prompt
 
 __all__ = ["command"]
 
@@ -148,7 +148,7 @@ def command(
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
     """The prompts to measure on. Raises OptionError."""
     from edgespec.bench import bench_prompts
-    from edgespec.sameness import read_prompts
+    from edgespec.losslessness import read_prompts
 
     texts = read_prompts(file) if file else bench_prompts()
     if categories is None:

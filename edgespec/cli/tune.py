@@ -16,7 +16,7 @@ from edgespec.cli.screen import ProgressLine, note, print_json, print_table
 
 if TYPE_CHECKING:
     from edgespec.bench.tuning import PassCost, Tuning
-    from edgespec.sameness import Prompt
+    from edgespec.losslessness import Prompt
 
 __all__ = ["command"]
 
@@ -65,7 +65,7 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
 def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> Tuning:
     from edgespec.bench.tuning import tune
     from edgespec.errors import OptionError
-    from edgespec.sameness import read_prompts
+    from edgespec.losslessness import read_prompts
 
     if options["remember"]:
         raise OptionError(

@@ -32,7 +32,7 @@ from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
 from edgespec.errors import CancelledError
 
 if TYPE_CHECKING:
-    from edgespec.sameness import Prompt, Report
+    from edgespec.losslessness import Prompt, Report
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
@@ -97,7 +97,7 @@ def command(
     of its own says so, and the exit status is 1.
     """
     from edgespec import SamplingParams
-    from edgespec.sameness import read_prompts
+    from edgespec.losslessness import read_prompts
 
     for temperature in options["temperatures"]:
         SamplingParams(temperature=temperature)
@@ -120,7 +120,7 @@ def _verify(
     options: dict[str, Any],
 ) -> Report:
     from edgespec.assembly.loading import eagerly
-    from edgespec.sameness import verify
+    from edgespec.losslessness import verify
 
     wanted = pick(options, MODEL_NAMES)
     with eagerly(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:

@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from edgespec.auto.ledger import Account
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
 from edgespec.drafters.growth import Growth
 from edgespec.engine.acceptance import Acceptance
@@ -16,7 +17,6 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.policy.ledger import Account
 
 __all__ = ["Drafter", "Extra", "check_rollback"]
 

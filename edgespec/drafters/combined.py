@@ -11,6 +11,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from edgespec.auto.curve import Curve, gentle
+from edgespec.auto.limits import Limits
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.member import MEASURED_ROUNDS, Member
 from edgespec.drafters.merging import merged, trimmed
@@ -20,8 +22,6 @@ from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.policy.curve import Curve, gentle
-from edgespec.policy.limits import Limits
 
 __all__ = ["CombinedDrafter"]
 

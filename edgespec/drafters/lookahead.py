@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
 from edgespec.backends.base import Capabilities
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.ngram_pool import NgramPool
@@ -22,8 +24,6 @@ from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.window import Luck, Window, choose_window, smallest, speed_up
 
 __all__ = ["LookaheadDrafter"]
 
@@ -84,7 +84,7 @@ class LookaheadDrafter(Drafter):
         able: Capabilities,
         curve: CostCurve | None = None,
         *,
-        window: Window | None = None,
+        window: LookaheadWindow | None = None,
     ) -> None:
         self._able = able
         self._least = smallest(able)
@@ -97,7 +97,7 @@ class LookaheadDrafter(Drafter):
                 "choose a smaller window",
             )
         self._window = window
-        self._luck = Luck()
+        self._luck = HitRate()
         self._depth = 0
         if not self._forced:
             self._window = choose_window(self._curve, able, _ANY_DEPTH, self._luck)
@@ -125,7 +125,7 @@ class LookaheadDrafter(Drafter):
             return f"its smallest draft is {self._least.depth} deep, the draft length {self._depth}"
         return f"no window is worth its rows here ({self._reckoning(self._least)})"
 
-    def _reckoning(self, window: Window) -> str:
+    def _reckoning(self, window: LookaheadWindow) -> str:
         tokens = 1 + self._luck.gain(window)
         return f"{window.rows} rows cost {self._curve.v(window.rows):.2f} plain steps for {tokens:.2f} tokens"
 
@@ -174,7 +174,7 @@ class LookaheadDrafter(Drafter):
         if self._window != window:
             self._columns, self._trial = [], None
 
-    def _fill(self, shape: Window) -> None:
+    def _fill(self, shape: LookaheadWindow) -> None:
         while len(self._columns) < shape.columns:
             self._columns.append(_Column(self._random.choices(self._text, k=shape.levels)))
 

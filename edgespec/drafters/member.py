@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.probe import Probe
 from edgespec.drafters.record import Mean, Record
+from edgespec.drafters.retry_schedule import RetrySchedule
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "Member"]
@@ -31,13 +31,13 @@ class Member:
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.record = Record(drafter.lookup)
-        self.probe = Probe()
+        self.probe = RetrySchedule()
         # Asked for so many levels it found that none would pay; to guess so few it has to be dared.
         self.refused_levels = 0
         self.has_entered = False
         # Those of another kind begin with what was learnt last.
         self._by_kind: dict[str, Record] = {}
-        self._probes: dict[str, Probe] = {}
+        self._probes: dict[str, RetrySchedule] = {}
         # Seconds of reading a token.
         self._reading = Mean()
 
@@ -70,7 +70,7 @@ class Member:
             self._by_kind[kind] = fresh
         self.record = self._by_kind[kind]
         # What pays in one kind of text is no reason to try it soon in another, where it never did.
-        self.probe = self._probes.setdefault(kind, Probe())
+        self.probe = self._probes.setdefault(kind, RetrySchedule())
 
     def cost(self, plain_seconds: float, levels: int | None = None) -> float:
         """What a draft of so many levels costs, or its usual one, in plain steps."""
@@ -104,7 +104,7 @@ class Member:
         self.drafter.restore(_part(mine, "own."))
         self._reading.restore(mine["asking.reading"])
         for kind, waited in _part(mine, "wait.").items():
-            self._probes[kind] = Probe()
+            self._probes[kind] = RetrySchedule()
             self._probes[kind].restore(waited)
         for kind in {name.split(".")[1] for name in mine if name.startswith("record.")}:
             record = Record(self.lookup)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgespec.auto.curve import Curve
+from edgespec.auto.limits import Limits
 from edgespec.drafters.record import MOST_SURE
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.policy.curve import Curve
-from edgespec.policy.limits import Limits
 
 __all__ = ["Merged", "merged", "trimmed"]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Capabilities
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.growth import Growth
-from edgespec.drafters.learning import Pupil
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -28,7 +28,7 @@ class OnlineDrafter(Drafter):
 
     rests = True
 
-    def __init__(self, drafter: ModelDrafter, pupil: Pupil) -> None:
+    def __init__(self, drafter: ModelDrafter, pupil: OnlineTrainer) -> None:
         self.name = drafter.name
         self.adapts = drafter.adapts
         self.pupil = pupil

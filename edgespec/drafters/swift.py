@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.backends.abilities import Skippable
+from edgespec.auto.curve import Curve, gentle
 from edgespec.backends.base import SkippedLayers
+from edgespec.backends.optional_features import Skippable
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.notes import Notes
@@ -20,7 +21,6 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
-from edgespec.policy.curve import Curve, gentle
 
 __all__ = ["SwiftDrafter"]
 

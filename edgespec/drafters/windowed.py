@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.base_model import BaseModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, OptionError
 
-__all__ = ["Window", "WindowedModel", "window_for"]
+__all__ = ["AttentionWindow", "WindowedModel", "window_for"]
 
 # A round's tree is drafted in this room, beside the window.
 _DRAFT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class AttentionWindow:
     """How much of a text a draft sees: the first `sink_tokens` and at least the last `window_tokens`.
 
     A quarter of the window more is let in before the oldest of it go, all at once.
@@ -46,7 +46,7 @@ class Window:
         """What a draft sees, in words."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
-    def within(self, trained_tokens: int) -> Window:
+    def within(self, trained_tokens: int) -> AttentionWindow:
         """This window, or the largest smaller one for a draft trained on so many tokens (0: unknown)."""
         over = self.context_tokens - trained_tokens
         if not trained_tokens or over <= 0:
@@ -56,7 +56,7 @@ class Window:
 
 def window_for(
     context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
-) -> Window | None:
+) -> AttentionWindow | None:
     """The window of a draft for a target with that context; None for a draft that sees all of the text.
 
     window_tokens: the window asked for, 0 for none. Left to us (None) a draft has a window only where the
@@ -65,12 +65,12 @@ def window_for(
     if window_tokens is None:
         if not 0 < trained_tokens < context_tokens:
             return None
-        return Window(sink_tokens).within(trained_tokens)
-    window = Window(sink_tokens, window_tokens)
+        return AttentionWindow(sink_tokens).within(trained_tokens)
+    window = AttentionWindow(sink_tokens, window_tokens)
     return window if window_tokens and window.context_tokens < context_tokens else None
 
 
-class WindowedModel(UsualModel):
+class WindowedModel(BaseModel):
     """A LanguageModel of any length over one with a small context.
 
     The inner cache holds the first tokens of the text, up to the sinks, and then those from `_start` on. It
@@ -81,7 +81,7 @@ class WindowedModel(UsualModel):
     context_tokens: how long the text may become.
     """
 
-    def __init__(self, model: LanguageModel, window: Window, context_tokens: int) -> None:
+    def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
         inner = model.facts
         able = inner.capabilities
         spare = inner.context_tokens - window.sink_tokens - window.window_tokens - window.slack_tokens

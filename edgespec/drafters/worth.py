@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, zip_longest
 
-from edgespec.policy.curve import Curve
+from edgespec.auto.curve import Curve
 
 __all__ = ["Said"]
 

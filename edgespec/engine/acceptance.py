@@ -17,7 +17,7 @@ from edgespec.engine.noise import Stream, gumbel, uniform
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Acceptance", "Chance", "Dice", "Draw", "Invariant", "Rejection", "Verdict"]
+__all__ = ["Acceptance", "Chance", "Draw", "Invariant", "RandomDraws", "Rejection", "Verdict"]
 
 Draw = tuple[int, Distribution | None]
 
@@ -81,7 +81,7 @@ class Chance(Protocol):
         """Up to `count` tokens drawn one after another without replacement."""
 
 
-class Dice:
+class RandomDraws:
     """Counter-based chance with disjoint streams for drafting, accepting and recovering.
 
     Every draw moves its counter on: a number that took part in one decision, even about a token that

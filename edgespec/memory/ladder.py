@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from edgespec.backends.footprint import Footprint
-from edgespec.backends.room import BLOCK_TOKENS
+from edgespec.backends.memory_check import BLOCK_TOKENS
+from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.budget import Budget
 from edgespec.memory.plan import Decision, Item, MemoryPlan
@@ -67,7 +67,7 @@ class Measured:
     """What a choice comes to."""
 
     items: tuple[Item, ...]
-    target: Footprint
+    target: MemoryEstimate
 
 
 Measure = Callable[[Choice], Measured]

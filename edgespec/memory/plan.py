@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgespec.backends.footprint import Footprint, PartKind, Pool
+from edgespec.backends.memory_estimate import MemoryEstimate, PartKind, Pool
 from edgespec.memory.budget import Budget
 
 __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
@@ -123,7 +123,7 @@ class MemoryPlan:
         }
 
 
-def items_of(role: str, footprint: Footprint) -> tuple[Item, ...]:
+def items_of(role: str, footprint: MemoryEstimate) -> tuple[Item, ...]:
     """The items of one model."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)

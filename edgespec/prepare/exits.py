@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.auto.curve import measure
+from edgespec.auto.exits import EXIT_WIDTHS, ExitTable, exit_table
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.between import hidden_states
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.policy.curve import measure
-from edgespec.policy.exits import EXIT_WIDTHS, ExitTable, exit_table
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.gguf_parts import Source
 

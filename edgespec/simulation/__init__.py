@@ -1,6 +1,6 @@
 """The policy on machines and texts that are not here: a simulated clock, the real loop, the real policy."""
 
-from edgespec.simulation.machines import MACHINES, Machine
+from edgespec.simulation.machines import MACHINES, SimulatedMachine
 from edgespec.simulation.oracle import PLAIN, Fixed, best_fixed, fixed_seconds
 from edgespec.simulation.policy import policy
 from edgespec.simulation.report import Case, Outcome, judged, recovery_tokens
@@ -12,8 +12,8 @@ __all__ = [
     "PLAIN",
     "Case",
     "Fixed",
-    "Machine",
     "Outcome",
+    "SimulatedMachine",
     "Text",
     "Trace",
     "World",

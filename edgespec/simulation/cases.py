@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.policy.curve import CostCurve
-from edgespec.simulation.machines import Machine
+from edgespec.auto.curve import CostCurve
+from edgespec.simulation.machines import SimulatedMachine
 from edgespec.simulation.report import Case, judged, recovery_tokens
 from edgespec.simulation.traces import Text, flips, passages, recorded, replies, stationary
 
@@ -60,7 +60,7 @@ CASES = (
 _COLUMNS = ("text", "auto", "best fixed", "share", "worst", "slower", "bound kept by", "recovers in")
 
 
-def row(machine: Machine, case: Case) -> tuple[str, ...]:
+def row(machine: SimulatedMachine, case: Case) -> tuple[str, ...]:
     """One case on a machine, as in the table."""
     found = judged(machine, case)
     flip = FLIPS.get(case.name)
@@ -76,7 +76,7 @@ def row(machine: Machine, case: Case) -> tuple[str, ...]:
     )
 
 
-def in_markdown(machine: Machine, cases: Sequence[Case] = CASES) -> str:
+def in_markdown(machine: SimulatedMachine, cases: Sequence[Case] = CASES) -> str:
     """All cases on a machine."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *(row(machine, case) for case in cases)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgespec.simulation.machines import Machine
+from edgespec.simulation.machines import SimulatedMachine
 from edgespec.simulation.traces import Text
 
 __all__ = ["PLAIN", "Fixed", "best_fixed", "fixed_seconds"]
@@ -25,7 +25,7 @@ PLAIN = Fixed(0)
 
 
 def fixed_seconds(
-    machine: Machine, text: Text, choice: Fixed, slowness: Callable[[float], float] = lambda _: 1.0
+    machine: SimulatedMachine, text: Text, choice: Fixed, slowness: Callable[[float], float] = lambda _: 1.0
 ) -> float:
     """The time of a reply with one choice, what the draft model has to read included."""
     trace = text.lookup if choice.lookup and text.lookup else text.model
@@ -49,7 +49,7 @@ def fixed_seconds(
 
 
 def best_fixed(
-    machine: Machine, text: Text, slowness: Callable[[float], float] = lambda _: 1.0
+    machine: SimulatedMachine, text: Text, slowness: Callable[[float], float] = lambda _: 1.0
 ) -> tuple[Fixed, float]:
     """The choice that would have been best for this very reply, and its time."""
     choices = [Fixed(length) for length in range(_LONGEST + 1)]

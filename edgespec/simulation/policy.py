@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.ledger import Ledger, Terms
+from edgespec.auto.limits import Limits
+from edgespec.auto.live import LiveCosts
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.auto_controller import AutoController
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.guarded import GuardedDrafter
-from edgespec.drafters.paying import PayingGrowth
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.ledger import Ledger, Terms
-from edgespec.policy.limits import Limits
-from edgespec.policy.live import LiveCosts
 from edgespec.simulation.world import World
 
 __all__ = ["policy"]
@@ -24,14 +24,14 @@ def policy(
     terms: Terms | None = None,
     lookup: bool = False,
     replies: Callable[[], int] = lambda: 1,
-) -> GuardedDrafter:
+) -> AutoController:
     """The policy over the world's draft model, and its lookup.
 
     told: the curve that it believes in at first, the machine's own unless it is lied to. replies: how many
     are being made at once.
     """
     costs, ledger = LiveCosts(told or world.machine.curve), Ledger(terms)
-    growth = PayingGrowth(Limits(), costs.v, siblings=1, clock=world.clock)
+    growth = AdaptiveTreeGrowth(Limits(), costs.v, siblings=1, clock=world.clock)
     drafters: list[Drafter] = [world.model(growth), *([world.lookup()] if lookup else [])]
     combined = CombinedDrafter(
         drafters,
@@ -41,4 +41,4 @@ def policy(
         may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
         clock=world.clock,
     )
-    return GuardedDrafter(combined, ledger, costs, clock=world.clock, replies=replies)
+    return AutoController(combined, ledger, costs, clock=world.clock, replies=replies)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.ledger import Terms
-from edgespec.simulation.machines import Machine
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.ledger import Terms
+from edgespec.simulation.machines import SimulatedMachine
 from edgespec.simulation.oracle import PLAIN, best_fixed, fixed_seconds
 from edgespec.simulation.policy import policy
 from edgespec.simulation.traces import Text
@@ -60,7 +60,7 @@ class Outcome:
         return self.auto / self.best
 
 
-def judged(machine: Machine, case: Case, terms: Terms | None = None) -> Outcome:
+def judged(machine: SimulatedMachine, case: Case, terms: Terms | None = None) -> Outcome:
     """The policy on all texts of a case, each with a policy of its own."""
     terms = terms or Terms()
     autos, bests, left = [], [], []
@@ -91,7 +91,7 @@ def judged(machine: Machine, case: Case, terms: Terms | None = None) -> Outcome:
 class _Delayed(World):
     """A world whose slowness begins with the reply that is judged."""
 
-    def __init__(self, machine: Machine, slowness: Callable[[float], float]) -> None:
+    def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float]) -> None:
         super().__init__(machine, lambda now: slowness(now - self._from) if self._from >= 0.0 else 1.0)
         self._from = -1.0
 
@@ -114,7 +114,7 @@ _WINDOW = 20
 _GOOD = 0.9
 
 
-def recovery_tokens(machine: Machine, texts: Sequence[Text], at: int) -> int:
+def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -> int:
     """How many tokens after `at`, where rates flip, the policy is nearly as fast as the best fixed choice.
 
     Within 10 %, in the mean over all texts and the next 20 tokens; the best choice is that for all that comes

@@ -16,7 +16,7 @@ from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.simulation.machines import Machine
+from edgespec.simulation.machines import SimulatedMachine
 from edgespec.simulation.traces import Text, Trace
 
 __all__ = ["World"]
@@ -35,7 +35,7 @@ class World:
 
     room = 1 << 20
 
-    def __init__(self, machine: Machine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
+    def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
         self.machine = machine
         self.seconds = 0.0
         self.replies = 0

@@ -10,7 +10,7 @@ from edgespec.tui.numbers import count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
-    from edgespec import KeptUse, MemoryPlan, MemoryUse, MethodReport, ModelFacts, Stats
+    from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, PrefixCacheUsage, Stats
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.session import Session
 
@@ -93,7 +93,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
 
-def _kept(kept: KeptUse) -> str:
+def _kept(kept: PrefixCacheUsage) -> str:
     """What is kept of texts in memory, of what may be."""
     texts, limit = count(kept.texts, "text"), size_text(kept.memory_limit_bytes)
     return f"{texts}, {size_text(kept.memory_bytes)} in memory, of {limit}"

@@ -18,7 +18,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sample_of
-from edgespec.memory.kept import Worth
+from edgespec.memory.prefix_cache import Worth
 from tests.tables import table
 
 PROMPT = "How do I list files by size? " * 4

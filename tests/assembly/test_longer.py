@@ -13,7 +13,7 @@ from edgespec.assembly.pairing import find_pair
 from edgespec.assembly.planning import Planned, Wishes, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.memory import Budget
-from edgespec.memory.growing import FIRST_TOKENS, room_to_grow
+from edgespec.memory.context_resize import FIRST_TOKENS, room_to_grow
 from edgespec.request import Defaults, make_request
 from tests.backends.tiny_models import WORDS, write_llama
 

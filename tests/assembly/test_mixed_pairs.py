@@ -12,7 +12,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.sameness import read_prompts
+from edgespec.losslessness import read_prompts
 from tests.backends.tiny_models import write_llama
 
 pytest.importorskip("mlx.core")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.moments import Moments
+from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
@@ -141,7 +141,7 @@ def test_states_and_their_copies_are_counted(files: dict[str, Path]) -> None:
 def test_a_state_that_does_not_come_back_means_plain_decoding(
     name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Moments, "go_back", lambda self, moment: None)
+    monkeypatch.setattr(StateCheckpoints, "go_back", lambda self, moment: None)
     with edgespec.load(str(files[name]), draft=None, context=256) as runtime:
         assert runtime.method.effective == "none"
         assert "does not come back exactly" in runtime.method.reason

@@ -15,7 +15,7 @@ import edgespec
 from edgespec import Message
 from edgespec.bench import Plan, Way, bench_prompts, ways_of
 from edgespec.errors import OptionError
-from edgespec.sameness import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 
 
 def prompts(*categories: str) -> tuple[Prompt, ...]:

@@ -15,7 +15,7 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.bench import Measured, Plan, report, run, ways_of
 from edgespec.bench.energy import EnergyMeter
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
-from edgespec.sameness import Prompt
+from edgespec.losslessness import Prompt
 from tests.tables import near, runtime, table
 
 PROMPTS = tuple(

@@ -9,7 +9,7 @@ import pytest
 
 import edgespec
 from edgespec.files import data_folder
-from edgespec.learnt import LearntFile
+from edgespec.saved_arrays import SavedArrays
 from tests.cli.conftest import Run, json_of, one_line_error
 
 KINDS = {".replies", ".npz", ".json", ".kept"}
@@ -21,7 +21,7 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
     with edgespec.load("demo", "none", context=256, threads=1, remember=True, keep="disk") as runtime:
         runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
-    LearntFile("swift", "a model").save({"layers": np.arange(3)})
+    SavedArrays("swift", "a model").save({"layers": np.arange(3)})
     chat = data_folder() / "chats" / "one.json"
     chat.parent.mkdir()
     chat.write_text("{}")

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
+from edgespec.auto.curve import CostCurve
 from edgespec.backends.tabular import TabularModel
 from edgespec.bench.tuning import DrafterFound, _found, _verdict, break_even, tune
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
+from edgespec.losslessness import read_prompts
 from edgespec.methods import Drafters
-from edgespec.policy.curve import CostCurve
 from edgespec.reply import MethodReport, Reply
 from edgespec.runtime import Runtime
-from edgespec.sameness import read_prompts
 from tests.cli.conftest import Run, json_of, one_line_error
 from tests.tables import VOCAB
 

@@ -1,4 +1,4 @@
-"""`edgespec verify`: the evidence of sameness, and an exit status that tells."""
+"""`edgespec verify`: the evidence of losslessness, and an exit status that tells."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from edgespec import sameness
+from edgespec.auto.curve import CostCurve
 from edgespec.costs import TargetCosts
-from edgespec.policy.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 
 QUICK = ("--temperatures", "0,0.8", "--draft-lengths", "3", "-n", "8")
@@ -91,15 +90,17 @@ class Verified:
         self.asked: dict[str, Any] = {}
         self._found = found
 
-    def __call__(self, runtime: object, prompts: list[sameness.Prompt], **asked: Any) -> sameness.Report:
+    def __call__(
+        self, runtime: object, prompts: list[losslessness.Prompt], **asked: Any
+    ) -> losslessness.Report:
         self.asked = asked | {"prompts": prompts}
-        divergence = sameness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, 5, 6, "violation")
-        result = sameness.MethodResult(**{"drafted_tokens": 9} | self._found, divergences=[divergence])
-        return sameness.Report("demo", "demo-draft", asked["acceptance"], {"model": result})
+        divergence = losslessness.Divergence("howto-01", 0.8, 4, 12, 3.0, 0.1, 5, 6, "violation")
+        result = losslessness.MethodResult(**{"drafted_tokens": 9} | self._found, divergences=[divergence])
+        return losslessness.Report("demo", "demo-draft", asked["acceptance"], {"model": result})
 
 
 def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sameness, "verify", Verified(prompts=2, identical=1, violations=1))
+    monkeypatch.setattr(losslessness, "verify", Verified(prompts=2, identical=1, violations=1))
     result = run("verify", "--methods", "model")
     assert result.exit_code == 1
     assert "position 12" in result.stdout
@@ -108,7 +109,7 @@ def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatc
 
 def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = Verified(prompts=2, identical=2, drafted_tokens=0, note="it looks for layers\x1b[2J")
-    monkeypatch.setattr(sameness, "verify", verified)
+    monkeypatch.setattr(losslessness, "verify", verified)
     result = run("verify", "--methods", "model", "--rest", "0.5")
     assert "model: nothing drafted, nothing proved: it looks for layers[2J" in result.stdout.splitlines()
     assert (result.exit_code, verified.asked["rest_seconds"]) == (1, 0.5)
@@ -119,14 +120,14 @@ def test_a_small_p_value_fails(
     run: Run, monkeypatch: pytest.MonkeyPatch, p_value: float | None, status: int
 ) -> None:
     verified = Verified(prompts=2, identical=2, smallest_corrected_p_value=p_value)
-    monkeypatch.setattr(sameness, "verify", verified)
+    monkeypatch.setattr(losslessness, "verify", verified)
     assert run("verify", "--acceptance", "rejection", "--json").exit_code == status
     assert verified.asked["acceptance"] == "rejection"
 
 
 def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = Verified(prompts=1, identical=1)
-    monkeypatch.setattr(sameness, "verify", verified)
+    monkeypatch.setattr(losslessness, "verify", verified)
     assert run("verify", "--seed", "5").exit_code == 0
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.ledger import Account, Ledger
+from edgespec.auto.live import LiveCosts
+from edgespec.drafters.auto_controller import AutoController
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.ledger import Account, Ledger
-from edgespec.policy.live import LiveCosts
 from tests.tables import Saying
 
 
@@ -27,7 +27,7 @@ class Reply:
         saying.lookup = True
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
         both = CombinedDrafter([saying], True, curve=costs.v, clock=self.clock)
-        self._drafter = GuardedDrafter(both, Ledger(), costs, clock=self.clock)
+        self._drafter = AutoController(both, Ledger(), costs, clock=self.clock)
         self._drafter.begin([0])
 
     def clock(self) -> float:

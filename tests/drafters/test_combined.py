@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.auto.curve import Curve, gentle
+from edgespec.auto.limits import Limits
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
@@ -19,8 +21,6 @@ from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
-from edgespec.policy.curve import Curve, gentle
-from edgespec.policy.limits import Limits
 from tests.engine.exact import ExactModel, Path, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, FixedGuess, Rule, one_round, proposal
 from tests.tables import VOCAB, Saying, near, table, with_drafter
@@ -170,7 +170,7 @@ class TestSameTokens:
         for seed in range(4):
             target = table(seed, tree=tree)
             limits = Limits(9, 3 if tree else 1)
-            growth = PayingGrowth(limits, lambda rows: 1.0 + 0.01 * rows)
+            growth = AdaptiveTreeGrowth(limits, lambda rows: 1.0 + 0.01 * rows)
             drafters: list[Drafter] = [
                 ModelDrafter(near(target, seed, 0.3), VOCAB, branches=growth),
                 Saying(lambda tokens, length: [tokens[-1] % 7, 1, 2][:length]),
@@ -204,7 +204,7 @@ class TestExactLaws:
         def both() -> CombinedDrafter:
             model: Any = ExactModel(law, 3)
             limits = Limits(5, 3 if can_branch else 1)
-            growth = PayingGrowth(limits, lambda rows: 1.0 + 0.02 * (rows - 1), 2, lambda: 0.0)
+            growth = AdaptiveTreeGrowth(limits, lambda rows: 1.0 + 0.02 * (rows - 1), 2, lambda: 0.0)
             drafters = [ModelDrafter(model, 3, branches=growth), Lookup(guess)]
             return CombinedDrafter(drafters, can_branch, limits=limits, clock=lambda: 0.0)
 

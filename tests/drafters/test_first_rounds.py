@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgespec.drafters.patience import Patience
+from edgespec.drafters.backoff import Backoff
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.simulation import MACHINES, Machine, Text, Trace, World, policy
+from edgespec.simulation import MACHINES, SimulatedMachine, Text, Trace, World, policy
 
 
-def widths_of_failing_rounds(machine: Machine) -> tuple[list[int], list[float]]:
+def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
     """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before."""
     world = World(machine)
     drafter = policy(world)
@@ -45,14 +45,14 @@ def test_a_first_guess_that_fails_is_not_the_last(name: str) -> None:
 
 
 def test_looking_for_what_cannot_be_afforded_is_given_up_where_it_takes_time() -> None:
-    patience = Patience()
+    patience = Backoff()
     for _ in range(64):
         patience.looked(0.1)
     assert patience.over
 
 
 def test_looking_that_is_as_good_as_free_goes_on() -> None:
-    patience = Patience()
+    patience = Backoff()
     for _ in range(64):
         patience.looked(0.001)
     assert not patience.over

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgespec.auto.curve import Curve, gentle
+from edgespec.auto.limits import Limits
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.policy.curve import Curve, gentle
-from edgespec.policy.limits import Limits
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
 from tests.tables import END, VOCAB, near, table, with_drafter
@@ -42,11 +42,11 @@ def steep(rows: int) -> float:
     return float(rows)
 
 
-def grown(limits: Limits | None = None, curve: Curve = gentle, siblings: int = 4) -> PayingGrowth:
-    return PayingGrowth(limits, curve, siblings, ticking())
+def grown(limits: Limits | None = None, curve: Curve = gentle, siblings: int = 4) -> AdaptiveTreeGrowth:
+    return AdaptiveTreeGrowth(limits, curve, siblings, ticking())
 
 
-def taught(growth: PayingGrowth, rank: int | None, rounds: int = 300) -> PayingGrowth:
+def taught(growth: AdaptiveTreeGrowth, rank: int | None, rounds: int = 300) -> AdaptiveTreeGrowth:
     """A growth that has seen only this rank come true, whatever the draft's probabilities were."""
     for prob in np.linspace(0.01, 0.99, 30):
         for _ in range(rounds // 30):
@@ -54,7 +54,7 @@ def taught(growth: PayingGrowth, rank: int | None, rounds: int = 300) -> PayingG
     return growth
 
 
-def draft(growth: PayingGrowth, model: TabularModel | None = None, depth: int = 8) -> TokenTree:
+def draft(growth: AdaptiveTreeGrowth, model: TabularModel | None = None, depth: int = 8) -> TokenTree:
     drafter = ModelDrafter(model or table(3), VOCAB, branches=growth)
     drafter.begin([0, 1, 2])
     return drafter.propose(Sampler(GREEDY, 0, [0, 1, 2]), Invariant(), depth)
@@ -154,7 +154,7 @@ class TestItsCosts:
         for seconds in (0.01, 0.9):
             # When a round begins, when the draft is made, when the target has run two rows.
             moments = np.cumsum([0.0, seconds, gentle(2)] * 5).tolist()
-            growth = PayingGrowth(Limits(16, 1), gentle, clock=iter([*moments, *[0.0] * 9]).__next__)
+            growth = AdaptiveTreeGrowth(Limits(16, 1), gentle, clock=iter([*moments, *[0.0] * 9]).__next__)
             for _ in range(5):
                 growth.begins(8)
                 growth.level([1.0], lambda i: np.array([0.9]))
@@ -232,7 +232,7 @@ class TestExactLaws:
         target, law = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
 
         def make() -> ModelDrafter:
-            growth = taught(PayingGrowth(Limits(6, 3), flat, 2, ticking()), learnt, 60)
+            growth = taught(AdaptiveTreeGrowth(Limits(6, 3), flat, 2, ticking()), learnt, 60)
             return ModelDrafter(ExactModel(law, 3), 3, branches=growth)  # type: ignore[arg-type]
 
         assert_law(one_round(RULES[1].values[0], target, proposal(make, 2)), target, ROOT, 3)  # type: ignore[arg-type]
@@ -252,4 +252,4 @@ class TestExactLaws:
     @staticmethod
     def drafter(law: Any, limits: Limits, curve: Curve, ends: bool = False) -> ModelDrafter:
         model: Any = ExactModel(law, 3, ends=ends)
-        return ModelDrafter(model, 3, branches=PayingGrowth(limits, curve, 2, ticking()))
+        return ModelDrafter(model, 3, branches=AdaptiveTreeGrowth(limits, curve, 2, ticking()))

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.ledger import Ledger
+from edgespec.auto.live import LiveCosts
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.auto_controller import AutoController
+from edgespec.drafters.backoff import Backoff
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.drafters.member import Member
-from edgespec.drafters.patience import Patience
-from edgespec.drafters.paying import PayingGrowth
-from edgespec.drafters.probe import Probe
 from edgespec.drafters.record import Mean, Record, Tally
+from edgespec.drafters.retry_schedule import RetrySchedule
 from edgespec.engine.tree import TokenTree
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.ledger import Ledger
-from edgespec.policy.live import LiveCosts
 from edgespec.simulation import MACHINES, World, stationary
 
 CHAIN = TokenTree.chain(9, [1, 2, 3])
@@ -40,13 +40,13 @@ class Memory:
         self.values = {name: np.array(value) for name, value in values.items()}
 
 
-def policy(world: World, notes: Memory) -> GuardedDrafter:
+def policy(world: World, notes: Memory) -> AutoController:
     """A guarded draft model."""
     costs, ledger = LiveCosts(world.machine.curve), Ledger()
-    growth = PayingGrowth(curve=costs.v, siblings=1, clock=world.clock)
+    growth = AdaptiveTreeGrowth(curve=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
     combined = CombinedDrafter([drafter], True, curve=costs.v, clock=world.clock)
-    return GuardedDrafter(combined, ledger, costs, notes=notes, clock=world.clock)
+    return AutoController(combined, ledger, costs, notes=notes, clock=world.clock)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])
@@ -89,7 +89,7 @@ def test_records_are_what_they_were() -> None:
 
 
 def test_patience_is_what_it_was() -> None:
-    one, other = Patience(), Patience()
+    one, other = Backoff(), Backoff()
     for _ in range(20):
         one.silent(0.3)
     assert (one.over, other.over) == (True, False)
@@ -108,7 +108,7 @@ def test_nonsense_is_refused() -> None:
             Mean().restore(wrong)
     for wrong in (np.array([1.0]), np.array([np.inf]), np.zeros(0), np.array(8)):
         with pytest.raises(ValueError, match="rounds"):
-            Probe().restore(wrong)
+            RetrySchedule().restore(wrong)
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
     for plain in (-1.0, 1e-9, np.inf):
         with pytest.raises(ValueError, match="none"):

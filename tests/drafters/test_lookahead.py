@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.window import LookaheadWindow
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
@@ -20,21 +22,19 @@ from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.window import Window
 from tests.tables import END, PROMPT, VOCAB, runtime, table, with_drafter
 
 FREE = Capabilities(True, True)
 
 
-def forced(window: Window, able: Capabilities = FREE) -> LookaheadDrafter:
+def forced(window: LookaheadWindow, able: Capabilities = FREE) -> LookaheadDrafter:
     return LookaheadDrafter(able, window=window)
 
 
 class _Watched(LookaheadDrafter):
     """Keeps what was proposed."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: LookaheadWindow) -> None:
         super().__init__(FREE, window=window)
         self.trees: list[TokenTree] = []
 
@@ -61,9 +61,11 @@ def best(model: TabularModel, tokens: Sequence[int]) -> int:
 class TestJacobi:
     """Every step held against the definition, worked out from the table alone."""
 
-    @pytest.mark.parametrize("window", [Window(3, 3, 2), Window(4, 4, 2), Window(2, 2, 2)], ids=str)
+    @pytest.mark.parametrize(
+        "window", [LookaheadWindow(3, 3, 2), LookaheadWindow(4, 4, 2), LookaheadWindow(2, 2, 2)], ids=str
+    )
     @pytest.mark.parametrize("seed", range(3))
-    def test_window_and_pool_by_brute_force(self, window: Window, seed: int) -> None:
+    def test_window_and_pool_by_brute_force(self, window: LookaheadWindow, seed: int) -> None:
         target = table(seed)
         drafter = forced(window)
         params = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
@@ -127,7 +129,7 @@ class TestJacobi:
         logits = np.full((VOCAB, VOCAB), -5.0, np.float32)
         for token in range(VOCAB - 1):
             logits[token, (token * 3 + 1) % (VOCAB - 1)] = 5.0
-        with with_drafter(TabularModel(logits), forced(Window(4, 4, 4))) as pair:
+        with with_drafter(TabularModel(logits), forced(LookaheadWindow(4, 4, 4))) as pair:
             reply = pair.generate("b", method="lookahead", temperature=0.0, max_tokens=60)
         assert (reply.stats.tokens_per_target_pass or 0) > 2.5
 
@@ -143,7 +145,7 @@ class TestJacobi:
         params = SamplingParams(**sampling)
         with runtime(table(1)) as pair:
             truth = pair.generate(PROMPT, method="none", seed=5, max_tokens=4, **sampling).tokens
-        drafter = forced(Window(2, 3, 1))
+        drafter = forced(LookaheadWindow(2, 3, 1))
         drafter.begin(tokens)
         drafter.propose(Sampler(params, 5, tokens), Invariant(), 9)
         for w, column in enumerate(drafter._columns):
@@ -228,7 +230,7 @@ class TestWhetherItPays:
         with pytest.raises(
             OptionError, match="W 6, N 4, G 3 needs 28 rows and 9 branches; the target takes 20 and 8"
         ):
-            LookaheadDrafter(narrow, window=Window(6, 4, 3))
+            LookaheadDrafter(narrow, window=LookaheadWindow(6, 4, 3))
 
 
 class TestThePool:

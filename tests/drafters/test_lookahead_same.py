@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import Reply
+from edgespec.auto.window import LookaheadWindow
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
 from edgespec.catalog.catalogue import models_folder
@@ -20,12 +21,11 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engine.acceptance import Dice, Invariant, Rejection
+from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
-from edgespec.policy.window import Window
 from tests.engine.exact import (
     AllChances,
     ExactLogits,
@@ -39,12 +39,12 @@ from tests.tables import PROMPT, VOCAB, near, table, with_drafter
 
 FREE = Capabilities(True, True)
 SHAPES = [
-    Window(2, 3, 2),
-    Window(1, 2, 1),
-    Window(5, 4, 3),
-    Window(3, 2, 5),
-    Window(1, 5, 4),
-    Window(4, 3, 1),
+    LookaheadWindow(2, 3, 2),
+    LookaheadWindow(1, 2, 1),
+    LookaheadWindow(5, 4, 3),
+    LookaheadWindow(3, 2, 5),
+    LookaheadWindow(1, 5, 4),
+    LookaheadWindow(4, 3, 1),
 ]
 PENALTIES: dict[str, Any] = {
     "repetition_penalty": 1.4,
@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def forced(window: Window, able: Capabilities = FREE) -> LookaheadDrafter:
+def forced(window: LookaheadWindow, able: Capabilities = FREE) -> LookaheadDrafter:
     return LookaheadDrafter(able, window=window)
 
 
@@ -72,7 +72,7 @@ def same(got: Reply, expected: Reply) -> None:
 class TestTables:
     @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
     @pytest.mark.parametrize("window", SHAPES, ids=str)
-    def test_every_shape(self, window: Window, sampling: dict[str, Any]) -> None:
+    def test_every_shape(self, window: LookaheadWindow, sampling: dict[str, Any]) -> None:
         accepted = 0
         for seed in range(3):
             with with_drafter(table(seed), forced(window)) as pair:
@@ -90,7 +90,7 @@ class TestTables:
     @settings(max_examples=60, deadline=None)
     @given(st.data())
     def test_any_shape_limit_and_end(self, data: st.DataObject) -> None:
-        window = Window(
+        window = LookaheadWindow(
             data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5)), data.draw(st.integers(1, 5))
         )
         context = data.draw(st.integers(7, 40))
@@ -109,7 +109,7 @@ class TestTables:
 
     @settings(max_examples=40, deadline=None)
     @given(st.sampled_from(SHAPES), st.integers(1, 12), st.integers(1, 5), st.integers(0, 4))
-    def test_cut_to_any_width(self, window: Window, width: int, branches: int, seed: int) -> None:
+    def test_cut_to_any_width(self, window: LookaheadWindow, width: int, branches: int, seed: int) -> None:
         """What a pass does not take is cut off by the loop, and the window goes on with what is left."""
         said = []
         for drafter in (None, forced(window)):
@@ -139,7 +139,9 @@ class TestTables:
     @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
     def test_beside_a_draft_model(self, sampling: dict[str, Any]) -> None:
         target = table(2)
-        both = CombinedDrafter([ModelDrafter(near(table(2), 3), VOCAB), forced(Window(3, 3, 2))], True)
+        both = CombinedDrafter(
+            [ModelDrafter(near(table(2), 3), VOCAB), forced(LookaheadWindow(3, 3, 2))], True
+        )
         with with_drafter(target, both) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, **sampling}
             expected = pair.generate(PROMPT, method="none", **asked)
@@ -147,7 +149,7 @@ class TestTables:
 
     def test_a_target_that_cannot_branch_gets_chains(self) -> None:
         target = table(1, tree=False)
-        drafter = forced(Window(0, 3, 1), target.facts.capabilities)
+        drafter = forced(LookaheadWindow(0, 3, 1), target.facts.capabilities)
         assert "n-grams of the text only: made so" in drafter.note()
         with with_drafter(target, drafter) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
@@ -158,7 +160,7 @@ class TestTables:
 
     def test_a_reply_does_not_depend_on_the_one_before(self) -> None:
         asked: dict[str, Any] = {"seed": 4, "max_tokens": 40, "temperature": 1.0, "acceptance": "rejection"}
-        with with_drafter(table(1), forced(Window(4, 3, 3))) as pair:
+        with with_drafter(table(1), forced(LookaheadWindow(4, 3, 3))) as pair:
             first = pair.generate(PROMPT, method="lookahead", **asked)
             pair.generate("fedcba", method="lookahead", **asked)
             assert pair.generate(PROMPT, method="lookahead", **asked).tokens == first.tokens
@@ -193,20 +195,20 @@ HOWTO = "How do I list files by size?"
 
 
 class TestRealModels:
-    def run(self, demo: LanguageModel, window: Window) -> Any:
+    def run(self, demo: LanguageModel, window: LookaheadWindow) -> Any:
         target: Any = _Kept(demo)
         return with_drafter(target, LookaheadDrafter(demo.facts.capabilities, window=window))
 
     @pytest.mark.parametrize(
         ("window", "sampling"),
         [
-            (Window(4, 3, 3), SETTINGS["T 0.0"]),
-            (Window(3, 4, 4), SETTINGS["T 0.8"]),
-            (Window(4, 3, 3), SETTINGS["T 1.2, penalties"]),
+            (LookaheadWindow(4, 3, 3), SETTINGS["T 0.0"]),
+            (LookaheadWindow(3, 4, 4), SETTINGS["T 0.8"]),
+            (LookaheadWindow(4, 3, 3), SETTINGS["T 1.2, penalties"]),
         ],
     )
     def test_the_reply_stays_the_same(
-        self, demo: LanguageModel, window: Window, sampling: dict[str, Any]
+        self, demo: LanguageModel, window: LookaheadWindow, sampling: dict[str, Any]
     ) -> None:
         with self.run(demo, window) as pair:
             asked: dict[str, Any] = {"seed": 3, "max_tokens": 24, **sampling}
@@ -216,7 +218,7 @@ class TestRealModels:
             assert got.stats.drafted_tokens > got.stats.target_passes
 
     def test_rejection(self, demo: LanguageModel) -> None:
-        with self.run(demo, Window(3, 4, 4)) as pair:
+        with self.run(demo, LookaheadWindow(3, 4, 4)) as pair:
             asked: dict[str, Any] = {"seed": 3, "max_tokens": 16, "temperature": 0.0}
             expected = pair.generate(HOWTO, method="none", **asked)
             got = pair.generate(HOWTO, method="lookahead", draft_length=8, acceptance="rejection", **asked)
@@ -236,10 +238,12 @@ class _TokenSampler(ExactSampler):
 class TestItIsUnbiased:
     """In rejection mode the window and the pool come from earlier rounds, which had dice of their own."""
 
-    @pytest.mark.parametrize("window", [Window(1, 2, 1), Window(2, 2, 2), Window(2, 3, 2)], ids=str)
+    @pytest.mark.parametrize(
+        "window", [LookaheadWindow(1, 2, 1), LookaheadWindow(2, 2, 2), LookaheadWindow(2, 3, 2)], ids=str
+    )
     @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a draft model"])
     @pytest.mark.parametrize("seed", range(2))
-    def test_exactly(self, window: Window, seed: int, beside: bool) -> None:
+    def test_exactly(self, window: LookaheadWindow, seed: int, beside: bool) -> None:
         target = random_table(seed + 5, 2, zeros=0)
         chance = AllChances()
         drafted = 0
@@ -276,7 +280,7 @@ class TestItIsUnbiased:
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_with_real_dice(self, sampler: str) -> None:
         def rule(seed: int) -> Rejection:
-            return Rejection(Dice(seed))
+            return Rejection(RandomDraws(seed))
 
-        drawn = Counter(replies(rule, forced(Window(2, 3, 2)), SAMPLERS[sampler], 1500))
+        drawn = Counter(replies(rule, forced(LookaheadWindow(2, 3, 2)), SAMPLERS[sampler], 1500))
         assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(SAMPLERS)

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.auto.curve import gentle
+from edgespec.auto.limits import Limits
 from edgespec.drafters.merging import merged, trimmed
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
-from edgespec.policy.curve import gentle
-from edgespec.policy.limits import Limits
 
 LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.windowed import Window, WindowedModel, window_for
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -29,7 +29,7 @@ from tests.backends.contract import step
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.tables import near, runtime, table
 
-WINDOW = Window(sink_tokens=3, window_tokens=16)
+WINDOW = AttentionWindow(sink_tokens=3, window_tokens=16)
 INNER = 3 + 16 + 4 + 8  # sinks, window, slack, and room for a round of 8
 CONTEXT = 400
 VOCAB = 11
@@ -174,7 +174,7 @@ def test_branches() -> None:
 class TestWhatIsRefused:
     def test_too_small_a_context(self) -> None:
         with pytest.raises(OptionError, match="--draft-window"):
-            WindowedModel(a_table(), Window(3, 100), CONTEXT)
+            WindowedModel(a_table(), AttentionWindow(3, 100), CONTEXT)
 
     def test_more_than_the_text_may_have(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
@@ -210,9 +210,9 @@ class TestWhatIsRefused:
 
 @pytest.mark.parametrize("trained", [256, 300, 512, 1000, 1412, 5000, 0])
 def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
-    window = Window().within(trained)
-    if not trained or trained >= Window().context_tokens:
-        assert window == Window()
+    window = AttentionWindow().within(trained)
+    if not trained or trained >= AttentionWindow().context_tokens:
+        assert window == AttentionWindow()
     else:
         assert trained - 4 <= window.context_tokens <= trained
 
@@ -222,14 +222,16 @@ def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
     [
         (8192, 8192, None, None),
         (8192, 0, None, None),
-        (8192, 2048, None, Window()),
-        (8192, 1024, None, Window(4, 713)),
-        (8192, 8192, 512, Window(4, 512)),
+        (8192, 2048, None, AttentionWindow()),
+        (8192, 1024, None, AttentionWindow(4, 713)),
+        (8192, 8192, 512, AttentionWindow(4, 512)),
         (8192, 2048, 0, None),
         (1024, 8192, 2048, None),
     ],
 )
-def test_who_gets_a_window(context: int, trained: int, asked: int | None, expected: Window | None) -> None:
+def test_who_gets_a_window(
+    context: int, trained: int, asked: int | None, expected: AttentionWindow | None
+) -> None:
     assert window_for(context, trained, asked) == expected
 
 
@@ -269,7 +271,7 @@ def llama(path: Path, context: int, **options: Any) -> LanguageModel:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None:
     """Prompt and reply longer than the window: the target's own tokens, in memory that stays as it is."""
-    window = Window(4, 24)
+    window = AttentionWindow(4, 24)
     with runtime(
         llama(demo_target, 512),
         WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, draft=True), window, 512),
@@ -292,7 +294,7 @@ def test_on_mlx() -> None:
     from edgespec.backends import mlx
     from edgespec.catalog.catalogue import models_folder
 
-    folder, window = models_folder(), Window(4, 24)
+    folder, window = models_folder(), AttentionWindow(4, 24)
     with runtime(
         mlx.load(str(folder / "demo-mlx"), "demo-mlx", LoadOptions(context_tokens=320)),
         WindowedModel(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.auto.curve import CostCurve
 from edgespec.drafters.worth import Said
-from edgespec.policy.curve import CostCurve
 
 CURVE = CostCurve((1, 2, 3, 4, 5, 8), (1.0, 1.5, 2.4, 1.7, 2.5, 3.0))
 # Level by level the chance that the text is still in a draft: it never rises.

@@ -11,7 +11,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import LetterVocabulary, TabularModel
 from edgespec.drafters.vocabularies import TranslatedModel, Translation
-from edgespec.drafters.windowed import Window, WindowedModel
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel
 from tests.backends import test_contract
 from tests.backends.contract import Rows
 from tests.backends.rewindable import StateModel, replayed_table
@@ -20,8 +20,8 @@ from tests.drafters.vocabularies.pieces import Pieces, speaking
 
 CONTEXT = 512
 # A table looks back two tokens, so that no window makes a difference to it; elsewhere it is never left.
-WINDOW = Window(4, 300)
-WIDE = Window(4, CONTEXT)
+WINDOW = AttentionWindow(4, 300)
+WIDE = AttentionWindow(4, CONTEXT)
 
 
 def windowed_table(folder: Path) -> LanguageModel:

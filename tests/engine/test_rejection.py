@@ -20,7 +20,7 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
@@ -50,8 +50,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 RULES: dict[str, Callable[[int], Acceptance]] = {
     "invariant": lambda seed: Invariant(),
-    "rejection": lambda seed: Rejection(Dice(seed)),
-    "token-wise": lambda seed: Rejection(Dice(seed), block=False),
+    "rejection": lambda seed: Rejection(RandomDraws(seed)),
+    "token-wise": lambda seed: Rejection(RandomDraws(seed), block=False),
 }
 
 
@@ -188,7 +188,7 @@ class _Blind(Rejection):
         return verdict
 
 
-class _OneStream(Dice):
+class _OneStream(RandomDraws):
     """Uses the number that drew a draft to accept it, too."""
 
     def coin(self, probability: float) -> bool:
@@ -201,8 +201,8 @@ class _OneStream(Dice):
 
 
 WRONG: dict[str, tuple[Callable[[int], Acceptance], str, str]] = {
-    "no residual": (lambda seed: _Leaky(Dice(seed), block=False), "chain", "open"),
-    "penalties blind to the path": (lambda seed: _Blind(Dice(seed)), "chain", "penalties"),
+    "no residual": (lambda seed: _Leaky(RandomDraws(seed), block=False), "chain", "open"),
+    "penalties blind to the path": (lambda seed: _Blind(RandomDraws(seed)), "chain", "penalties"),
     "the same luck twice": (lambda seed: Rejection(_OneStream(seed), block=False), "tree", "open"),
 }
 
@@ -220,19 +220,19 @@ class TestDice:
     LAW = Distribution(np.arange(4), np.array([0.1, 0.2, 0.3, 0.4]))
 
     def test_coins(self) -> None:
-        dice = Dice(1)
+        dice = RandomDraws(1)
         heads = sum(dice.coin(0.3) for _ in range(20_000))
         assert stats.binomtest(heads, 20_000, 0.3).pvalue > 1e-4
         assert all(dice.coin(1) for _ in range(1000))
         assert not any(dice.coin(0) for _ in range(1000))
 
     def test_picks(self) -> None:
-        dice = Dice(2)
+        dice = RandomDraws(2)
         counts = Counter(dice.pick(self.LAW) for _ in range(20_000))
         assert stats.chisquare([counts[i] for i in range(4)], self.LAW.probs * 20_000).pvalue > 1e-4
 
     def test_orders(self) -> None:
-        dice = Dice(3)
+        dice = RandomDraws(3)
         counts = Counter(tuple(dice.order(self.LAW, 2)) for _ in range(20_000))
         probs = self.LAW.probs
         law = {(i, j): probs[i] * probs[j] / (1 - probs[i]) for i, j in product(range(4), repeat=2) if i != j}
@@ -241,7 +241,7 @@ class TestDice:
     def test_what_was_drawn_says_nothing_about_what_is_accepted_or_recovered(self) -> None:
         grid: NDArray[np.int64] = np.zeros((4, 2, 4), np.int64)
         for seed in range(20_000):
-            dice = Dice(seed)
+            dice = RandomDraws(seed)
             grid[dice.order(self.LAW, 1)[0], int(dice.coin(0.5)), dice.pick(self.LAW)] += 1
         for a, b in ((0, 1), (0, 2), (1, 2)):
             other = 3 - a - b
@@ -251,7 +251,7 @@ class TestDice:
         tiny = SamplingParams(temperature=0.002, top_k=0, top_p=1.0, min_p=0.0)
         logits = HostLogits(np.array([[1.0, 5.0, 4.9, -3.0]], np.float32))
         for seed in range(200):
-            draws = Rejection(Dice(seed)).draw(Sampler(tiny, seed, [0]), logits, 0, 4)
+            draws = Rejection(RandomDraws(seed)).draw(Sampler(tiny, seed, [0]), logits, 0, 4)
             for token, law in draws:
                 assert law is not None
                 assert law.prob(token) > 0

@@ -15,19 +15,19 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp import blueprint as blueprint_module
-from edgespec.backends.llamacpp.blueprint import (
-    Buffers,
-    GgufBlueprint,
-    HalvesBlueprint,
-    buffers_in,
-    simulated,
-)
+from edgespec.backends.llamacpp import memory_estimate as blueprint_module
 from edgespec.backends.llamacpp.computing import converted_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.files import load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
+from edgespec.backends.llamacpp.memory_estimate import (
+    Buffers,
+    GgufMemoryEstimator,
+    SplitModelMemoryEstimator,
+    buffers_in,
+    simulated,
+)
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
@@ -79,7 +79,7 @@ def _last_load(lines: list[str]) -> list[str]:
 
 def _check(path: Path, **options: object) -> None:
     how = LoadOptions(**options)  # type: ignore[arg-type]
-    blueprint = GgufBlueprint(str(path), path.name)
+    blueprint = GgufMemoryEstimator(str(path), path.name)
     try:
         planned = blueprint.footprint(how)
     finally:
@@ -124,7 +124,7 @@ def test_contexts_beyond_reason_are_told_from_two_that_are_set_up_once(
         return simulated(weights, plan, options)
 
     monkeypatch.setattr(blueprint_module, "simulated", counted)
-    blueprint = GgufBlueprint(str(resolve("demo").path), "demo")
+    blueprint = GgufMemoryEstimator(str(resolve("demo").path), "demo")
     try:
         first, *others = (
             blueprint.footprint(LoadOptions(context_tokens=2**19 * times, kv_type=kv_type))
@@ -151,7 +151,7 @@ def test_without_flash_attention_what_is_looked_at_is_there_in_halves_too(
     beside = {}
     for flash_attention in ("off", "on"):
         how = LoadOptions(context_tokens=32_768, flash_attention=flash_attention, kv_type="f16")
-        blueprint = GgufBlueprint(str(write(tmp_path / "tiny.gguf")), "tiny")
+        blueprint = GgufMemoryEstimator(str(write(tmp_path / "tiny.gguf")), "tiny")
         with overheard() as lines:
             planned = blueprint.footprint(how).of("compute")
         blueprint.close()
@@ -172,7 +172,7 @@ def test_where_there_is_a_card_buffers_are_there_whether_used_or_not(monkeypatch
 def test_merges_of_a_vocabulary_count() -> None:
     """Pairs of tokens that are put together are kept, too: some models have two for each token."""
     path, size = resolve("demo").path, 8192
-    blueprint = GgufBlueprint(str(path), "demo")
+    blueprint = GgufMemoryEstimator(str(path), "demo")
     planned = blueprint.footprint(LoadOptions(context_tokens=512)).of("vocabulary")
     blueprint.close()
     assert 250 * size < planned < 320 * size
@@ -189,7 +189,7 @@ def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Pa
         quantise(resolve("demo").path, path, quantisation)
     folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
     how = LoadOptions(context_tokens=4096, flash_attention=flash_attention)
-    blueprint = HalvesBlueprint(str(folder), "demo")
+    blueprint = SplitModelMemoryEstimator(str(folder), "demo")
     try:
         planned = blueprint.footprint(how)
     finally:

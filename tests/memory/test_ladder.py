@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.backends.footprint import Footprint, Part
+from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.errors import OptionError
 from edgespec.memory import Budget, Choice, Item, Measured, MemoryPlan, Prefer, StepName, fitted
 
@@ -28,7 +28,9 @@ def measure(choice: Choice) -> Measured:
     if choice.draft:
         seen = min(choice.context_tokens, choice.draft_window or choice.context_tokens)
         items.append(Item("draft", "draft weights", "weights", _DRAFT + seen * _DRAFT_KV))
-    return Measured(tuple(items), Footprint(choice.context_tokens, choice.kv_type, (Part("cache", cache),)))
+    return Measured(
+        tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (Part("cache", cache),))
+    )
 
 
 def _fit(
@@ -121,7 +123,7 @@ class TestCards:
             Item("target", "target weights", "weights", _WEIGHTS - on_card),
             Item("target", "target weights", "weights", on_card, "gpu"),
         )
-        return Measured(items, Footprint(choice.context_tokens, "f16", ()))
+        return Measured(items, MemoryEstimate(choice.context_tokens, "f16", ()))
 
     @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
     def test_as_many_layers_as_fit(self, card_bytes: int) -> None:

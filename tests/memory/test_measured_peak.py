@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.blueprint import GgufBlueprint
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.catalog import resolve
 from edgespec.heap import give_back
 from scripts.matrix.gguf_models import Sizes, write_gguf
@@ -61,7 +61,7 @@ def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_
     sizes = Sizes(vocab=300, embedding=64, feed_forward=2**15, layers=2, heads=1, heads_kv=1)
     path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
     options = LoadOptions(context_tokens=1024, threads=2)
-    blueprint = GgufBlueprint(str(path), "wide")
+    blueprint = GgufMemoryEstimator(str(path), "wide")
     planned = blueprint.footprint(options)
     blueprint.close()
     # Of Q4_0 what the processor arranges anew is no page of the file.
@@ -105,7 +105,7 @@ print(_own_bytes() - before)
 def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
     """The tokenizers library keeps it, beside what Python makes of it."""
     pytest.importorskip("mlx.core")
-    from edgespec.backends.mlx.blueprint import MlxBlueprint
+    from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
     tokens = 25_000
@@ -121,7 +121,7 @@ def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
             tokenizer["model"]["merges"].append(list(pair))
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     options = LoadOptions(context_tokens=512)
-    blueprint = MlxBlueprint(str(path), "large", options)
+    blueprint = MlxMemoryEstimator(str(path), "large", options)
     planned = blueprint.footprint(options).of("vocabulary")
     blueprint.close()
     program = [sys.executable, "-c", _VOCABULARIES, str(small), str(path), str(tokens)]

@@ -13,14 +13,14 @@ import pytest
 
 import edgespec
 from edgespec import EdgespecError, Reply, Runtime, SamplingParams
+from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import LanguageModel
 from edgespec.costs import TargetCosts
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.paying import PayingGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.methods import SELF_DRAFTS, Drafters, parse_method
-from edgespec.policy.curve import CostCurve
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
@@ -125,7 +125,9 @@ def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TargetCosts, "curve", lambda *_: CostCurve((1, 2), (1.0, 1.0)))
         still: Callable[[], float] = lambda: 0.0  # noqa: E731
-        patch.setattr("edgespec.assembly.drafting.PayingGrowth", partial(PayingGrowth, clock=still))
+        patch.setattr(
+            "edgespec.assembly.drafting.AdaptiveTreeGrowth", partial(AdaptiveTreeGrowth, clock=still)
+        )
         patch.setattr("edgespec.methods.CombinedDrafter", partial(CombinedDrafter, clock=still))
         yield patch
 

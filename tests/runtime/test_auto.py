@@ -11,16 +11,16 @@ import pytest
 
 import edgespec
 from edgespec import Runtime
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.ledger import Ledger, Terms
+from edgespec.auto.live import LiveCosts
 from edgespec.costs import TargetCosts
+from edgespec.drafters.auto_controller import AutoController
 from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.guarded import GuardedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
-from edgespec.policy.curve import CostCurve
-from edgespec.policy.ledger import Ledger, Terms
-from edgespec.policy.live import LiveCosts
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
 from tests.runtime.asking import HOWTO, REPEATS
 
@@ -72,7 +72,7 @@ class TestTheLaw:
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
             both = CombinedDrafter([own], True, curve=costs.v, clock=model.clock)
-            auto = GuardedDrafter(both, Ledger(Terms(0.0, 1.3)), costs, clock=model.clock)
+            auto = AutoController(both, Ledger(Terms(0.0, 1.3)), costs, clock=model.clock)
             auto.begin(ROOT)
             stats = Stats()
             steps = decode(

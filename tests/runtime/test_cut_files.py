@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.backends.mapped import MappedFiles
+from edgespec.backends.mapped_files import MappedFiles
 from edgespec.errors import ModelFileError
 from edgespec.prepare.lowbit import copy_path, prepare_lowbit
 from tests.backends.tiny_models import write_llama

@@ -14,7 +14,7 @@ from edgespec import Reply, Runtime
 from edgespec.assembly import exact
 from edgespec.assembly.exact import hold_to_exact
 from edgespec.assembly.loading import eagerly
-from edgespec.backends.agreement import Agreement
+from edgespec.backends.bit_exactness import Agreement
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.logits import HostLogits

@@ -11,7 +11,7 @@ import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
-from edgespec.sameness import read_prompts, verify
+from edgespec.losslessness import read_prompts, verify
 from tests.runtime.asking import HOWTO, METHODS, REPEATS, equal
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}

@@ -8,7 +8,7 @@ import pytest
 from edgespec.simulation import (
     MACHINES,
     Case,
-    Machine,
+    SimulatedMachine,
     World,
     flips,
     judged,
@@ -28,7 +28,7 @@ SEEDS = range(6)
 @EVERY
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3, 0.6, 0.85, 0.95])
 @pytest.mark.parametrize("informed", [True, False])
-def test_no_reply_is_below_its_bound(machine: Machine, rate: float, informed: bool) -> None:
+def test_no_reply_is_below_its_bound(machine: SimulatedMachine, rate: float, informed: bool) -> None:
     texts = [stationary(rate, 120, 0, informed=informed)]
     texts += [text.after(400) for text in texts]
     assert judged(machine, Case("any", texts, warm=1)).left_steps >= -1e-6
@@ -59,7 +59,7 @@ def test_on_a_steady_text_it_is_nearly_as_fast_as_hindsight(name: str, rate: flo
 
 
 @EVERY
-def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: Machine) -> None:
+def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: SimulatedMachine) -> None:
     for temperature in (0.0, 0.8):
         found = judged(machine, Case("recorded", recorded(temperature)))
         # What a reply may lose is not enough there for drafts as long as would pay.
@@ -68,12 +68,12 @@ def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: Machine) -
 
 
 @EVERY
-def test_it_recovers_within_50_tokens_where_guesses_stop_to_come_true(machine: Machine) -> None:
+def test_it_recovers_within_50_tokens_where_guesses_stop_to_come_true(machine: SimulatedMachine) -> None:
     assert recovery_tokens(machine, [flips(0.85, 0.05, 100, 200, seed) for seed in range(12)], 100) <= 50
 
 
 @EVERY
-def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: Machine) -> None:
+def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: SimulatedMachine) -> None:
     texts = [passages(stationary(0.05, 200, seed), 0.6, 40, seed) for seed in SEEDS]
     found = judged(machine, Case("copied", texts))
     assert found.auto >= 1.0 or found.best < 1.2
@@ -102,7 +102,9 @@ def test_a_draft_that_finds_its_guesses_worthless_is_dared_to_make_some() -> Non
 
 
 @EVERY
-def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(machine: Machine) -> None:
+def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(
+    machine: SimulatedMachine,
+) -> None:
     texts = [stationary(0.7, 200, seed) for seed in SEEDS[:3]]
     for slow in (1.5, 3.0):
         case = Case("slow", texts, slowness=lambda now, slow=slow: slow if now > 40.0 else 1.0)  # type: ignore[misc]

@@ -10,7 +10,7 @@ from edgespec.simulation import (
     MACHINES,
     PLAIN,
     Fixed,
-    Machine,
+    SimulatedMachine,
     World,
     best_fixed,
     fixed_seconds,
@@ -22,7 +22,7 @@ from edgespec.simulation import (
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_v_of_a_machine_begins_with_a_plain_step(machine: Machine) -> None:
+def test_v_of_a_machine_begins_with_a_plain_step(machine: SimulatedMachine) -> None:
     assert machine.curve.plain_step_seconds == 1.0
     assert machine.curve.v(1) == 1.0
 

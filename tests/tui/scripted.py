@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgespec import Capabilities, KeptUse, MemoryUse, MethodReport, ModelFacts, Piece, Reply, Stats
+from edgespec import Capabilities, MemoryUse, MethodReport, ModelFacts, Piece, PrefixCacheUsage, Reply, Stats
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError, OptionError
 from edgespec.methods import parse_method
@@ -197,7 +197,7 @@ class ScriptedRuntime:
         return 123_000_000
 
     def memory(self) -> MemoryUse:
-        kept = KeptUse(3, 45_000_000, 4 << 30, 90_000_000, 2 << 30, 7, 12_345)
+        kept = PrefixCacheUsage(3, 45_000_000, 4 << 30, 90_000_000, 2 << 30, 7, 12_345)
         return MemoryUse(12_551_392, 6_291_456, 123_000_000, kept)
 
     def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ScriptedChat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec import KeptUse, MemoryPlan, MemoryUse
+from edgespec import MemoryPlan, MemoryUse, PrefixCacheUsage
 from edgespec.memory import Budget, Decision, Item
 from edgespec.tui.texts import memory_rows
 
@@ -14,7 +14,7 @@ _ITEMS = (
 
 def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
     plan = MemoryPlan(budget, 4096, "f16", _ITEMS, decisions)
-    return dict(memory_rows(MemoryUse(1, 2, 3, KeptUse(), plan)))
+    return dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage(), plan)))
 
 
 def test_one_memory() -> None:
@@ -31,7 +31,7 @@ def test_cards_beside_it() -> None:
 
 
 def test_without_a_plan() -> None:
-    assert "planned" not in dict(memory_rows(MemoryUse(1, 2, 3, KeptUse())))
+    assert "planned" not in dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
 
 
 def test_what_is_free_and_what_others_were_given() -> None:
@@ -39,7 +39,7 @@ def test_what_is_free_and_what_others_were_given() -> None:
         1,
         2,
         3,
-        KeptUse(),
+        PrefixCacheUsage(),
         context_tokens=2048,
         most_context_tokens=8192,
         available_bytes=400 * 2**20,
@@ -51,9 +51,11 @@ def test_what_is_free_and_what_others_were_given() -> None:
     assert rows["kept"] == "0 texts, 0 B in memory, of 0 B"
     assert rows["free"] == "400 MiB"
     assert rows["gave way"].startswith("96.0 MiB so far; little memory")
-    assert not {"context", "free", "gave way"} & set(dict(memory_rows(MemoryUse(1, 2, 3, KeptUse()))))
+    assert not {"context", "free", "gave way"} & set(
+        dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
+    )
 
 
 def test_a_context_that_is_as_large_as_it_gets_says_so_once() -> None:
-    use = MemoryUse(1, 2, 3, KeptUse(), context_tokens=1024, most_context_tokens=1024)
+    use = MemoryUse(1, 2, 3, PrefixCacheUsage(), context_tokens=1024, most_context_tokens=1024)
     assert dict(memory_rows(use))["context"] == "1,024 tokens"

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import load_weights, threads_for
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.sizing import plan_context
-from edgespec.backends.llamacpp.tap import Tap, layer_output
 
 __all__ = ["hidden_states"]
 
@@ -28,7 +28,7 @@ def hidden_states(
     weights = load_weights(path, name, options, progress)
     try:
         names = [layer_output(layer) for layer in range(lib.llama_model_n_layer(weights))]
-        tap = Tap(names, lib.llama_model_n_embd(weights))
+        tap = HiddenStateHook(names, lib.llama_model_n_embd(weights))
         threads = threads_for(weights, options)
         context = LlamaContext(weights, options, plan_context(weights, options), threads, tap=tap)
         try:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.backends.llamacpp.reused import ReusedBytes
-from edgespec.backends.llamacpp.tap import Tap
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -75,7 +75,7 @@ class LlamaContext:
         plan: ContextPlan,
         threads: int,
         *,
-        tap: Tap | None = None,
+        tap: HiddenStateHook | None = None,
         takes_hidden: bool = False,
     ) -> None:
         lib = self._lib = library()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgespec.backends.view import TargetView
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["EarlyExitView"]
 
 
-class EarlyExitView(TargetView["LayerSkipModel"]):
+class EarlyExitView(SelfDraftView["LayerSkipModel"]):
     """Guesses from the layers below the exit, on the target's memory."""
 
     def __init__(self, target: LayerSkipModel) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.llamacpp.asserted import check_asserted
 from edgespec.backends.llamacpp.context import ContextPlan
+from edgespec.backends.llamacpp.header_validation import check_asserted
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard, recent_errors
 from edgespec.backends.llamacpp.probe import Findings
-from edgespec.backends.room import check_weights_fit
+from edgespec.backends.memory_check import check_weights_fit
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from edgespec.heap import large_buffers_apart

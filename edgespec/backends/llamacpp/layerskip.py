@@ -21,7 +21,9 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.cells import Cells
+from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
@@ -32,21 +34,19 @@ from edgespec.backends.llamacpp.files import (
     describe,
     load_parts,
 )
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.lower import LowerHalf
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.sizing import halves_options, plan_halves, work_bytes
-from edgespec.backends.llamacpp.tap import Tap, layer_output
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.room import check_weights_fit, in_blocks
-from edgespec.backends.usual import UsualModel, in_batches
+from edgespec.backends.memory_check import check_weights_fit, in_blocks
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -119,7 +119,7 @@ def _half_of(progress: Progress, half: int) -> Progress:
     return lambda what, fraction: progress(what, (half + fraction) / 2)
 
 
-class LayerSkipModel(UsualModel):
+class LayerSkipModel(BaseModel):
     """One model whose layers run in two contexts: the lower ones, then the upper ones on their results.
 
     Drafting runs the lower half alone; verifying runs of it what the draft has not, and the upper half.
@@ -141,7 +141,7 @@ class LayerSkipModel(UsualModel):
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
-            tap = Tap([exit_name], lib.llama_model_n_embd(lower))
+            tap = HiddenStateHook([exit_name], lib.llama_model_n_embd(lower))
             first, second = halves_options(lower, options)
             below = LlamaContext(lower, first, plans[0], threads, tap=tap)
             undo.callback(below.close)
@@ -392,4 +392,4 @@ def _check_kind(weights: Any, name: str) -> None:
 
 
 def _probed(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> Findings:
-    return probe(context, weights, plan, options, Moments(context, range(1, plan.sequences)))
+    return probe(context, weights, plan, options, StateCheckpoints(context, range(1, plan.sequences)))

@@ -24,20 +24,20 @@ from edgespec.backends.llamacpp.files import (
     load_weights,
     threads_for,
 )
+from edgespec.backends.llamacpp.fingerprint import check_same_model
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
-from edgespec.backends.llamacpp.likeness import check_same_model
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.llamacpp.resizing import check_growth, remake
 from edgespec.backends.llamacpp.target_parts import TargetParts
-from edgespec.backends.room import (
+from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
     cache_too_large,
     check_tokens_fit,
     check_weights_fit,
     in_blocks,
 )
-from edgespec.backends.view import TargetView
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -129,7 +129,7 @@ def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) 
     return plan
 
 
-class LowBitView(TargetView[TargetParts]):
+class LowBitView(SelfDraftView[TargetParts]):
     """The target as its own draft, with the weights of a low-bit copy.
 
     Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
@@ -183,7 +183,7 @@ class LowBitView(TargetView[TargetParts]):
         return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
 
     def resized(self) -> None:
-        """See `TargetView`. Where there is no memory for it, it has the room that it had."""
+        """See `SelfDraftView`. Where there is no memory for it, it has the room that it had."""
         super().resized()
         if not self._whole:
             return

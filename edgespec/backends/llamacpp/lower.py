@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.tap import Tap
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["LowerHalf"]
@@ -22,7 +22,9 @@ class LowerHalf:
     node is a token after a path, so what the draft has run is found again wherever the target has it.
     """
 
-    def __init__(self, context: LlamaContext, tap: Tap, exit_name: str, max_branches: int) -> None:
+    def __init__(
+        self, context: LlamaContext, tap: HiddenStateHook, exit_name: str, max_branches: int
+    ) -> None:
         self.context = context
         self.cells = Cells(context, max_branches)
         self._tap = tap

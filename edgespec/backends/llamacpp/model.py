@@ -18,12 +18,13 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.cells import Cells
+from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.files import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
-from edgespec.backends.llamacpp.moments import Moment, Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
@@ -31,9 +32,8 @@ from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
 from edgespec.backends.llamacpp.sizing import plan_context
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.memory_check import in_blocks
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.room import in_blocks
-from edgespec.backends.usual import UsualModel, in_batches
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -65,7 +65,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     return ReplayModel(model, found.capabilities.reason, found.undo_tokens) if found.replays else model
 
 
-class LlamaCppModel(UsualModel):
+class LlamaCppModel(BaseModel):
     """One GGUF model with one KV cache.
 
     Where its tokens are is kept by `Cells`. With a recurrent memory there are chains only, and the
@@ -84,7 +84,7 @@ class LlamaCppModel(UsualModel):
         plan = first_plan(weights, whole, options)
         threads = threads_for(weights, options)
         self._context = LlamaContext(weights, options, plan, threads)
-        self._moments = Moments(self._context, range(1, plan.sequences))
+        self._moments = StateCheckpoints(self._context, range(1, plan.sequences))
         try:
             self.found: Findings = probe(self._context, weights, plan, options, self._moments)
             facts = describe(weights, path, name, whole, self.vocabulary, self.found)
@@ -168,7 +168,7 @@ class LlamaCppModel(UsualModel):
             self._context.close_up(start, end)
             self._cells.length -= end - start
 
-    def checkpoint(self) -> Moment:
+    def checkpoint(self) -> StateCheckpoint:
         """The memory now; shared until it is written to."""
         self._check(0)
         self._take_up()
@@ -180,7 +180,7 @@ class LlamaCppModel(UsualModel):
             self._context.make_chosen_current()
             self._chosen = False
 
-    def rewind(self, checkpoint: Moment) -> None:
+    def rewind(self, checkpoint: StateCheckpoint) -> None:
         """Make the memory what it was; ends the round, whatever became of it."""
         self._check(0)
         self._moments.go_back(checkpoint)

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LoadOptions
+from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_types import FEW_ROWS, reads_otherwise
-from edgespec.backends.llamacpp.moments import Moments
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError
 
@@ -35,7 +35,7 @@ class Findings:
 
 
 def probe(
-    context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions, moments: Moments
+    context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions, moments: StateCheckpoints
 ) -> Findings:
     """Run a few tokens and take some back; the context is left empty. Raises ModelFileError."""
     lib = library()
@@ -79,7 +79,7 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
     )
 
 
-def _replayed(context: LlamaContext, plan: ContextPlan, moments: Moments) -> Findings:
+def _replayed(context: LlamaContext, plan: ContextPlan, moments: StateCheckpoints) -> Findings:
     """Go back to a checkpoint and compare, bit for bit; then try the states the library keeps of a pass."""
     context.append(_BEFORE, 0)
     moment = moments.take(len(_BEFORE))

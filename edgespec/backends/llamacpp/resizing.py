@@ -15,7 +15,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.room import BLOCK_TOKENS, begun_with, cache_too_large
+from edgespec.backends.memory_check import BLOCK_TOKENS, begun_with, cache_too_large
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import size_text
 from edgespec.heap import give_back

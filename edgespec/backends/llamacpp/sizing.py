@@ -19,8 +19,8 @@ from edgespec.backends.llamacpp.kv_types import (
     reads_otherwise,
 )
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
 from edgespec.backends.replay import MAX_CHECKPOINTS
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
 
 __all__ = [
     "UNDO_TOKENS",

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from edgespec.backends.base_model import MOST_PIECES
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.usual import MOST_PIECES
 from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.mlx.about import core, lm
+from edgespec.backends.memory_check import check_weights_fit, context_wanted
+from edgespec.backends.mlx.build_info import core, lm
 from edgespec.backends.mlx.folder import (
     StoredWeights,
     check_adapter,
@@ -23,13 +24,12 @@ from edgespec.backends.mlx.folder import (
     read_config,
     read_json,
 )
-from edgespec.backends.room import check_weights_fit, context_wanted
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.lowbit import LowBits
 
-__all__ = ["Checkpoint", "Outline", "Sizes", "open_checkpoint", "outline_of"]
+__all__ = ["Checkpoint", "ModelSkeleton", "Sizes", "open_checkpoint", "outline_of"]
 
 _PIECE_BYTES = 4 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
@@ -82,7 +82,7 @@ class Sizes:
     trained_context_tokens: int
 
     def widens(self, options: LoadOptions) -> bool:
-        """See `Outline`."""
+        """See `ModelSkeleton`."""
         mx = core()
         if mx.default_device() != mx.cpu:
             return False
@@ -95,7 +95,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class ModelSkeleton:
     """A model of which nothing was read but its configuration and the sizes of its weights.
 
     model: an mlx nn.Module whose arrays are still to be read. The rest as for `Checkpoint`.
@@ -146,7 +146,7 @@ class Outline:
         return sum(weight.nbytes * (2 if widened and weight.dtype in halves else 1) for weight in arrays)
 
 
-def outline_of(path: str, name: str, options: LoadOptions) -> Outline:
+def outline_of(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """What a folder says of its model. Raises what `open_checkpoint` does."""
     folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
     with _translated(path):
@@ -170,7 +170,7 @@ def outline_of(path: str, name: str, options: LoadOptions) -> Outline:
         vocab_size, kv_elements = _try_one_token(model)
         quantisation, parameters = _quantisation(model, config, weights), lm().get_total_parameters(model)
         low_bits = _put_low_bits(model) if options.low_bits else None
-    return Outline(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
+    return ModelSkeleton(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
 
 
 def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:

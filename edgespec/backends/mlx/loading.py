@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.mlx.about import core
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted
+from edgespec.backends.mlx.build_info import core
 from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
-from edgespec.backends.room import BLOCK_TOKENS, cache_too_large, context_wanted
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.heap import return_large_buffers
 

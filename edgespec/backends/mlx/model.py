@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from edgespec.backends.abilities import Learner
 from edgespec.backends.base import (
     LanguageModel,
     ModelFacts,
@@ -21,6 +20,7 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
+from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.mlx.device import leave_thread
 from edgespec.backends.mlx.files import Checkpoint
 from edgespec.backends.mlx.layers import LayerList, LayerTaps
@@ -32,7 +32,7 @@ from edgespec.backends.mlx.saved import from_bytes, to_bytes
 from edgespec.backends.mlx.scoring import Best, Scorer
 from edgespec.backends.mlx.selfdraft import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.usual import UsualModel, in_batches
+from edgespec.backends.optional_features import Learner
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
@@ -42,7 +42,7 @@ __all__ = ["CPU_BATCH_TOKENS", "MlxModel"]
 CPU_BATCH_TOKENS = 64
 
 
-class MlxModel(UsualModel):
+class MlxModel(BaseModel):
     """One MLX model with one memory: what may be asked of it, and when.
 
     How it is run, and what is kept of that, is for `Passes`. parts: what of it drafts for the whole.
@@ -178,7 +178,7 @@ class MlxModel(UsualModel):
         self._now_sized(context_tokens, kv_bytes)
 
     def learner(self) -> Learner:
-        """See `Teachable`."""
+        """See `Trainable`."""
         from edgespec.backends.mlx.online import MlxLearner
 
         self._check(0)

@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from edgespec.backends.abilities import Lesson
 from edgespec.backends.mlx.device import evaluated, leave_thread, translated
 from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.optional_features import TrainingExample
 from edgespec.errors import BackendError, CapabilityError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class MlxLearner:
             self._put(before)
             mx.clear_cache()
 
-    def step(self, lesson: Lesson) -> float:
+    def step(self, lesson: TrainingExample) -> float:
         tokens, weights = mx.array([lesson.tokens]), self._weights()
         # Every row weighs as much as the others of its kind.
         wrong = np.isin(np.arange(len(lesson.tokens)), lesson.rows)

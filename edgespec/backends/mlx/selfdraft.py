@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.view import TargetView
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["MlxSelfDraft"]
 
 
-class MlxSelfDraft(TargetView["MlxModel"]):
+class MlxSelfDraft(SelfDraftView["MlxModel"]):
     """An MLX model with less of it run.
 
     facts: the target's; weight_bytes is what is kept beside its weights for this draft alone.

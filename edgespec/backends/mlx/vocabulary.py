@@ -12,7 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
-from edgespec.backends.usual import MOST_PIECES
+from edgespec.backends.base_model import MOST_PIECES
 from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]

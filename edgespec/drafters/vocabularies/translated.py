@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.usual import UsualModel
+from edgespec.backends.base_model import BaseModel
 from edgespec.drafters.vocabularies.logits import TranslatedLogits
 from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
 from edgespec.engine.tree import TokenTree, TreeBuilder
@@ -16,7 +16,7 @@ from edgespec.errors import BackendError
 __all__ = ["TranslatedModel"]
 
 
-class TranslatedModel(UsualModel):
+class TranslatedModel(BaseModel):
     """A LanguageModel in the target's vocabulary over a draft model with another one.
 
     A token of the target is one token of the draft where they share it, else the draft's spelling of its

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
@@ -107,7 +107,7 @@ class TestFollowing:
 
     @pytest.mark.parametrize("min_confidence", [0.0, 0.3])
     @pytest.mark.parametrize(
-        ("temperature", "rule"), [(0.0, Invariant()), (0.8, Invariant()), (0.0, Rejection(Dice(1)))]
+        ("temperature", "rule"), [(0.0, Invariant()), (0.8, Invariant()), (0.0, Rejection(RandomDraws(1)))]
     )
     def test_replies_stay_the_same_and_no_pass_is_run_twice(
         self, pair: tuple[Any, Any], temperature: float, rule: Acceptance, min_confidence: float

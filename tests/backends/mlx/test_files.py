@@ -379,7 +379,7 @@ _WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.about import about
+from edgespec.backends.mlx.build_info import about
 from edgespec.backends.mlx.files import open_checkpoint
 from edgespec.errors import BackendMissingError
 try:

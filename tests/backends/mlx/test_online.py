@@ -15,22 +15,22 @@ import pytest
 from mlx.utils import tree_flatten
 
 from edgespec import Runtime, idle
+from edgespec.auto.curve import gentle
+from edgespec.auto.limits import Limits
 from edgespec.backends import mlx
-from edgespec.backends.abilities import Lesson, Skippable
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters import learning, swift
-from edgespec.drafters.learning import Pupil
+from edgespec.drafters import online_training, swift
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.online import OnlineDrafter
-from edgespec.drafters.paying import PayingGrowth
+from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.learnt import LearntFile, forget_learnt
-from edgespec.policy.curve import gentle
-from edgespec.policy.limits import Limits
+from edgespec.saved_arrays import SavedArrays, forget_learnt
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -45,12 +45,12 @@ def load(path: Path) -> MlxModel:
     return model
 
 
-def online(target: MlxModel, draft: MlxModel, notes: LearntFile | None = None) -> OnlineDrafter:
+def online(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> OnlineDrafter:
     drafter = ModelDrafter(draft, target.facts.vocab_size)
-    return OnlineDrafter(drafter, Pupil(drafter.memory, draft.learner(), notes=notes))
+    return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, draft.learner(), notes=notes))
 
 
-def paired(target: MlxModel, draft: MlxModel, notes: LearntFile | None = None) -> Runtime:
+def paired(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> Runtime:
     return Runtime(target, None, Chosen(target, online(target, draft, notes)))
 
 
@@ -66,12 +66,12 @@ def tiny(folder: Path) -> Iterator[MlxModel]:
     model.close()
 
 
-def lesson(seed: int = 0) -> Lesson:
+def lesson(seed: int = 0) -> TrainingExample:
     random = np.random.default_rng(seed)
     tokens = tuple(random.integers(0, 200, 24).tolist())
     best = np.stack([random.permutation(200)[:4] for _ in range(3)]).astype(np.int64)
     probs = np.full((3, 4), 0.25, np.float32)
-    return Lesson(tokens, (3, 9, 20), best, probs)
+    return TrainingExample(tokens, (3, 9, 20), best, probs)
 
 
 def logits(model: MlxModel, tokens: list[int]) -> Any:
@@ -130,13 +130,13 @@ class TestLearner:
         learner = tiny.learner()
         for _ in range(3):
             learner.step(lesson())
-        file = LearntFile("online", learner.identity, tmp_path)
+        file = SavedArrays("online", learner.identity, tmp_path)
         file.save(learner.weights())
         learner.adapt(True)
         expected = logits(tiny, [5, 7, 9])
         learner.adapt(False)
         other = tiny.learner()
-        assert other.take_over(LearntFile("online", other.identity, tmp_path).load())
+        assert other.take_over(SavedArrays("online", other.identity, tmp_path).load())
         other.adapt(True)
         assert np.array_equal(logits(tiny, [5, 7, 9]), expected)
 
@@ -154,7 +154,7 @@ class TestLearner:
         before = learner.weights()
         bad = lesson()
         with pytest.raises(BackendError, match="no finite loss"):
-            learner.step(Lesson(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
+            learner.step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
         after = learner.weights()
         assert all(np.array_equal(before[name], after[name]) for name in before)
         assert not learner.adapted
@@ -191,10 +191,10 @@ class TestReplies:
     def test_the_original_is_used_where_it_guesses_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(learning, "_FEWEST_JUDGED", 16)
-        monkeypatch.setattr(learning, "_MOST_STEPS", 1)
+        monkeypatch.setattr(online_training, "_FEWEST_JUDGED", 16)
+        monkeypatch.setattr(online_training, "_MOST_STEPS", 1)
         target, draft = demo
-        notes = LearntFile("online", "pair", tmp_path)
+        notes = SavedArrays("online", "pair", tmp_path)
         with paired(target, draft, notes) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
@@ -241,7 +241,7 @@ class TestReplies:
                 runtime._session.rest(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
-        logits_bytes = 4 * facts.vocab_size * learning.LESSON_TOKENS
+        logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
 
@@ -249,7 +249,7 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = Limits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.growing(lambda able: PayingGrowth(limits, gentle, siblings=1))
+        grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
         assert (usual.adapts, grown.adapts) == (False, True)
         assert grown.pupil is usual.pupil
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
@@ -267,10 +267,10 @@ class TestReplies:
             assert usual.note().startswith("the draft took")
             kept = grown.kept()
             assert kept
-            usual.growing(lambda able: PayingGrowth(limits, gentle, siblings=1)).restore(kept)
+            usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore(kept)
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
-        notes = LearntFile("online", "pair", tmp_path)
+        notes = SavedArrays("online", "pair", tmp_path)
         target, draft = demo
         drafter = online(target, draft, notes)
         with Runtime(target, None, Chosen(target, drafter)) as runtime:

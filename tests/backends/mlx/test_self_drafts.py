@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from edgespec.auto.exits import exit_table
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
 from edgespec.backends.mlx.exits import exit_facts
@@ -22,14 +23,13 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.engine.acceptance import Acceptance, Dice, Invariant, Rejection
+from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
-from edgespec.policy.exits import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -120,7 +120,7 @@ class TestReplies:
         plain, _ = reply(model, None)
         for how in WAYS.values():
             drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size)
-            assert reply(model, drafter, rule=Rejection(Dice(1)))[0] == plain
+            assert reply(model, drafter, rule=Rejection(RandomDraws(1)))[0] == plain
 
 
 class TestEveryKind:

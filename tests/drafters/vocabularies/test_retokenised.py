@@ -21,7 +21,7 @@ from edgespec.engine.chain import SamplingParams
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.sampling import Sampler
 from edgespec.errors import CancelledError, CapabilityError
-from edgespec.sameness import Prompt, verify
+from edgespec.losslessness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
 from tests.tables import runtime, with_drafter

@@ -15,17 +15,17 @@ from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import TranslatedModel, Translation
 from edgespec.drafters.vocabularies.logits import TranslatedLogits
-from edgespec.drafters.windowed import Window, WindowedModel
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
-from edgespec.sameness import verify
+from edgespec.losslessness import verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
 from tests.tables import runtime
-from tests.test_sameness import PROMPTS
+from tests.test_losslessness import PROMPTS
 
 # The target's tokens; those of the draft in another order, two of them missing and some more there.
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
@@ -256,7 +256,7 @@ class TestInARuntime:
         inner = conditioned(target, DRAFT, spell=SPELT)
         small = TabularModel(inner._table, context_tokens=64)
         small.vocabulary = DRAFT
-        draft = translated(WindowedModel(small, Window(2, 16), 1 << 30))
+        draft = translated(WindowedModel(small, AttentionWindow(2, 16), 1 << 30))
         with runtime(target, draft) as pair:
             options: dict[str, Any] = {"max_tokens": 150, "seed": 4, "temperature": 0.8}
             plain = pair.generate("abcdef" * 10, method="none", **options)

@@ -1,0 +1,7 @@
+"""The evidence of sameness: a user's own pair against plain decoding of the same target."""
+
+from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
+from edgespec.losslessness.report import Divergence, MethodResult, Report
+from edgespec.losslessness.verify import verify
+
+__all__ = ["Divergence", "MethodResult", "Prompt", "Report", "prompt_tokens", "read_prompts", "verify"]

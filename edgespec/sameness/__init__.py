@@ -1,7 +1,0 @@
-"""The evidence of sameness: a user's own pair against plain decoding of the same target."""
-
-from edgespec.sameness.prompts import Prompt, prompt_tokens, read_prompts
-from edgespec.sameness.report import Divergence, MethodResult, Report
-from edgespec.sameness.verify import verify
-
-__all__ = ["Divergence", "MethodResult", "Prompt", "Report", "prompt_tokens", "read_prompts", "verify"]

@@ -1,0 +1,193 @@
+"""Replies that are made at once: they are counted, and what passes cost among them is found out at once."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from statistics import fmean
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from edgespec.auto.active_replies import ActiveReplies
+from edgespec.auto.curve import CostCurve
+from edgespec.auto.live import LiveCosts
+from edgespec.drafters.auto_controller import AutoController
+from edgespec.engine.logits import Logits
+from edgespec.engine.tree import TokenTree
+from edgespec.simulation import MACHINES, World, policy, stationary
+
+A100 = next(machine for machine in MACHINES if machine.name == "A100")
+
+
+def test_every_reply_is_counted_to_its_end() -> None:
+    load, inside, over = ActiveReplies(), threading.Barrier(5), threading.Event()
+
+    def reply() -> None:
+        with load.one_more():
+            inside.wait()
+            over.wait()
+
+    threads = [threading.Thread(target=reply) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    assert load.replies == 4
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert load.replies == 0
+
+
+def test_a_reply_that_fails_is_over() -> None:
+    load = ActiveReplies()
+    with pytest.raises(ValueError, match="it fails"), load.one_more():
+        raise ValueError("it fails")
+    assert load.replies == 0
+
+
+class TestCosts:
+    """What is found out with one number of replies is not said of another."""
+
+    def costs(self) -> LiveCosts:
+        return LiveCosts(CostCurve((1, 2, 4), (1.0, 1.2, 1.5)))
+
+    def test_a_number_that_is_new_asks_for_plain_steps_and_one_that_is_known_does_not(self) -> None:
+        costs = self.costs()
+        costs.among(2)
+        asked = []
+        for seconds in (2.0, 2.2, 1.8, 2.0):
+            asked.append(costs.doubted)
+            costs.saw(1, seconds)
+        assert asked == [True, True, True, False]
+        assert costs.plain_seconds == pytest.approx(2.0, rel=0.05)
+        costs.among(1)
+        assert (costs.plain_seconds, costs.doubted) == (1.0, False)
+        costs.among(2)
+        assert costs.plain_seconds == pytest.approx(2.0, rel=0.05)
+        assert not costs.doubted
+
+    def test_so_with_what_widths_cost(self) -> None:
+        costs = self.costs()
+        costs.among(3)
+        for _ in range(40):
+            costs.saw(1, 2.0)
+            costs.saw(4, 8.0)
+        assert costs.v(4) == pytest.approx(4.0, rel=0.05)
+        costs.among(0)  # nobody counts: it is alone
+        assert costs.v(4) == 1.5
+        costs.at(5000)
+        costs.among(3)
+        assert costs.v(4) == pytest.approx(4.0, rel=0.05)
+
+    def test_another_run_begins_with_what_one_reply_at_a_time_costs(self) -> None:
+        costs, other = self.costs(), self.costs()
+        costs.saw(1, 1.1)
+        alone = costs.plain_seconds
+        costs.among(4)
+        costs.saw(1, 4.0)
+        other.among(4)
+        other.restore(costs.kept())
+        assert (other.plain_seconds, other.replies) == (alone, 1)
+        other.among(4)
+        assert other.doubted
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a plain step took when it began, and what it was taken to; what the round took; tokens; rows."""
+
+    moment: float
+    plain: float
+    believed: float
+    seconds: float
+    tokens: int
+    rows: int
+
+
+class Shared(World):
+    """A machine that several replies share. replies: how many, from which moment on.
+
+    With n of them a plain step takes n times as long, and the rows of a pass are no longer nearly free.
+    """
+
+    def __init__(self, replies: list[tuple[float, int]]) -> None:
+        super().__init__(A100, lambda _: float(self.replies_now()))
+        self.schedule = replies
+        self.rounds: list[Round] = []
+        self.guard: AutoController | None = None
+        self._began, self._plain, self._rows = 0.0, 1.0, 1
+
+    def replies_now(self) -> int:
+        return [1, *(count for since, count in self.schedule if since <= self.seconds)][-1]
+
+    def pass_cost(self, rows: int) -> float:
+        return super().pass_cost(rows) if self.replies_now() == 1 else 1.0 + 0.25 * (rows - 1)
+
+    def verify(self, tree: TokenTree) -> Logits:
+        self._plain, self._rows = float(self.replies_now()), tree.width
+        return super().verify(tree)
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        super().commit(path)
+        assert self.guard
+        seconds, self._began, began = self.seconds - self._began, self.seconds, self._began
+        believed = self.guard.costs.plain_seconds
+        self.rounds.append(Round(began, self._plain, believed, seconds, 1 + len(path), self._rows))
+
+
+def rounds(
+    replies: list[tuple[float, int]], rate: float, length: int = 500, *, told: bool = True
+) -> list[Round]:
+    """A reply under this load. told: it is known how many there are."""
+    world = Shared(replies)
+    world.guard = policy(world, replies=world.replies_now if told else lambda: 1)
+    world.reply(world.guard, stationary(rate, length, 1))
+    return world.rounds
+
+
+BUSY_FOR_A_WHILE = [(60.0, 3), (400.0, 1)]
+
+
+def test_a_change_of_load_is_followed_within_two_rounds() -> None:
+    seen = rounds(BUSY_FOR_A_WHILE, 0.7)
+    busy = [at for at, each in enumerate(seen) if each.plain == 3.0]
+    assert 20 < len(busy) < len(seen) - 40
+    settled = seen[busy[0] + 2 : busy[-1]] + seen[busy[-1] + 2 :]
+    assert [each.believed for each in settled] == pytest.approx([each.plain for each in settled], rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7])
+def test_guesses_narrow_under_load_and_are_back_after_it(rate: float) -> None:
+    seen = rounds(BUSY_FOR_A_WHILE, rate)
+    before, among, after = (
+        fmean(each.rows for each in seen if since <= each.moment < until)
+        for since, until in ((0.0, 60.0), (60.0, 400.0), (400.0, 1e9))
+    )
+    assert among < 0.8 * before
+    assert after > 0.9 * before
+    back = [each.rows for each in seen if each.moment > 400.0]
+    assert fmean(back[:8]) > 0.6 * before
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.85])
+def test_it_is_better_to_know_how_many_there_are(rate: float) -> None:
+    known, unknown = rounds(BUSY_FOR_A_WHILE, rate), rounds(BUSY_FOR_A_WHILE, rate, told=False)
+    assert known[-1].moment < unknown[-1].moment
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1.0, 400.0), st.integers(1, 6)), max_size=5).map(sorted),
+    st.sampled_from([0.05, 0.5, 0.85]),
+)
+@example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
+def test_no_reply_loses_more_than_was_agreed(replies: list[tuple[float, int]], rate: float) -> None:
+    """At the dearest plain step there was. A guess that others begin beside takes longer than foreseen."""
+    lost, tokens, dearest = 0.0, 0, 1.0
+    for each in rounds(replies, rate, 200):
+        dearest = max(dearest, each.plain)
+        lost += each.seconds - each.tokens * each.plain
+        tokens += each.tokens
+        assert lost <= (0.02 * tokens + 2.0 + 0.5 * len(replies)) * dearest

@@ -1,0 +1,27 @@
+"""What is said of the libraries and the device."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from edgespec.backends.mlx.build_info import about
+from edgespec.errors import BackendMissingError
+
+
+def test_about_knows_the_libraries_without_loading_mlx_lm() -> None:
+    facts = about()
+    assert facts.version.split(".")[0].isdigit()
+    assert facts.mlx_lm_version.startswith("0.")
+    assert facts.memory_bytes > 2**28
+    assert facts.device.startswith("CPU" if not (facts.metal or facts.cuda) else "GPU")
+
+
+def test_about_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(BackendMissingError, match="mlx-lm, which runs MLX models"):
+        about()

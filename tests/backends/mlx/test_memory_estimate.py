@@ -1,0 +1,176 @@
+"""What is told of an MLX model from its metadata is what it then takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from edgespec.backends import mlx as backend
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.mlx import memory_estimate
+from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
+from edgespec.catalog import resolve
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import OptionError
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+_LONG = {"max_position_embeddings": 8192, "num_attention_heads": 16}
+_KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
+
+
+def _told(path: Path, options: LoadOptions) -> MemoryEstimate:
+    planned = MlxMemoryEstimator(str(path), "model", options)
+    try:
+        return planned.footprint(options)
+    finally:
+        planned.close()
+
+
+def _check(path: Path, **how: object) -> None:
+    options = LoadOptions(**how)  # type: ignore[arg-type]
+    planned = _told(path, options)
+    model = backend.load(str(path), path.name, options)
+    facts = model.facts
+    model.close()
+    assert planned.context_tokens == facts.context_tokens
+    assert planned.of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
+    assert planned.of("cache") == pytest.approx(facts.most_kv_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_every_kind_of_memory(kind: str, tmp_path: Path) -> None:
+    _check(write_checkpoint(tmp_path / kind, kind), context_tokens=3000)
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "memory_bytes"),
+    [("auto", 1 << 40), ("auto", 3_000_000), ("q8_0", 1 << 40), ("q4_0", 3_000_000)],
+)
+def test_types_of_cache_and_halves(kv_type: str, memory_bytes: int, tmp_path: Path) -> None:
+    """With little memory halves stay halves."""
+    heads = {"head_dim": 32, "hidden_size": 64}
+    path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16", config=heads)
+    _check(path, context_tokens=4096, kv_type=kv_type, memory_bytes=memory_bytes)
+
+
+@pytest.fixture
+def _few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "addresses_are_limited", lambda: True)
+
+
+def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
+    """What MLX counts is what it has addresses for."""
+    options = LoadOptions(context_tokens=context_tokens)
+    told = _told(path, options).of("cache", "compute")
+    model = backend.load(str(path), "model", options)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    width = model.facts.capabilities.max_width
+    model.prefill([5 + i % 200 for i in range(context_tokens - width)])
+    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+    taken = mx.get_peak_memory() - before
+    model.close()
+    # A machine that is busy computes less at once, and then takes less.
+    assert (1 - 2 * share) * told <= taken <= (1 + share) * told
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
+@pytest.mark.usefixtures("_few_addresses")
+@pytest.mark.parametrize(
+    ("context_tokens", "share"), [(1024, 0.05), pytest.param(2048, 0.03, marks=pytest.mark.long)]
+)
+def test_a_long_prompt_and_a_wide_pass_take_what_was_told(context_tokens: int, share: float) -> None:
+    _peak_is_told(resolve("demo-mlx").path, context_tokens, share)
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
+@pytest.mark.usefixtures("_few_addresses")
+@pytest.mark.parametrize(("kind", "heads_kv"), [("llama", 8), ("llama", 1), ("gemma3", 2)])
+def test_other_shapes_take_what_was_told(kind: str, heads_kv: int, tmp_path: Path) -> None:
+    """Of one layer keys and values are there twice, and scores once."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 32, "num_key_value_heads": heads_kv}
+    config = {**sizes, "intermediate_size": 128, "sliding_window": 256}
+    path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config=config)
+    _peak_is_told(path, 1024, 0.15)  # what is computed at once differs from run to run
+
+
+# Fills a context of so many tokens, and prints the most that was held (VmHWM), more than before.
+_TOUCHES = """
+import gc, sys
+from pathlib import Path
+from edgespec.backends import mlx
+from edgespec.backends.base import LoadOptions
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.tree import TokenTree
+from edgespec.heap import give_back
+
+def held(name):
+    gc.collect()
+    give_back()
+    status = Path("/proc/self/status").read_text().split()
+    return 1024 * int(status[status.index(name + ":") + 1])
+
+def run(path, tokens):
+    model = mlx.load(path, "model", LoadOptions(context_tokens=tokens))
+    loaded = held("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    width = model.facts.capabilities.max_width
+    model.prefill([5 + i % 200 for i in range(tokens - width)])
+    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+    taken = held("VmHWM") - loaded
+    model.close()
+    return taken
+
+run(sys.argv[1], 256)
+print(run(sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device() != mx.cpu, reason="measured on a processor by Linux"
+)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("llama", {"head_dim": 64, "vocab_size": 16_000, "intermediate_size": 8_000}),
+        ("llama", {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4}),
+        ("jamba", {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4}),
+        ("mamba2", {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16}),
+    ],
+)
+def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Path) -> None:
+    """Most is held while there are scores, or logits, or while the keys of a layer are there twice, or what
+    the states of one are made of: never two of these.
+    """
+    path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**_LONG, **config})
+    told = _told(path, LoadOptions(context_tokens=2048))
+    done = subprocess.run(
+        [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
+    )
+    assert told.of("compute") > 7 << 20
+    assert abs(told.of("cache", "compute") - int(done.stdout)) < 3 << 20
+
+
+def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "llama", "llama")
+    tiny = MlxMemoryEstimator(str(path), "tiny", LoadOptions())
+    with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
+        tiny.footprint(LoadOptions(kv_type="q8_0"))
+    with pytest.raises(OptionError, match="with MLX choose one of"):
+        tiny.footprint(LoadOptions(kv_type="q5_0"))
+
+
+@pytest.mark.parametrize("said", [-5, 0, 10**30])
+def test_a_context_that_cannot_be_is_not_believed(said: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["max_position_embeddings"] = said
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert _told(folder, LoadOptions()).context_tokens == 8192

@@ -1,0 +1,166 @@
+"""Which passes agree to the bit is found out by trying, and a model is held to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.backends.base import Capabilities, LanguageModel, Progress
+from edgespec.backends.bit_exactness import Agreement, find_agreement, held_to
+from edgespec.backends.tabular import TabularModel
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+from tests.tables import table
+
+_LAST_PLACE = np.float32(1e-6)
+
+
+class _RoundingModel(TabularModel):
+    """A table whose kernels round: passes wider than `width`, branches, and texts read in many passes.
+
+    reads: whether a text comes out the same whatever passes it was read in.
+    """
+
+    def __init__(self, *, width: int = 99, branches: bool = True, reads: bool = True) -> None:
+        super().__init__(table(3)._table)
+        self._width, self._branches, self._reads = width, branches, reads
+        self._passes = 0
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        if length == 0:
+            self._passes = 0
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        super().prefill(tokens, progress)
+        self._passes += 1
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        logits = super().verify(tree, first)
+        rows = np.stack([logits.at(row, np.arange(logits.vocab_size)) for row in range(len(logits))])
+        wide = tree.width > self._width or (not tree.is_chain and not self._branches)
+        if wide or (not self._reads and self._passes > 3):
+            rows = rows + _LAST_PLACE
+        return HostLogits(rows.astype(np.float32))
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 16])
+def test_the_widest_pass_that_agrees_is_found(width: int) -> None:
+    found = find_agreement(_RoundingModel(width=width))
+    assert (found.width, found.branches) == (width, width > 3)
+    # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
+    assert found.reading == (width > 1)
+
+
+def test_what_agrees_everywhere_is_found_to_agree() -> None:
+    assert find_agreement(_RoundingModel()) == Agreement(17, True, True)
+
+
+def test_branches_that_round_are_found() -> None:
+    assert find_agreement(_RoundingModel(branches=False)) == Agreement(17, False, True)
+
+
+def test_a_model_that_goes_by_how_a_text_was_read_is_found() -> None:
+    assert not find_agreement(_RoundingModel(reads=False)).reading
+
+
+def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
+    class Late(_RoundingModel):
+        def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+            self._width = 4 if self.length > 256 else 99
+            return super().verify(tree, first)
+
+    assert find_agreement(Late()).width == 4
+
+
+def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
+    """As llama.cpp's passes of 8 rows and more do for IQ4_NL weights."""
+
+    class Rare(_RoundingModel):
+        odd = False
+
+        def _note(self, count: int) -> None:
+            after = self.length % 50
+            self.odd = self.length > 0 and (self.odd or (count < 8 and after < 25 <= after + count))
+
+        def truncate(self, length: int) -> None:
+            super().truncate(length)
+            self._note(99)
+
+        def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+            self._note(len(tokens))
+            super().prefill(tokens, progress)
+
+        def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+            self._width = 0 if self.odd else 99
+            logits = super().verify(tree, first)
+            self._note(tree.width)
+            return logits
+
+    found = find_agreement(Rare())
+    assert found.width < 8
+    assert not found.reading
+
+
+@pytest.mark.parametrize("context_tokens", [64, 256, 320])
+def test_a_context_smaller_than_the_text_of_the_trial_is_tried_to_its_end(context_tokens: int) -> None:
+    assert find_agreement(table(3, context_tokens=context_tokens)) == Agreement(17, True, True)
+
+
+def test_the_cache_is_empty_afterwards_and_a_cancel_ends_it() -> None:
+    model = _RoundingModel()
+    find_agreement(model)
+    assert model.length == 0
+    with pytest.raises(CancelledError):
+        find_agreement(model, lambda _what, _fraction: False)
+    assert model.length == 0
+
+
+def test_a_context_of_a_few_tokens_agrees_to_nothing() -> None:
+    assert find_agreement(table(3, context_tokens=20)) == Agreement(1, False, False)
+
+
+_ABLE = Capabilities(True, True, max_width=256, self_drafts=frozenset({"lowbit"}))
+
+
+@pytest.mark.parametrize(
+    ("able", "found", "held"),
+    [
+        (_ABLE, Agreement(17, True, True), (True, True, 17, True, {"lowbit"})),
+        (_ABLE, Agreement(7, False, False), (True, False, 7, False, set())),
+        # What is run again to go back must not ride in the pass of a step.
+        (_ABLE, Agreement(1, False, True), (False, False, 1, True, set())),
+        # What runs tokens again to go back does so in passes of any width.
+        (
+            Capabilities(True, False, cuts=False),
+            Agreement(5, False, False),
+            (False, False, 1, False, set()),
+        ),
+        (Capabilities(False, False, "why"), Agreement(1, False, True), (False, False, 1 << 20, True, set())),
+    ],
+)
+def test_a_model_is_held_to_what_agrees(
+    able: Capabilities, found: Agreement, held: tuple[bool, bool, int, bool, set[str]]
+) -> None:
+    now = held_to(able, found)
+    assert now.exact
+    assert (now.rollback, now.tree, now.max_width, now.continues, set(now.self_drafts)) == held
+    assert now.rollback or now.reason
+
+
+def _found(target: Path | str, **options: object) -> Agreement:
+    with edgespec.load(str(target), "none", method="none", keep="none", context=512, **options) as runtime:  # type: ignore[arg-type]
+        model: LanguageModel
+        with runtime.borrowed_target() as model:
+            return find_agreement(model)
+
+
+def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:
+    """What the README says of caches, as this processor computes it."""
+    assert _found("demo", kv_type="f16/bf16").reading
+    assert not _found("demo", kv_type="f16").reading

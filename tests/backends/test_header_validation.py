@@ -1,0 +1,196 @@
+"""Files that say odd things of themselves are errors of ours: llama.cpp would end the process."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import pytest
+
+import edgespec
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.header_validation import check_asserted
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
+from edgespec.errors import EdgespecError, ModelFileError
+from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+
+
+def altered(folder: Path, key: str, value: int, write: Callable[[Path], Path] = write_llama) -> Path:
+    """A tiny model whose header says something else."""
+    path = write(folder / "model.gguf")
+    data = bytearray(path.read_bytes())
+    at = data.index(key.encode()) + len(key) + 4
+    data[at : at + 4] = struct.pack("<I", value)
+    path.write_bytes(data)
+    return path
+
+
+def with_value(path: Path, key: str, value: int | str, off: int = 0) -> Path:
+    """A file whose header says one more thing. off: bytes by which its weights begin too late."""
+    said = struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<I", 8) + text(value)
+    added = text(key) + said
+    # So long that what comes behind stays where weights may begin.
+    more = -(len(added) + len(text("x")) + 4 + 8) % 32 + off
+    added += text("x") + struct.pack("<I", 8) + text("." * more)
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack("<Q", struct.unpack("<Q", data[16:24])[0] + 2)
+    data[24:24] = added
+    path.write_bytes(data)
+    return path
+
+
+def text(words: str) -> bytes:
+    return struct.pack("<Q", len(words)) + words.encode()
+
+
+def of_type(path: Path, tensor: str, dimensions: int, kind: int) -> Path:
+    """A file that says a tensor is of another type."""
+    data = bytearray(path.read_bytes())
+    at = data.index(tensor.encode()) + len(tensor) + 4 + 8 * dimensions
+    data[at : at + 4] = struct.pack("<I", kind)
+    path.write_bytes(data)
+    return path
+
+
+def refuse(path: Path, match: str) -> None:
+    with pytest.raises(ModelFileError, match=match):
+        llamacpp.load(str(path), "model", LoadOptions(context_tokens=256))
+    with pytest.raises(ModelFileError, match=match):
+        GgufMemoryEstimator(str(path), "model")
+    with pytest.raises(ModelFileError, match=match):
+        edgespec.plan(str(path), None)
+
+
+@pytest.mark.parametrize("layers", [0, 513, 2**32 - 1])
+def test_layers_that_cannot_be(layers: int, tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "block_count", layers), f"it says it has {layers:,} layers")
+
+
+def test_sizes_that_cannot_be(tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "embedding_length", 2**31), "its embedding_length is 2,147,483,648")
+
+
+def test_a_large_vocabulary_takes_little_to_look_at(tmp_path: Path) -> None:
+    """What Python took for a list of all tokens would stay, and is no part of a plan."""
+    path = tmp_path / "wide.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list([f"word{i:06}" for i in range(200_000)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tracemalloc.start()
+    try:
+        check_asserted(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * path.stat().st_size
+
+
+@pytest.mark.parametrize("other", [b"<0x41>", b"<0x41"])
+def test_tokens_that_are_there_twice(other: bytes, tmp_path: Path) -> None:
+    """A text ends at its first zero."""
+    path = write_llama(tmp_path / "model.gguf")
+    data = path.read_bytes()
+    for token in (b"<0x41>", b"<0x42>"):
+        assert data.count(token) == 1
+        data = data.replace(token, other.ljust(len(token), b"\0"))
+    path.write_bytes(data)
+    refuse(path, "1 tokens of its vocabulary are there twice")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("llama.expert_count", 4, "0 of its 4 experts are used"),
+        ("llama.expert_count", 1025, "0 of its 1,025 experts are used"),
+        ("llama.expert_used_count", 3, "3 of its 0 experts are used"),
+        ("llama.expert_group_count", 2, "0 of 2 groups of its 0 experts are used"),
+        ("llama.rope.scaling.type", "spiral", "its rope.scaling.type is 'spiral'"),
+    ],
+)
+def test_what_else_it_may_say_and_cannot_be(key: str, value: int | str, match: str, tmp_path: Path) -> None:
+    refuse(with_value(write_llama(tmp_path / "model.gguf"), key, value), match)
+
+
+def test_what_else_it_says_of_itself_is_let_through(tmp_path: Path) -> None:
+    path = with_value(write_llama(tmp_path / "model.gguf"), "llama.rope.scaling.type", "linear")
+    assert edgespec.plan(str(path), None).plan.fits
+
+
+def test_experts_that_are_not_counted(tmp_path: Path) -> None:
+    path = altered(tmp_path, "expert_used_count", 0, write=write_moe)
+    at = (data := bytearray(path.read_bytes())).index(b"llama.expert_count") + 22
+    data[at : at + 4] = bytes(4)
+    path.write_bytes(data)
+    refuse(path, "it has experts, and does not say how many")
+
+
+@pytest.mark.parametrize("bits", [0xBF800000, 0x7FC00000, 0x7F800000])
+def test_epsilons_that_cannot_be(bits: int, tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "layer_norm_rms_epsilon", bits), "its attention.layer_norm_rms_epsilon is")
+
+
+def test_bytes_without_a_token(tmp_path: Path) -> None:
+    """A text with such a byte would end the process, long after the load."""
+    path = write_llama(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"<0x41>", b"<what>"))
+    refuse(path, "no token for 1 of the 256 bytes")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dimensions", "kind", "match"),
+    [
+        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight is of type I8, which no weights have"),
+        ("output_norm.weight", 1, 26, "output_norm.weight is of type I32"),
+        ("blk.0.attn_norm.weight", 1, 1, "attn_norm.weight is not of type F32"),
+    ],
+)
+def test_tensors_of_types_that_cannot_be(
+    tensor: str, dimensions: int, kind: int, match: str, tmp_path: Path
+) -> None:
+    refuse(of_type(write_llama(tmp_path / "model.gguf"), tensor, dimensions, kind), match)
+
+
+def test_recurrent_weights_of_types_that_cannot_be(tmp_path: Path) -> None:
+    refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a is not of type F32")
+
+
+def test_tensors_of_a_later_part(tmp_path: Path) -> None:
+    first = write_llama(tmp_path / "model-00001-of-00002.gguf")
+    later = write_llama(tmp_path / "model-00002-of-00002.gguf")
+    of_type(later, "blk.0.attn_norm.weight", 1, 1)
+    refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight is not of type F32")
+
+
+def test_a_file_of_no_parts_is_one(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model-00000-of-00000.gguf")
+    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight is not of type F32")
+
+
+def test_weights_that_begin_where_they_cannot(tmp_path: Path) -> None:
+    path = with_value(write_llama(tmp_path / "model.gguf"), "general.alignment", 8, off=8)
+    refuse(path, "no multiple of 32")
+
+
+def test_recurrent_layers_of_another_width(tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "its ssm.inner_size is 64, and not")
+
+
+def test_any_damage_to_a_header_is_an_error_or_none(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    data = path.read_bytes()
+    draws = random.Random(5)
+    for _ in range(40):
+        damaged = bytearray(data)
+        for _ in range(draws.randrange(1, 4)):
+            damaged[draws.randrange(1500)] = draws.randrange(256)
+        path.write_bytes(damaged)
+        with suppress(EdgespecError):
+            assert edgespec.plan(str(path), None, memory="1GiB").plan.context_tokens > 0

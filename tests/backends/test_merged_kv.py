@@ -1,0 +1,282 @@
+"""The cells of a model in two halves, put together, are the whole model's: a copy drafts on either alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.merged_kv import join
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.llamacpp.sizing import work_bytes
+from edgespec.drafters.model import ModelDrafter
+from edgespec.errors import CapabilityError, MemoryBudgetError
+from edgespec.methods import Drafters
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.runtime import Runtime
+from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
+from tests.backends.tiny_models import write_gemma3, write_llama
+
+CONTEXT = 512
+PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then write the numbers 1 to 20 again.")
+
+
+class Forms(NamedTuple):
+    """A model as it is, in halves, and with fewer bits."""
+
+    whole: Path
+    halves: Path
+    copy: Path
+
+    def load(self, **options: Any) -> tuple[LlamaCppModel, LayerSkipModel]:
+        how = LoadOptions(context_tokens=CONTEXT, **options)
+        whole = llamacpp.load(str(self.whole), "whole", how)
+        assert isinstance(whole, LlamaCppModel)
+        return whole, load_layerskip(str(self.halves), "halves", how)
+
+
+def forms_of(source: Path, exit_layer: int, folder: Path) -> Forms:
+    copy = folder / "copy.gguf"
+    quantise(source, copy, "Q4_0")
+    return Forms(source, prepare_layerskip(source, exit_layer, to=folder / "halves").folder, copy)
+
+
+@pytest.fixture(scope="module")
+def demo(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    return forms_of(demo_target, 4, tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Forms:
+    folder = tmp_path_factory.mktemp("tiny")
+    return forms_of(write_llama(folder / "model.gguf", layers=3), 1, folder)
+
+
+def cells(model: LlamaCppModel | LayerSkipModel) -> list[bytes]:
+    return [bytes(part) for part in model._lent().lift(0, model.length)]
+
+
+class TestTheSameBytes:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"kv_type": "f16", "flash_attention": "off"}, {"kv_type": "q8_0/q4_0"}],
+        ids=["plain", "transposed", "quantised"],
+    )
+    def test_as_in_the_whole_model(self, demo: Forms, options: dict[str, Any]) -> None:
+        self.check(demo, options)
+
+    @pytest.mark.parametrize("flash_attention", ["on", "off"])
+    def test_with_layers_of_two_kinds(self, tmp_path: Path, flash_attention: str) -> None:
+        source = write_gemma3(tmp_path / "model.gguf", window=8)
+        options = {"kv_type": "f16", "flash_attention": flash_attention}
+        # All of the upper layers look back over a window only.
+        self.check(forms_of(source, 6, tmp_path), options)
+
+    @staticmethod
+    def check(forms: Forms, options: dict[str, Any]) -> None:
+        models = forms.load(**options)
+        tree = tree_of(models[0], TREES["deep and wide"])
+        kept, rows = [], []
+        for model in models:
+            model.prefill(tokens_for(model, 60))
+            model.verify(tree)
+            model.commit(path_to(tree, tree.width - 1))
+            kept.append(cells(model))
+            view = model.self_draft(LowBit(str(forms.copy)))
+            logits = view.verify(tree)
+            rows.append([row_of(view, logits, node) for node in range(tree.width)])
+            view.close()
+            model.close()
+        assert kept[0] == kept[1]
+        np.testing.assert_array_equal(rows[0], rows[1])
+
+    @pytest.mark.parametrize("options", [{}, {"kv_type": "f16", "flash_attention": "off"}])
+    def test_whatever_the_order_in_which_each_half_has_them(
+        self, tiny: Forms, options: dict[str, Any]
+    ) -> None:
+        whole, halves = tiny.load(**options)
+        for model in (whole, halves):
+            model.prefill(tokens_for(model, 9))
+        expected = cells(whole)
+        assert cells(halves) == expected
+        # Two cells of the upper layers change places.
+        above = halves._context
+        later, earlier = above.lift(0, 6, 7), above.lift(0, 2, 3)
+        for position in (2, 6):
+            above.drop(0, position, position + 1)
+        assert above.put_down(later, 6, 7)
+        assert above.put_down(earlier, 2, 3)
+        assert [bytes(part) for part in above.lift(0, 0, 9)] != expected
+        assert cells(halves) == expected
+        for model in (whole, halves):
+            model.close()
+
+
+class TestOtherBytes:
+    @pytest.fixture(scope="class")
+    def parts(self, tiny: Forms) -> Iterator[tuple[bytes, bytes]]:
+        whole, halves = tiny.load()
+        halves.prefill([5, 6, 7])
+        yield tuple(bytes(half.lift(0, 0, 3)[0]) for half in (halves._lower.context, halves._context))  # type: ignore[misc]
+        whole.close()
+        halves.close()
+
+    @pytest.mark.parametrize(
+        ("at", "value", "says"),
+        [
+            (0, 1, "they begin with other marks"),
+            (8, 2, "more than one stream"),
+            (12, 2, "more about cells than their position"),
+            (16, 9, "they hold other cells"),
+            (20, 2, "more than the cells of a sequence"),
+            (52, 2, "more about cells than their position"),
+            (52, 1, "it ends too early"),
+            (56, 7, "it ends too early"),
+            (64, 1, "it ends too early"),
+        ],
+    )
+    def test_are_refused(self, parts: tuple[bytes, bytes], at: int, value: int, says: str) -> None:
+        changed = bytearray(parts[1])
+        changed[at] = value
+        with pytest.raises(CapabilityError, match=rf"halves of m cannot lend .* otherwise \(({says})\)"):
+            join([memoryview(parts[0])], [memoryview(changed)], "m")
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_too_few_too_many_or_random_ones(self, parts: tuple[bytes, bytes], data: st.DataObject) -> None:
+        cut = data.draw(st.integers(0, len(parts[1]) - 1))
+        more = data.draw(st.binary(max_size=40))
+        if len(parts[1]) != cut + len(more):
+            with pytest.raises(CapabilityError):
+                join([memoryview(parts[0])], [memoryview(parts[1][:cut] + more)], "m")
+        with pytest.raises(CapabilityError):
+            join([memoryview(parts[0])], [], "m")
+        few = [memoryview(parts[0][: min(cut, 50)])]
+        with pytest.raises(CapabilityError, match="too early"):
+            join(few, few, "m")
+
+    def test_a_model_that_writes_them_otherwise_does_not_lend(
+        self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._MARK_BYTES", 4)
+        halves = load_layerskip(str(tiny.halves), "tiny", LoadOptions(context_tokens=CONTEXT))
+        assert halves.facts.capabilities.self_drafts == {"layerskip"}
+        with pytest.raises(CapabilityError, match=r"lays it out otherwise .*; load the model's own file"):
+            halves.self_draft(LowBit(str(tiny.copy)))
+        halves.prefill([1, 2, 3])
+        halves.self_draft(EarlyExit(1)).close()
+        halves.close()
+
+
+class TestBothWays:
+    def test_memory_is_lent_and_cannot_be_moved(self, tiny: Forms) -> None:
+        whole, halves = tiny.load()
+        halves.prefill(tokens_for(halves, 20))
+        view = halves.self_draft(LowBit(str(tiny.copy)))
+        with pytest.raises(CapabilityError, match="lent"):
+            halves.forget(4, 8)
+        view.close()
+        for model in (whole, halves):
+            model.truncate(0)
+            model.prefill(tokens_for(model, 20))
+            model.forget(4, 8)
+            model.verify(tree_of(model, TREES["binary"]))
+            model.commit(())
+        rows = []
+        for model in (whole, halves):
+            view = model.self_draft(LowBit(str(tiny.copy)))
+            rows.append(step(view, 3))
+            view.close()
+            model.close()
+        np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=1e-5)
+
+    def test_both_drafts_beside_each_other(self, tiny: Forms) -> None:
+        whole, halves = tiny.load()
+        early, copy = halves.self_draft(EarlyExit(1)), halves.self_draft(LowBit(str(tiny.copy)))
+        of_whole = whole.self_draft(LowBit(str(tiny.copy)))
+        tree = tree_of(whole, TREES["binary"])
+        for model in (whole, halves):
+            model.prefill(tokens_for(model, 20))
+        for node in (1, 5, 2):
+            early.verify(tree)
+            logits, expected = copy.verify(tree), of_whole.verify(tree)
+            for row in range(tree.width):
+                np.testing.assert_array_equal(row_of(copy, logits, row), row_of(of_whole, expected, row))
+            early.verify(tree)
+            for model in (whole, halves):
+                model.verify(tree)
+                model.commit(path_to(tree, node))
+        for opened in (early, copy, of_whole, whole, halves):
+            opened.close()
+
+    def test_no_memory_for_a_copy(self, demo: Forms) -> None:
+        whole, halves = demo.load()
+        view = halves.self_draft(LowBit(str(demo.copy)))
+        needed = sum(model.facts.weight_bytes + model.facts.kv_bytes for model in (halves, view))
+        needed += work_bytes(halves._weights[0], LoadOptions())
+        for model in (view, halves, whole):
+            model.close()
+        for budget in (needed - 1, needed):
+            options = LoadOptions(context_tokens=CONTEXT, memory_bytes=budget)
+            halves = load_layerskip(str(demo.halves), "demo", options)
+            if budget < needed:
+                with pytest.raises(MemoryBudgetError):
+                    halves.self_draft(LowBit(str(demo.copy)))
+            else:
+                halves.self_draft(LowBit(str(demo.copy))).close()
+            halves.close()
+
+
+def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
+    others: dict[str, Any] = {}
+    for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
+        if name in model.facts.capabilities.self_drafts:
+            others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
+    return Runtime(model, None, Drafters(model, None, others=others))
+
+
+class TestSameReplies:
+    @pytest.mark.parametrize("window", [None, 24])
+    @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
+    def test_as_plain_decoding_and_drafted_alike(self, demo: Forms, kv_type: str, window: int | None) -> None:
+        """Every draft on the halves is the draft on the whole: as many are made, and as many accepted."""
+        how = LowBit(str(demo.copy), 4, window)
+        whole, halves = (_runtime(model, demo.copy, how) for model in demo.load(kv_type=kv_type))
+        with whole, halves:
+            for prompt in PROMPTS:
+                for temperature in (0.0, 0.8, 1.2):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 40}
+                    expected = whole.generate(prompt, method="none", **asked)
+                    first = whole.generate(prompt, method="lowbit", **asked)
+                    for method in ("lowbit", "layerskip", "lowbit+ngram", "none"):
+                        reply = halves.generate(prompt, method=method, **asked)
+                        assert reply.tokens == expected.tokens
+                        if method == "lowbit":
+                            counts = reply.stats.drafted_tokens, reply.stats.accepted_tokens
+                            assert counts == (first.stats.drafted_tokens, first.stats.accepted_tokens)
+                            assert counts[1] > 0
+
+    def test_in_rejection_mode(self, demo: Forms) -> None:
+        whole, halves = (_runtime(model, demo.copy, LowBit(str(demo.copy))) for model in demo.load())
+        with whole, halves:
+            for prompt in PROMPTS:
+                for temperature in (0.0, 0.8):
+                    asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 40}
+                    asked["acceptance"] = "rejection"
+                    replies = [
+                        runtime.generate(prompt, method="lowbit", **asked) for runtime in (whole, halves)
+                    ]
+                    assert replies[0].tokens == replies[1].tokens
+                    assert replies[1].stats.accepted_tokens
+                    if temperature == 0:
+                        plain = whole.generate(prompt, method="none", **asked)
+                        assert replies[1].tokens == plain.tokens

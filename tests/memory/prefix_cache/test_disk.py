@@ -1,0 +1,265 @@
+"""Files of kept texts: whole and right, or not used; bounded; and gone when they are to be forgotten."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends.base import Snapshot
+from edgespec.files import write_private
+from edgespec.memory.prefix_cache import PrefixCacheDisk, disk_bound, forget_kept
+from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
+from edgespec.texts.replies import forget_replies
+
+TEXT = np.arange(50, dtype=np.int32)
+PLENTY = 1 << 30
+
+
+def put(disk: PrefixCacheDisk, text: Tokens, start: int = 0, *, seconds: float = 1.0, size: int = 300) -> str:
+    """A piece from `start` to the end of a text."""
+    name = name_of(text, start)
+    data = bytes(np.random.default_rng(len(text)).integers(0, 256, size, np.uint8))
+    assert disk.write(name, digest_of(text[:start]), text[start:], Snapshot(len(text), data, start), seconds)
+    return name
+
+
+def file_of(disk: PrefixCacheDisk, name: str) -> Path:
+    return disk.folder / f"{name}.kept"
+
+
+def test_a_piece_comes_back_as_it_was(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    names = [put(disk, TEXT[:30]), put(disk, TEXT, 30)]
+    again = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    assert [piece.name for piece in again.stored()] == names
+    first, last = again.stored()
+    assert (first.start, first.after, last.start, last.after) == (0, "", 30, digest_of(TEXT[:30]))
+    assert np.array_equal(np.concatenate([first.tokens, last.tokens]), TEXT)
+    read = again.read(names[1])
+    assert read is not None
+    assert (read.start, read.length, len(read.data)) == (30, 50, 300)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX")
+def test_files_are_private(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
+    put(disk, TEXT)
+    for path in (tmp_path / "kept").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_never_used(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path_factory.mktemp("kept"))
+    name = put(disk, TEXT)
+    path = file_of(disk, name)
+    whole = path.read_bytes()
+    expected = disk.read(name)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    how = data.draw(st.sampled_from(["cut", "flip", "fill", "grow"]))
+    if how == "cut":
+        path.write_bytes(whole[:at])
+    elif how == "flip":
+        path.write_bytes(
+            whole[:at] + bytes([whole[at] ^ (1 << data.draw(st.integers(0, 7)))]) + whole[at + 1 :]
+        )
+    elif how == "fill":
+        path.write_bytes(whole[:at] + b"\0" * (len(whole) - at))
+    else:
+        path.write_bytes(whole + b"x")
+    changed = path.read_bytes() != whole
+    again = PrefixCacheDisk("a model", PLENTY, disk.folder.parent)
+    usable = [piece.name for piece in again.stored()]
+    assert not changed or again.read(name) is None
+    if not changed:
+        assert usable == [name]
+        assert again.read(name) == expected
+    else:
+        # Once it was looked into it is gone.
+        assert not path.exists()
+
+
+def test_what_goes_after_nothing_is_deleted(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    first = put(disk, TEXT[:30])
+    last = put(disk, TEXT, 30)
+    disk.remove([first])
+    assert PrefixCacheDisk("a model", PLENTY, tmp_path).stored() == []
+    assert not file_of(disk, last).exists()
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    name = put(disk, TEXT)
+    other = PrefixCacheDisk("another model", PLENTY, tmp_path)
+    assert other.stored() == []
+    other.folder.mkdir()
+    file_of(other, name).write_bytes(file_of(disk, name).read_bytes())
+    assert other.read(name) is None
+    assert other.stored() == []
+    assert len(disk.stored()) == 1
+
+
+def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", 6000, tmp_path)
+    shared = put(disk, TEXT[:20], seconds=1e-6)
+    cheap = put(disk, TEXT[5:40], seconds=1e-3)
+    dear = put(disk, TEXT, 20, seconds=10.0)
+    for seed in range(20):
+        put(disk, np.random.default_rng(seed).integers(100, 200, 40, np.int32), seconds=1.0, size=900)
+        assert disk.used_bytes() <= 6000
+    names = {piece.name for piece in disk.stored()}
+    assert {shared, dear} <= names
+    assert cheap not in names
+    assert not disk.write("x", "", TEXT, Snapshot(50, bytes(7000)), 1.0)
+
+
+def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", 4000, tmp_path)
+    first = put(disk, TEXT[:20], seconds=1e-6)
+    put(disk, TEXT[5:40], seconds=1.0, size=2000)
+    last = put(disk, TEXT, 20, seconds=1e-3, size=2000)
+    assert [piece.name for piece in disk.stored()] == [first, last]
+
+
+def test_what_does_not_fit_after_what_it_goes_on_from_deletes_nothing(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", 4000, tmp_path)
+    names = {put(disk, TEXT[:20], size=2000), put(disk, TEXT[5:40])}
+    copy = Snapshot(50, bytes(2000), 20)
+    assert not disk.write(name_of(TEXT, 20), digest_of(TEXT[:20]), TEXT[20:], copy, 100.0)
+    assert {piece.name for piece in disk.stored()} == names
+
+
+def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk._LOCK_SECONDS", 0.05)
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    put(disk, TEXT[:20])
+    litter = disk.folder / ".half.kept.abc.tmp"
+    litter.write_bytes(b"half")
+    with FileLock(tmp_path / "lock"):
+        assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+        assert litter.exists()
+    put(disk, TEXT[:30])
+    assert not litter.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("in the way")
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
+    assert disk.stored() == []
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    assert "not kept in" in disk.notice
+
+
+def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_path: Path, *_payload: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", refused)
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    assert "memoryerror" in disk.notice
+
+
+def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None:
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+    put(disk, TEXT)
+    assert forget_kept(tmp_path) > 300
+    assert disk.stored() == []
+    assert disk.forgotten
+    assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
+    disk.begin_again()
+    put(disk, TEXT)
+    assert len(disk.stored()) == 1
+
+
+def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later writer would know that the file beside the mark is nobody's."""
+    made: list[object] = []
+    for name, forget in (("kept", forget_kept), ("chats", forget_replies)):
+        with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
+            patched.setattr(tempfile, "mkstemp", lambda **options: made.append(options))
+            forget(tmp_path / name)
+        assert made == []
+        assert [path.name for path in (tmp_path / name).iterdir() if path.name != "lock"] == ["forgotten"]
+
+
+def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
+    bound = disk_bound(tmp_path / "not there yet")
+    assert 0 < bound <= 4 << 30
+
+
+def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
+    """Such as another user's: a model loads, and says that nothing is kept."""
+    disk = PrefixCacheDisk("a model", PLENTY, tmp_path / ("x" * 300))
+    assert disk.stored() == []
+    assert disk.used_bytes() == 0
+    assert not disk.write(name_of(TEXT, 0), digest_of(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
+    assert "what was read is not kept" in disk.notice
+
+
+def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
+    names = [put(PrefixCacheDisk(model, PLENTY, tmp_path), TEXT) for model in ("a model", "another")]
+    both = PrefixCacheDisk("a model", PLENTY, tmp_path).used_bytes()
+    assert len(PrefixCacheDisk("a model", both, tmp_path).stored()) == 1
+    less = PrefixCacheDisk("a model", both - 1, tmp_path)
+    less.stored()
+    assert less.used_bytes() == both // len(names)
+    assert PrefixCacheDisk("a model", 0, tmp_path).stored() == []
+    assert less.used_bytes() == 0
+
+
+def test_a_file_that_another_program_puts_in_its_place_meanwhile_is_whole_and_stays(tmp_path: Path) -> None:
+    name = put(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT)
+    done = Event()
+
+    def write_again() -> None:
+        other = PrefixCacheDisk("a model", PLENTY, tmp_path)
+        while not done.is_set():
+            for seconds in (1.0, 1.0 / 3.0):  # which makes headers of two lengths
+                put(other, TEXT, seconds=seconds)
+
+    writer = Thread(target=write_again)
+    writer.start()
+    try:
+        disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
+        for _ in range(300):
+            assert disk.read(name) is not None
+            assert [piece.name for piece in disk.stored()] == [name]
+    finally:
+        done.set()
+        writer.join()
+
+
+def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, forgotten = Event(), Event()
+
+    def slowly(path: Path, *payload: bytes) -> None:
+        begun.set()
+        forgotten.wait(0.5)
+        write_private(path, *payload)
+
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", slowly)
+    writer = Thread(target=put, args=(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT))
+    writer.start()
+    begun.wait()
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private)
+    forget_kept(tmp_path)
+    forgotten.set()
+    writer.join()
+    assert not list(tmp_path.rglob("*.kept"))

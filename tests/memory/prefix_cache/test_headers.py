@@ -1,0 +1,62 @@
+"""Files of kept texts that somebody else made: whatever they say of themselves, nothing goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from edgespec.backends.base import Snapshot
+from edgespec.memory.prefix_cache import PrefixCacheDisk, headers
+from edgespec.memory.prefix_cache.segments import digest_of, name_of
+
+TEXT = np.arange(50, dtype=np.int32)
+KEYS = ("identity", "name", "after", "start", "end", "data_bytes", "seconds", "tokens_sum", "sums")
+
+
+def written(disk: PrefixCacheDisk, start: int, end: int) -> bool:
+    snapshot = Snapshot(end, b"x" * 300, start)
+    return disk.write(name_of(TEXT[:end], start), digest_of(TEXT[:start]), TEXT[start:end], snapshot, 1.0)
+
+
+def forge(path: Path, header: bytes) -> None:
+    """Another header on a file, with the right checksum."""
+    with path.open("rb") as file:
+        headers.read_header(file)
+        rest = file.read()
+    sizes = headers._SIZES.pack(len(header), crc32(header))
+    path.write_bytes(headers._MAGIC + sizes + header + rest)
+
+
+@pytest.mark.parametrize("quota_bytes", [1 << 30, 1500])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_header_of_another_form_is_a_file_that_is_not_there(
+    tmp_path: Path, key: str, quota_bytes: int
+) -> None:
+    name = name_of(TEXT[:40], 0)
+    values: tuple[Any, ...] = ("missing", None, "../x", "/x", -1, 1e400, 10**30, [], {}, True)
+    for value in values:
+        disk = PrefixCacheDisk("a model", quota_bytes, tmp_path)
+        assert written(disk, 0, 40)
+        path = disk.folder / f"{name}.kept"
+        with path.open("rb") as file:
+            header = headers.read_header(file) | {key: value}
+        if value == "missing":
+            del header[key]
+        forge(path, json.dumps(header).encode())
+        assert disk.read(name) is None or key in ("name", "after", "seconds")
+        assert written(disk, 40, 50)
+        assert PrefixCacheDisk("a model", quota_bytes, tmp_path).stored() == []
+
+
+@pytest.mark.parametrize("header", [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""])
+def test_a_header_that_is_no_object_is_a_file_that_is_not_there(tmp_path: Path, header: bytes) -> None:
+    disk = PrefixCacheDisk("a model", 1 << 30, tmp_path)
+    assert written(disk, 0, 40)
+    forge(disk.folder / f"{name_of(TEXT[:40], 0)}.kept", header)
+    assert disk.read(name_of(TEXT[:40], 0)) is None
+    assert disk.stored() == []

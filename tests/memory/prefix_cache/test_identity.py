@@ -1,0 +1,77 @@
+"""What was kept with a cache of one form is not put into one of another, whatever the options were."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.memory.prefix_cache import Worth
+from edgespec.memory.prefix_cache.disk import kept_folder
+from tests.backends.tiny_models import write_llama
+from tests.memory.prefix_cache.keeping import ask
+
+TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(300)]
+# So much of it is kept, whatever it is read in.
+KEPT = 256
+LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
+
+
+def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple[int, tuple[int, ...]]:
+    """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
+    with edgespec.load(path, context=context, keep=keep, **{**LOADED, **others}) as runtime:
+        tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
+        return runtime.memory().kept.tokens_not_read, tokens
+
+
+def check_apart(path: str, small: int, large: int) -> None:
+    fresh = {context: said(path, context, keep="none")[1] for context in (small, large)}
+    assert said(path, small) == (0, fresh[small])
+    assert said(path, large) == (0, fresh[large])
+    # Neither took the other's files away.
+    for context in (small, large):
+        not_read, tokens = said(path, context)
+        assert not_read >= KEPT
+        assert tokens == fresh[context]
+
+
+def test_keys_that_are_turned_for_a_short_context_and_for_a_long_one(tmp_path: Path) -> None:
+    check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=512, layers=2)), 512, 1024)
+
+
+def test_types_that_auto_chose_by_the_size_of_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.backends.llamacpp.kv_types._SMALL_CACHE_BYTES", 150_000)
+    check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2)), 512, 1024)
+
+
+def test_contexts_of_several_sizes_share_what_was_kept(tmp_path: Path) -> None:
+    path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
+    run = partial(said, path)
+    first, second = run(512), run(1024)
+    assert (first[0], second[0] >= KEPT) == (0, True)
+    assert first[1] == second[1]
+    assert len(list(kept_folder().glob("*/"))) == 1
+
+
+def test_what_some_threads_read_is_not_what_one_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody says how many, that depends on the cores a process may use."""
+    path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
+    run = partial(said, path, 512, threads=None, kv_type="f16")
+    for threads in (2, 1):
+        monkeypatch.setattr("edgespec.backends.llamacpp.files.default_threads", lambda _, some=threads: some)
+        first, fresh = run(), run(keep="none")
+        assert first == (0, fresh[1])
+        assert run()[0] >= KEPT

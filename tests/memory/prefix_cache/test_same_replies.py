@@ -1,0 +1,223 @@
+"""Real models go back to texts: their replies are those of a fresh run, wherever those were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec import Runtime
+from edgespec.backends import llamacpp
+from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.ngram import NgramDrafter
+from edgespec.memory.prefix_cache import Worth
+from edgespec.prepare.layerskip import prepare_layerskip
+from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
+from tests.memory.prefix_cache.keeping import ask, keeping
+
+OPTIONS = LoadOptions(context_tokens=512, threads=1)
+VISITS = (0, 1, 2, 0, 2, 1, 1, 0)
+
+Make = Callable[[Path, Path], LanguageModel]
+
+
+def _gguf(write: Callable[[Path], Path]) -> Make:
+    return lambda folder, _demo: llamacpp.load(str(write(folder / "model.gguf")), "tiny", OPTIONS)
+
+
+def _mlx(kind: str) -> Make:
+    def make(folder: Path, _demo: Path) -> LanguageModel:
+        pytest.importorskip("mlx.core")
+        from edgespec.backends import mlx
+        from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+
+        if not (folder / kind).exists():
+            write_checkpoint(folder / kind, kind)
+        return mlx.load(str(folder / kind), kind, LoadOptions(context_tokens=512))
+
+    return make
+
+
+MODELS: dict[str, Make] = {
+    "llama.cpp": lambda _folder, demo: llamacpp.load(str(demo), "demo", OPTIONS),
+    "llama.cpp q8_0 cache": lambda _folder, demo: llamacpp.load(
+        str(demo), "demo", LoadOptions(context_tokens=512, threads=1, kv_type="q8_0")
+    ),
+    "llama.cpp window": _gguf(partial(write_gemma2, window=16)),
+    "llama.cpp recurrent": _gguf(write_mamba),
+    "llama.cpp hybrid": _gguf(write_jamba),
+    "llama.cpp short convolution": _gguf(write_lfm2),
+    "MLX": _mlx("llama"),
+    "MLX window": _mlx("gemma3"),
+    "MLX hybrid": _mlx("qwen3_next"),
+}
+
+
+# Much like another one: not every time.
+SELDOM = ("llama.cpp q8_0 cache", "llama.cpp short convolution", "MLX window")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.long] * (name in SELDOM))
+        for name, make in MODELS.items()
+    ],
+)
+def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) -> None:
+    model = make(tmp_path, demo_target)
+    words = np.random.default_rng(1).integers(3, 90, (4, 100)).tolist()
+    begun = [[*words[3], *own] for own in words[:3]]
+    ngram = {"ngram": NgramDrafter()}
+    with keeping(model, tmp_path / "kept", most_bytes=100_000, others=ngram) as runtime:
+        chats, replies = [list(text) for text in begun], []
+        for turn, chat in enumerate(VISITS):
+            replies.append(_turn(runtime, chats[chat], turn))
+        assert runtime.memory().kept.hits >= 4
+        saved = [list(text) for text in chats]
+    again = make(tmp_path, demo_target)
+    with keeping(again, tmp_path / "kept", others={"ngram": NgramDrafter()}) as runtime:
+        for turn, chat in enumerate((1, 0)):
+            replies.append(_turn(runtime, chats[chat], 20 + turn))
+        assert runtime.memory().kept.hits == 2
+        chats, expected = [list(text) for text in begun], []
+        for turn, chat in enumerate(VISITS):
+            runtime.forget()
+            expected.append(_turn(runtime, chats[chat], turn))
+        for turn, chat in enumerate((1, 0)):
+            runtime.forget()
+            expected.append(_turn(runtime, saved[chat], 20 + turn))
+        assert replies == expected
+
+
+def _turn(runtime: Runtime, chat: list[int], turn: int) -> tuple[int, ...]:
+    """A few more words, and what is said to them."""
+    chat += np.random.default_rng(turn).integers(3, 90, 9).tolist()
+    method = ("none", "ngram")[turn % 2]
+    options = {"seed": turn, "max_tokens": 12, "temperature": (0.0, 0.8, 1.2)[turn % 3]}
+    reply = ask(runtime, chat, method=method, **options)
+    chat += reply.tokens
+    return reply.tokens
+
+
+@pytest.fixture(scope="module")
+def forms(
+    demo_target: Path, demo_draft: Path, low_bit_copy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], tuple[LanguageModel, dict[str, Any]]]:
+    """The embedded model in halves, and what drafts on it."""
+    halves = prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
+
+    def make() -> tuple[LanguageModel, dict[str, Any]]:
+        model = load_layerskip(str(halves), "demo", OPTIONS)
+        draft = llamacpp.load(str(demo_draft), "draft", OPTIONS)
+        views = {
+            "layerskip": model.self_draft(EarlyExit(4)),
+            "lowbit": model.self_draft(LowBit(str(low_bit_copy))),
+            "model": draft,
+        }
+        vocab = model.facts.vocab_size
+        return model, {name: ModelDrafter(view, vocab, name=name) for name, view in views.items()}
+
+    return make
+
+
+def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any]]], tmp_path: Path) -> None:
+    model, drafters = forms()
+    begun = [[7 + chat] * 3 + list(range(100, 180)) for chat in range(3)]
+    with keeping(model, tmp_path, others=drafters) as runtime:
+        chats = [list(text) for text in begun]
+        said: list[tuple[list[int], dict[str, Any], tuple[int, ...]]] = []
+        for turn, chat in enumerate((0, 1, 2, 0, 1, 2, 2, 1, 0)):
+            method = ("none", *drafters)[turn % 4]
+            chats[chat] += [50 + turn] * 4
+            options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
+            prompt = list(chats[chat])
+            reply = ask(runtime, prompt, method=method, **options)
+            said.append((prompt, options, reply.tokens))
+            chats[chat] += reply.tokens
+        assert runtime.memory().kept.hits >= 5
+        for prompt, options, tokens in said:
+            runtime.forget()
+            assert ask(runtime, prompt, method="none", **options).tokens == tokens
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
+
+
+@pytest.mark.usefixtures("always")
+def test_auto_and_suffix_in_chats_as_people_load_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    asked = ["How do I list files by size?", "And by name?", "How do I unpack a tar file?"]
+
+    def talk(runtime: Runtime, *, forget: bool) -> list[tuple[int, ...]]:
+        chats = [runtime.chat(system="Be brief.") for _ in range(3)]
+        replies = []
+        for turn, text in enumerate(asked):
+            for seed, (chat, method) in enumerate(zip(chats, ("auto", "suffix", "none"), strict=True)):
+                if forget:
+                    runtime.forget()
+                    method = "none"
+                reply = chat.ask(f"{text} ({seed})", method=method, seed=seed + turn, max_tokens=24)
+                replies.append(reply.tokens)
+        return replies
+
+    with edgespec.load("demo", methods=["suffix"], keep="disk", threads=1, context=1024) as runtime:
+        got = talk(runtime, forget=False)
+        assert runtime.memory().kept.hits >= 6
+    with edgespec.load("demo", "none", keep="none", threads=1, context=1024) as runtime:
+        assert talk(runtime, forget=True) == got
+        assert runtime.memory().kept.memory_limit_bytes == 0
+
+
+@pytest.mark.usefixtures("always")
+def test_a_chat_that_goes_on_in_another_run_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replies were sampled: what they tokenize to is not always what was drawn."""
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    load = partial(edgespec.load, "demo", "none", keep="disk", threads=1, context=1024)
+    with load() as runtime:
+        chat = runtime.chat(system="Be brief.")
+        for seed, text in enumerate(["How do I list files by size?", "And by name?"]):
+            reply = chat.ask(text, seed=seed, max_tokens=30, temperature=1.3)
+        used = reply.stats.prompt_tokens + len(reply.tokens)
+        messages = chat.messages
+    with load() as runtime:
+        reply = runtime.chat("Be brief.", messages).ask("Thanks", max_tokens=8, seed=1)
+        assert reply.stats.cached_prompt_tokens >= used - 2
+        assert reply.stats.prompt_tokens - reply.stats.cached_prompt_tokens < 16
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("always")
+def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx.core")
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    methods = ["layerskip", "lowbit", "model", "suffix", "swift", "auto", "none"]
+    load = partial(
+        edgespec.load, "demo-mlx", methods=["layerskip", "lowbit", "suffix", "swift"], exit_layer=4
+    )
+    said: list[tuple[list[int], dict[str, Any], tuple[int, ...]]] = []
+    for run in range(2):
+        with load("demo-mlx-draft", context=1024, keep="disk") as runtime:
+            for turn in range(9):
+                prompt = [*range(200, 260), *[300 + turn % 3] * 20, *range(400, 410 + turn + 9 * run)]
+                options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
+                method = methods[(turn + run) % len(methods)]
+                said.append((prompt, options, ask(runtime, prompt, method=method, **options).tokens))
+            assert runtime.memory().kept.hits >= 6
+    with load("none", context=1024, keep="none") as runtime:
+        for prompt, options, tokens in said:
+            runtime.forget()
+            assert ask(runtime, prompt, method="none", **options).tokens == tokens

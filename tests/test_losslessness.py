@@ -1,0 +1,440 @@
+"""The proof of sameness must excuse rounding, excuse nothing else, and see a law that is off."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import edgespec
+from edgespec import Message, Runtime, idle
+from edgespec.backends.tabular import TabularModel
+from edgespec.engine import acceptance
+from edgespec.engine.acceptance import Invariant, Verdict
+from edgespec.engine.chain import SamplingParams
+from edgespec.engine.distribution import Distribution
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError, OptionError
+from edgespec.losslessness import Prompt, Report, read_prompts, verify
+from edgespec.losslessness.rescore import LARGEST_ROUNDING, Rescored, is_near_tie, rescore, score_gap
+from edgespec.losslessness.statistics import holm, p_value
+from tests.tables import Saying, near, runtime, table, with_drafter
+
+PROMPTS = [Prompt(f"p{i}", (Message("user", text),)) for i, text in enumerate(("abc", "fed", "aaaa", "cab"))]
+METHODS = ("model", "ngram", "model+ngram")
+
+
+class Rounding(TabularModel):
+    """A table whose wide passes are a little off, as quantised kernels are."""
+
+    error = 0.05
+
+    def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
+        logits = super().verify(tree, first)
+        if tree.width == 1:
+            return logits
+        random = np.random.default_rng([len(self._tokens), tree.width, *tree.tokens])
+        return HostLogits(
+            logits.rows + random.uniform(-self.error, self.error, logits.rows.shape).astype(np.float32)
+        )
+
+
+def rounding(error: float) -> Runtime:
+    target = Rounding(table(1)._table)
+    target.error = error
+    return runtime(target, near(table(1), 2))
+
+
+def prove(pair: Runtime, **options: Any) -> Report:
+    defaults: dict[str, Any] = {
+        "methods": METHODS,
+        "temperatures": (0.0, 0.8),
+        "draft_lengths": (1, 3),
+        "max_tokens": 40,
+        "seed": 3,
+    }
+    return verify(pair, options.pop("prompts", PROMPTS), **defaults | options)
+
+
+class TestInvariantMode:
+    def test_a_healthy_pair(self) -> None:
+        with runtime(table(1), near(table(1), 2)) as pair:
+            report = prove(pair)
+        assert report.violations == 0
+        for result in report.methods.values():
+            assert (result.prompts, result.identical, result.near_tie, result.violations) == (4, 4, 0, 0)
+            assert result.replies == 4 * 2 * 2
+            assert result.drafted_tokens >= result.accepted_tokens > 0
+            assert result.divergences == []
+            assert result.smallest_corrected_p_value is None
+
+    def test_the_report_as_scripts_read_it(self) -> None:
+        with runtime(table(1), near(table(1), 2)) as pair:
+            report = json.loads(json.dumps(prove(pair).to_json()))
+        assert set(report) == {"target", "draft", "acceptance", "methods", "nothing_drafted"}
+        assert report["nothing_drafted"] == []
+        assert set(report["methods"]) == set(METHODS)
+        expected = {
+            "prompts",
+            "identical",
+            "near_tie",
+            "violations",
+            "divergences",
+            "smallest_corrected_p_value",
+            "drafted_tokens",
+            "accepted_tokens",
+            "note",
+        }
+        for result in report["methods"].values():
+            assert expected <= set(result)
+
+    def test_rounding_is_excused_and_measured(self) -> None:
+        with rounding(0.05) as pair:
+            report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
+        found = [divergence for result in report.methods.values() for divergence in result.divergences]
+        assert found, "nothing diverged: this shows nothing"
+        assert report.violations == 0
+        for divergence in found:
+            assert divergence.verdict == "near_tie"
+            assert 0 < (divergence.cross_width_error or 0) <= 0.051
+            assert divergence.plain_token != divergence.other_token
+        for result in report.methods.values():
+            assert result.identical + result.near_tie == result.prompts == 12
+
+    def test_a_target_held_to_the_bit_is_excused_nothing(self) -> None:
+        with rounding(0.05) as pair:
+            with pair.borrowed_target() as target:
+                target.facts = replace(
+                    target.facts, capabilities=replace(target.facts.capabilities, exact=True)
+                )
+            report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
+        assert report.violations > 0
+        assert all(d.verdict == "violation" for r in report.methods.values() for d in r.divergences)
+
+    def test_an_error_too_large_to_be_rounding_is_a_violation(self) -> None:
+        with rounding(3.0) as pair:
+            report = prove(pair)
+        assert report.violations > 0
+        assert all(d.verdict == "violation" for r in report.methods.values() for d in r.divergences)
+
+    def test_a_wrong_rule_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def accept(self: object, tree: TokenTree, logits: Any, sampler: Any) -> Verdict:
+            path = (1,) if tree.drafted else ()
+            for node in path:
+                sampler.push(tree.tokens[node])
+            token = sampler.token(logits, path[-1] if path else 0)
+            sampler.pop(len(path))
+            return Verdict(path, token)
+
+        monkeypatch.setattr(Invariant, "accept", accept)
+        with runtime(table(1), near(table(1), 2)) as pair:
+            report = prove(pair, methods=("model",))
+        result = report.methods["model"]
+        assert result.violations == report.violations == 4
+        assert result.identical == result.near_tie == 0
+        assert all(d.cross_width_error == 0.0 for d in result.divergences)
+        assert all(d.gap is not None and d.gap > 0 for d in result.divergences)
+
+    def test_a_reply_that_goes_on_or_stops_too_soon_is_a_violation(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with runtime(table(1), near(table(1), 2)) as pair:
+            whole = Runtime.stream_tokens
+
+            def shorter(self: Runtime, tokens: Any, **options: Any) -> Any:
+                if options["method"] != "none":
+                    options["max_tokens"] = 3
+                return whole(self, tokens, **options)
+
+            monkeypatch.setattr(Runtime, "stream_tokens", shorter)
+            report = prove(pair, methods=("model",))
+        (first, *_) = report.methods["model"].divergences
+        assert (first.position, first.other_token, first.gap, first.verdict) == (3, None, None, "violation")
+
+    def test_penalties_and_filters_take_part(self) -> None:
+        with rounding(0.05) as pair:
+            report = prove(
+                pair, prompts=_many(8), temperatures=(0.9,), presence_penalty=0.5, top_p=0.8, typical_p=0.9
+            )
+        assert report.violations == 0
+
+
+def _many(count: int) -> list[Prompt]:
+    letters = np.random.default_rng(0).integers(0, 7, (count, 6))
+    return [
+        Prompt(f"p{i}", (Message("user", "".join(chr(97 + letter) for letter in row)),))
+        for i, row in enumerate(letters.tolist())
+    ]
+
+
+class TestNearTies:
+    """Two logits a gap apart, an error that does or does not decide between them."""
+
+    GREEDY = SamplingParams(temperature=0.0)
+
+    def rescored(self, row: list[float], error: float) -> Rescored:
+        return Rescored(np.array(row, np.float32), [], error)
+
+    @pytest.mark.parametrize(("error", "expected"), [(0.04, False), (0.06, True), (0.2, True), (1.5, False)])
+    def test_greedy(self, error: float, expected: bool) -> None:
+        rescored = self.rescored([1.0, 0.9, -5.0], error)
+        assert is_near_tie(rescored, self.GREEDY, 0, [0], 0, 1) is expected
+        assert score_gap(rescored.plain, self.GREEDY, 0, [0], 0, 1) == pytest.approx(0.1)
+
+    def test_a_third_token_is_no_tie(self) -> None:
+        assert not is_near_tie(self.rescored([1.0, 0.99, 1.5], 0.05), self.GREEDY, 0, [0], 0, 1)
+
+    def test_the_edge_of_a_filter(self) -> None:
+        """The second token is out by a hair of min-p, and in by a hair more; the noise prefers it."""
+        row = [1.0, 1.0 + math.log(0.5) - 0.01, -5.0]
+        params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.5)
+        opened = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.4)
+        from edgespec.engine.sampling import Sampler
+
+        logits = HostLogits(np.array([row], np.float32))
+        seed = next(s for s in range(100) if Sampler(opened, s, [0]).token(logits, 0) == 1)
+        assert is_near_tie(self.rescored(row, 0.01), params, seed, [0], 0, 1)
+        assert not is_near_tie(self.rescored(row, 0.001), params, seed, [0], 0, 1)
+
+    def test_what_is_not_a_number_excuses_nothing(self) -> None:
+        assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.inf), self.GREEDY, 0, [0], 0, 1)
+        assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.nan), self.GREEDY, 0, [0], 0, 1)
+
+
+@pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
+def test_a_text_read_in_parts(demo_target: Path, kv_type: str, rounds: bool) -> None:
+    """A cache with one kernel for all widths agrees to the bit, however a text came to be read."""
+    tokens = np.random.default_rng(0).integers(512, 4096, 700).tolist()
+    with edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain:
+        stream = plain.stream_tokens(tokens, max_tokens=1)
+        list(stream)
+        with plain.borrowed_target() as target:
+            rescored = rescore(target, tokens[:680], tokens[680:], [4], pieces=[48, 300])
+    assert (rescored.error > 0) is rounds
+    assert rescored.error < LARGEST_ROUNDING
+
+
+class TestRejectionMode:
+    def test_a_healthy_pair(self) -> None:
+        with runtime(table(1), near(table(1), 2), branches=(2,)) as pair:
+            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=150)
+        assert report.violations == 0
+        for result in report.methods.values():
+            assert result.identical == 2
+            assert result.smallest_corrected_p_value is not None
+            assert result.smallest_corrected_p_value > 0.001
+
+    def test_a_wrong_law_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(acceptance, "_residual", lambda target, law, scale=1: target)
+        with runtime(table(1), near(table(1), 2, noise=2.0)) as pair:
+            report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=300, methods=("model",))
+        result = report.methods["model"]
+        assert result.violations > 0
+        assert result.smallest_corrected_p_value is not None
+        assert result.smallest_corrected_p_value < 0.001
+
+
+class Learner(Saying):
+    """Guesses nothing before it has rested. lessons: how often it may rest before there is nothing left."""
+
+    rests = True
+
+    def __init__(self, lessons: float) -> None:
+        super().__init__(lambda tokens, length: [1] * length if self.rested else [])
+        self.lessons = lessons
+        self.rested = 0
+
+    def rest(self, wanted: Callable[[], bool]) -> None:
+        while self.rested < self.lessons and wanted():
+            self.rested += 1
+
+    def note(self) -> str:
+        return f"it has rested {self.rested} times"
+
+
+class TestWhatWasDrafted:
+    @pytest.fixture(autouse=True)
+    def no_other_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(idle, "QUIET_SECONDS", 1e6)
+
+    def prove(self, drafter: Learner, **options: Any) -> Report:
+        with with_drafter(table(1), drafter) as runtime:
+            return prove(runtime, methods=("model", "none"), **options)
+
+    @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+    def test_a_rest_follows_each_reply_and_is_over_when_nothing_is_left(self, acceptance: str) -> None:
+        report = self.prove(Learner(1), rest_seconds=1e6, acceptance=acceptance, samples=2)
+        result = report.methods["model"]
+        assert report.nothing_drafted == ()
+        assert result.drafted_tokens > 0
+        assert result.note == "it has rested 1 times"
+
+    def test_without_a_rest_nothing_is_learnt_and_nothing_proved(self) -> None:
+        report = self.prove(Learner(1), rest_seconds=0)
+        assert report.nothing_drafted == ("model",)
+        assert report.methods["model"].identical == 4
+        assert report.methods["model"].note == "it has rested 0 times"
+
+    def test_a_rest_can_be_cancelled(self) -> None:
+        drafter = Learner(math.inf)
+        with pytest.raises(CancelledError):
+            self.prove(drafter, rest_seconds=1e6, progress=lambda *_: drafter.rested < 5)
+        assert drafter.rested == 5
+
+    def test_a_method_without_drafters_says_why(self) -> None:
+        with runtime(table(1)) as alone:
+            report = prove(alone, methods=("auto",))
+            reason = alone.method_for("auto").reason
+        assert report.nothing_drafted == ("auto",)
+        assert report.methods["auto"].note == reason
+
+
+class TestTheStatistics:
+    LAW = Distribution(np.arange(30), np.array([0.3, 0.2, 0.1] + [0.4 / 27] * 27))
+
+    def draws(self, seed: int, count: int, law: Distribution) -> Counter[int]:
+        return Counter(np.random.default_rng(seed).choice(law.tokens, count, p=law.probs).tolist())
+
+    def test_p_values_of_the_law_itself_are_uniform(self) -> None:
+        values = [p_value([(self.draws(seed, 80, self.LAW), self.LAW)]) or 0.0 for seed in range(200)]
+        assert stats.kstest(values, "uniform").pvalue > 1e-3
+
+    def test_another_law_is_seen(self) -> None:
+        other = Distribution(self.LAW.tokens, np.roll(self.LAW.probs, 1))
+        p = p_value([(self.draws(1, 80, other), self.LAW)])
+        assert p is not None
+        assert p < 1e-4
+
+    def test_the_impossible_is_seen(self) -> None:
+        law = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
+        p = p_value([(Counter({0: 50, 1: 49, 2: 1}), law)])
+        assert p is not None
+        assert p < 1e-4
+
+    def test_no_choice_is_no_test(self) -> None:
+        certain = Distribution(np.array([7]), np.array([1.0]))
+        assert p_value([(Counter({7: 100}), certain)]) is None
+        assert p_value([]) is None
+
+    def test_holm(self) -> None:
+        assert holm([]) == []
+        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+        assert holm([0.5, 0.9]) == [1.0, 1.0]
+
+
+class TestOptions:
+    @pytest.fixture
+    def pair(self) -> Iterator[Runtime]:
+        with runtime(table(1), near(table(1), 2)) as pair:
+            yield pair
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"prompts": []},
+            {"methods": ()},
+            {"temperatures": ()},
+            {"draft_lengths": ()},
+            {"draft_lengths": (0,)},
+            {"methods": ("modle",)},
+            {"temperatures": (-1.0,)},
+            {"max_tokens": 0},
+            {"samples": 0},
+            {"rest_seconds": -1},
+            {"rest_seconds": math.nan},
+            {"rest_seconds": "2"},
+            {"acceptance": "sometimes"},
+            {"prompts": [PROMPTS[0], PROMPTS[0]]},
+        ],
+    )
+    def test_nonsense_is_refused(self, pair: Runtime, options: dict[str, Any]) -> None:
+        with pytest.raises(OptionError):
+            prove(pair, **options)
+
+    def test_progress_rises_and_may_cancel(self, pair: Runtime) -> None:
+        seen: list[float] = []
+
+        def watch(what: str, fraction: float) -> bool:
+            seen.append(fraction)
+            return len(seen) < 1000
+
+        prove(pair, progress=watch)
+        assert seen == sorted(seen)
+        assert seen[-1] == 1.0
+        with pytest.raises(CancelledError):
+            prove(pair, progress=lambda what, fraction: fraction < 0.5)
+        assert prove(pair).violations == 0
+
+
+class TestPrompts:
+    def test_those_that_come_with_edgespec(self) -> None:
+        prompts = read_prompts()
+        assert len(prompts) > 20
+        assert len({prompt.name for prompt in prompts}) == len(prompts)
+        assert all(prompt.messages[-1].role == "user" for prompt in prompts)
+
+    def test_both_ways_to_write_one(self, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text(
+            '{"prompt": "Hello"}\n\n{"id": "b", "messages": [{"role": "user", "content": "Grüß dich 🙂"}]}\n',
+            encoding="utf-8",
+        )
+        assert read_prompts(file) == [
+            Prompt("line 1", (Message("user", "Hello"),)),
+            Prompt("b", (Message("user", "Grüß dich 🙂"),)),
+        ]
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "Hello",
+            "[]",
+            "5",
+            '{"text": "Hello"}',
+            '{"prompt": ""}',
+            '{"prompt": 5}',
+            '{"messages": []}',
+            '{"messages": [{"role": "assistant", "content": "Hi"}]}',
+            '{"messages": [{"role": "robot", "content": "Hi"}]}',
+            '{"messages": [{"content": "Hi"}]}',
+            '{"messages": "Hi"}',
+        ],
+    )
+    def test_a_line_that_is_none_is_shown(self, tmp_path: Path, line: str) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"prompt": "Hello"}\n' + line, encoding="utf-8")
+        with pytest.raises(OptionError, match=r"line 2 of .*prompts\.jsonl"):
+            read_prompts(file)
+
+    def test_files_that_hold_none(self, tmp_path: Path) -> None:
+        (tmp_path / "empty.jsonl").touch()
+        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+        for name, says in (("empty.jsonl", "no prompts"), ("binary.jsonl", "read"), ("gone.jsonl", "read")):
+            with pytest.raises(OptionError, match=says):
+                read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+def test_the_embedded_pair(acceptance: str) -> None:
+    with edgespec.load("demo") as pair:
+        report = verify(
+            pair,
+            read_prompts()[::12],
+            methods=METHODS,
+            temperatures=(0.0, 1.0),
+            draft_lengths=(4,),
+            max_tokens=32,
+            seed=5,
+            acceptance=acceptance,
+            samples=60,
+        )
+    assert report.violations == 0
