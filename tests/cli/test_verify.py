@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from edgespec import losslessness
 from edgespec.auto.curve import CostCurve
 from edgespec.costs import TargetCosts
 from tests.cli.conftest import Run, json_of, one_line_error
