@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from edgespec.assembly.measuring import headroom_bytes, opened
+from edgespec.assembly.pair_estimate import headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.catalog import Resolved, load_catalogue, look, smaller_models

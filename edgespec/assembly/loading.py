@@ -11,7 +11,7 @@ from pathlib import Path
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.exact import hold_to_exact
-from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
+from edgespec.assembly.prefix_cache_options import Keeping, files_of, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair

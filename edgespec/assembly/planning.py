@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from edgespec.assembly.advice import advice_for
 from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.longer import longest
-from edgespec.assembly.measuring import Models
+from edgespec.assembly.context_extension import longest
+from edgespec.assembly.pair_estimate import Models
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import begun_with, context_wanted

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from edgespec.assembly.drafting_options import Branches, Drafting
-from edgespec.assembly.keeping import Keeping
+from edgespec.assembly.prefix_cache_options import Keeping
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import find_pair
 from edgespec.assembly.planning import Planned, Wishes, budget_for, plan_pair

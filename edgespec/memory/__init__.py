@@ -10,7 +10,7 @@ from edgespec.memory.budget import (
     resident_bytes,
     within_limits,
 )
-from edgespec.memory.ladder import Choice, Measured, Prefer, StepName, fitted
+from edgespec.memory.fitting import Choice, Measured, Prefer, StepName, fitted
 from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
-from edgespec.backends.llamacpp import sizing
+from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import SHARED_BYTES, LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.metadata import metadata

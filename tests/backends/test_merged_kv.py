@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.merged_kv import join
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.llamacpp.sizing import work_bytes
+from edgespec.backends.llamacpp.context_planning import work_bytes
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
 from edgespec.methods import Drafters

@@ -29,7 +29,7 @@ from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.methods import Drafters
 from tests.backends.tiny_models import write_jamba
-from tests.memory.prefix_cache.keeping import ask, keeper
+from tests.memory.prefix_cache.helpers import ask, keeper
 from tests.tables import table
 
 FIRST = 256

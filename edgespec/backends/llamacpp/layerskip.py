@@ -43,7 +43,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
 from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
-from edgespec.backends.llamacpp.sizing import halves_options, plan_halves, work_bytes
+from edgespec.backends.llamacpp.context_planning import halves_options, plan_halves, work_bytes
 from edgespec.backends.llamacpp.target_parts import TargetParts
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import check_weights_fit, in_blocks

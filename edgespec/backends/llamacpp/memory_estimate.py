@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.resizing import turning_tokens
-from edgespec.backends.llamacpp.sizing import (
+from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,
     halves_options,

@@ -11,9 +11,9 @@ import numpy as np
 from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import available_bytes
-from edgespec.memory.prefix_cache.copies import Copies
+from edgespec.memory.prefix_cache.store import Copies
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.eviction import Worth
+from edgespec.memory.prefix_cache.reuse_costs import Worth
 from edgespec.memory.prefix_cache.reusable_prefix import sure_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.usage import PrefixCacheUsage

@@ -12,7 +12,7 @@ import edgespec
 from edgespec.memory.prefix_cache import Worth
 from edgespec.memory.prefix_cache.disk import kept_folder
 from tests.backends.tiny_models import write_llama
-from tests.memory.prefix_cache.keeping import ask
+from tests.memory.prefix_cache.helpers import ask
 
 TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(300)]
 # So much of it is kept, whatever it is read in.

@@ -20,7 +20,7 @@ from edgespec.drafters.ngram import NgramDrafter
 from edgespec.memory.prefix_cache import Worth
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
-from tests.memory.prefix_cache.keeping import ask, keeping
+from tests.memory.prefix_cache.helpers import ask, keeping
 
 OPTIONS = LoadOptions(context_tokens=512, threads=1)
 VISITS = (0, 1, 2, 0, 2, 1, 1, 0)

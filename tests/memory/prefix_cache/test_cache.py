@@ -23,7 +23,7 @@ from edgespec.memory.prefix_cache import PrefixCache, Worth, forget_kept, memory
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.methods import Drafters
 from tests.backends.rewindable import StateModel, replayed_table
-from tests.memory.prefix_cache.keeping import ask, keeper, keeping
+from tests.memory.prefix_cache.helpers import ask, keeper, keeping
 from tests.tables import table
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from edgespec.backends.base import Snapshot
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.eviction import Worth
+from edgespec.memory.prefix_cache.reuse_costs import Worth
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, digest_of
 
 __all__ = ["RESERVE_BYTES", "Copies", "copy_bound", "memory_bound"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.assembly.measuring import Models
+from edgespec.assembly.pair_estimate import Models
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import Budget, Choice, MemoryPlan
 from edgespec.memory.context_resize import room_to_grow

@@ -13,8 +13,8 @@ from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.methods import Drafters
-from tests.memory.prefix_cache.keeping import PLENTY, Always, ask, keeping
-from tests.memory.prefix_cache.test_texts import CHATS, words
+from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
+from tests.memory.prefix_cache.test_cache import CHATS, words
 from tests.tables import table
 
 

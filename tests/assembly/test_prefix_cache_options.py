@@ -12,7 +12,7 @@ import pytest
 
 import edgespec
 from edgespec.assembly import loading
-from edgespec.assembly.keeping import Keeping, _identity, files_seen
+from edgespec.assembly.prefix_cache_options import Keeping, _identity, files_seen
 from edgespec.assembly.pairing import load_target
 from edgespec.backends.base import LoadOptions
 from edgespec.costs import FreeCosts
