@@ -36,20 +36,20 @@ class MemoryUse:
 
     resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
     planned before anything was loaded. context_tokens: of the target's context as it is now, and most_ as it
-    may become. available_bytes: what other programs may still take. given_way_bytes: what they were given
-    back, all together; given_way: what that was at last, in words.
+    may become. available_bytes: what other programs may still take. reclaimed_bytes: what they were given
+    back, all together; last_reclaim: what that was at last, in words.
     """
 
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
-    kept: PrefixCacheUsage
+    prefix_cache: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
     most_context_tokens: int = 0
     available_bytes: int = 0
-    given_way_bytes: int = 0
-    given_way: str = ""
+    reclaimed_bytes: int = 0
+    last_reclaim: str = ""
 
 
 _DEFAULTS = Defaults()
@@ -73,7 +73,7 @@ class Runtime:
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
-        kept: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None,
         record: PairRecord | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class Runtime:
         self._mapped = mapped
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters, kept, draft)
+        self._session = Session(target, drafters, prefix_cache, draft)
 
     @property
     def target(self) -> ModelFacts:
@@ -153,24 +153,24 @@ class Runtime:
     def memory(self) -> MemoryUse:
         """What takes memory now, and what is kept of other texts than the last. May be asked at any time."""
         drafts = self.draft
-        kept = self._session.kept
+        cache = self._session.prefix_cache
         return MemoryUse(
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            kept=kept.use() if kept else PrefixCacheUsage(),
+            prefix_cache=cache.use() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
             most_context_tokens=self.context_tokens,
-            available_bytes=self._session.giving.available(),
-            given_way_bytes=self._session.giving.given_bytes,
-            given_way=self._session.giving.said,
+            available_bytes=self._session.memory_pressure.available(),
+            reclaimed_bytes=self._session.memory_pressure.given_bytes,
+            last_reclaim=self._session.memory_pressure.said,
         )
 
     def known_texts(self) -> Iterable[Sequence[int]]:
         """The texts that are kept, as tokens: the very ones that were read and drawn."""
-        kept = self._session.kept
-        return [tokens.tolist() for tokens in kept.texts()] if kept else []
+        cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in cache.texts()] if cache else []
 
     def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
         """The whole reply to a prompt.

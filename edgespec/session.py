@@ -22,7 +22,7 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import Idle, resting_parts
-from edgespec.memory.context_resize import ROUND_TOKENS, ResizableContext
+from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
@@ -39,20 +39,20 @@ _ACCOUNT_ROUNDS = 8
 class Session:
     """Keeps target and drafters in step with the tokens they have seen.
 
-    `plain_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
+    `plain_step_seconds`: the last known cost of a plain step of the target. `prefix_cache`: what it has read
     of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
-    `giving`: what of that other programs are given back.
+    `memory_pressure`: what of that other programs are given back.
     """
 
     def __init__(
         self,
         target: LanguageModel,
         drafters: Drafters,
-        kept: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None,
         draft: LanguageModel | None = None,
     ) -> None:
         self.target = target
-        self.kept = kept
+        self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
         # `_working` is held while a model runs, never while a caller looks at what came out.
@@ -65,8 +65,8 @@ class Session:
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
         self.plain_step_seconds = self._time_plain_step()
-        self.giving = MemoryPressure(self.context, kept.copies if kept else None)
-        self._text = TargetCache(target, kept, self.context, self.giving)
+        self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
+        self._text = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
         _open_sessions.add(self)
 
     @property
@@ -136,8 +136,8 @@ class Session:
         """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
             self.drafters.forget()
-            if self.kept:
-                self.kept.copies.forget()
+            if self.prefix_cache:
+                self.prefix_cache.store.forget()
 
     def _next(self, steps: Iterator[Step]) -> Step | None:
         with self._working:
@@ -151,7 +151,7 @@ class Session:
                 self._text.settle()
                 self._interrupt(False)
             self._current = None
-            if not self._closing and (self._resting or self._text.saved or self.giving.anything):
+            if not self._closing and (self._resting or self._text.saved or self.memory_pressure.anything):
                 self._idle.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
@@ -162,21 +162,21 @@ class Session:
 
     def _give_way(self, wanted: Callable[[], bool]) -> bool:
         """Give memory to other programs while nobody asks; False where nothing is left to give."""
-        if self.kept and self.giving.short:
-            self.kept.copies.write(wanted)  # what is on disk is soon dropped
+        if self.prefix_cache and self.memory_pressure.short:
+            self.prefix_cache.store.write(wanted)  # what is on disk is soon dropped
         with self._working:
             if wanted() and not self._closing and self._current is None:
                 self._text.give_way()
-        return self.giving.anything
+        return self.memory_pressure.anything
 
     def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
-        if not self.kept or not self._text.saved:
+        if not self.prefix_cache or not self._text.saved:
             return
         with self._working:
             if wanted() and not self._closed and self._current is None:
                 self._text.keep()
-        self.kept.copies.write(wanted)
+        self.prefix_cache.store.write(wanted)
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
@@ -201,7 +201,7 @@ class Session:
         other programs were given of it.
         """
         drafter, report = self.drafters.choose(method)
-        memory = (self.context.notice, self.giving.notice)
+        memory = (self.context.notice, self.memory_pressure.notice)
         if drafter is None:
             return replace(report, note=" · ".join(filter(None, memory)))
         trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
@@ -233,7 +233,7 @@ class Session:
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
-                self._begin(tokens, min(request.max_tokens, ROUND_TOKENS), drafter, stats, progress)
+                self._begin(tokens, min(request.max_tokens, MIN_ROOM_TOKENS), drafter, stats, progress)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
@@ -254,7 +254,7 @@ class Session:
             yield step
             if self.context.short and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
-            self.giving.within_reply()
+            self.memory_pressure.within_reply()
 
     def _begin(
         self, tokens: list[int], beyond: int, drafter: Drafter | None, stats: Stats, progress: Progress | None
@@ -326,8 +326,8 @@ class Session:
                 self.drafters.close()
                 self.target.close()
         self._idle.join()
-        if self.kept:
-            self.kept.copies.write()
+        if self.prefix_cache:
+            self.prefix_cache.store.write()
 
 
 def _count_memory(stats: Stats, drafter: Drafter) -> None:

@@ -75,7 +75,7 @@ def _context(most_tokens: int, tokens_now: int) -> str:
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """The answer to /memory."""
-    kept = use.kept
+    kept = use.prefix_cache
     rows = [
         ("weights", size_text(use.weight_bytes)),
         ("caches", size_text(use.kv_bytes)),
@@ -88,7 +88,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         disk = f"{size_text(kept.disk_bytes)} of this model, of {size_text(kept.disk_limit_bytes)} for all"
         rows.append(("on disk", disk))
     rows.append(
-        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
+        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.reused_tokens, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
@@ -106,8 +106,8 @@ def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
         rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", size_text(use.available_bytes)))
-    if use.given_way:
-        rows.append(("gave way", f"{size_text(use.given_way_bytes)} so far; {use.given_way}"))
+    if use.last_reclaim:
+        rows.append(("gave way", f"{size_text(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
     return rows
 
 
@@ -120,7 +120,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
         name = "planned" if pool == "memory" else "on cards"
         rows.append((name, f"{size_text(taken)} of {size_text(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))

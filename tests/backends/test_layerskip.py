@@ -67,7 +67,7 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
 def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
     """As with a large vocabulary: the lower half has a few rows in a pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_UNREAD_BYTES", 0)
+        patch.setattr(context_planning, "_UNREAD_BYTES", 0)
         model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
     assert model._lower.context.max_width == 16
     yield model
@@ -211,7 +211,7 @@ class TestInPieces:
         """And it is small, whatever the vocabulary."""
         facts, below = both.halves.facts, both.halves._lower.context
         logits_bytes = 4 * facts.vocab_size * below.max_width
-        assert logits_bytes <= sizing._UNREAD_BYTES
+        assert logits_bytes <= context_planning._UNREAD_BYTES
         enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
         # The files' bytes are checked too, before anything is loaded.
         assert enough > facts.file_bytes

@@ -101,7 +101,7 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
         add_to_lmstudio(folder, f"{name}-GGUF/{name}.gguf", models_folder() / f"demo-{file}-q8_0.gguf")
     target = resolve("maker/Large-GGUF", allow_download=False)
     assert choose_draft(target).why.endswith("plain decoding may be expected, assumed")
-    options = {"context": 512, "threads": 1, "keep": "none"}
+    options = {"context": 512, "threads": 1, "prefix_cache": "none"}
     guesses = true = 0
     with edgespec.load("maker/Large-GGUF", method="model", **options) as runtime:  # type: ignore[arg-type]
         while guesses < 200:

@@ -47,8 +47,8 @@ def day(
     replies = []
     with (
         eagerly(),
-        edgespec.load(target, keep="none", **options) as fresh,
-        edgespec.load(target, methods=methods, keep_memory="64MiB", **options) as runtime,
+        edgespec.load(target, prefix_cache="none", **options) as fresh,
+        edgespec.load(target, methods=methods, prefix_cache_memory="64MiB", **options) as runtime,
     ):
         random = np.random.default_rng(1)
         vocab = runtime.target.vocab_size
