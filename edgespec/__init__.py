@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
-    from edgespec.reply import MethodReport, Piece, Reply
+    from edgespec.reply import MethodReport, TextChunk, Reply
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.stream import ReplyStream
 
@@ -36,7 +36,7 @@ __all__ = [
     "Message",
     "MethodReport",
     "ModelFacts",
-    "Piece",
+    "TextChunk",
     "PrefixCacheUsage",
     "Preview",
     "Reply",
@@ -62,7 +62,7 @@ _HOMES = {
     "Message": "edgespec.chat.message",
     "MethodReport": "edgespec.reply",
     "ModelFacts": "edgespec.backends.base",
-    "Piece": "edgespec.reply",
+    "TextChunk": "edgespec.reply",
     "Preview": "edgespec.assembly.preview",
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",

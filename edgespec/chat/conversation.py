@@ -34,7 +34,7 @@ class Host(Protocol):
     @property
     def context_tokens(self) -> int: ...
 
-    def known_texts(self) -> Iterable[Sequence[int]]: ...
+    def cached_prefixes(self) -> Iterable[Sequence[int]]: ...
 
     def stream_tokens(
         self, tokens: Sequence[int], *, on_end: Callable[[Reply | None], None] | None = None, **options: Any
@@ -72,7 +72,7 @@ class Chat:
         self._used_tokens: int | None = None if self.messages else 0
         self._host = host
         self._context_full = context_full
-        self._prompts = PromptBuilder(host.template, host.vocabulary, host.known_texts)
+        self._prompts = PromptBuilder(host.template, host.vocabulary, host.cached_prefixes)
 
     @property
     def context_used_tokens(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from edgespec import MemoryUse, MethodReport, ModelFacts, Piece, Reply, Stats
+    from edgespec import MemoryUse, MethodReport, ModelFacts, TextChunk, Reply, Stats
     from edgespec.chat.message import Message
 
 __all__ = ["ChatLike", "Load", "Progress", "RuntimeLike", "StreamLike"]
@@ -33,7 +33,7 @@ class StreamLike(Protocol):
     def reply(self) -> Reply:
         """The whole reply, once the iteration has ended."""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextChunk]:
         """The pieces, in order."""
 
     def cancel(self) -> None:

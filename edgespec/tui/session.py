@@ -13,7 +13,7 @@ from edgespec.chat.message import Message, Role
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
-    from edgespec import Piece, Reply
+    from edgespec import TextChunk, Reply
 
 __all__ = ["Line", "Session", "code_blocks"]
 
@@ -24,7 +24,7 @@ class Line:
 
     role: Role
     content: str
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
 
 

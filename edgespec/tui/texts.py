@@ -75,7 +75,7 @@ def _context(most_tokens: int, tokens_now: int) -> str:
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """The answer to /memory."""
-    kept = use.kept
+    kept = use.prefix_cache
     rows = [
         ("weights", size_text(use.weight_bytes)),
         ("caches", size_text(use.kv_bytes)),
@@ -103,11 +103,11 @@ def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """How large the context is by now, what is free, and what other programs were given."""
     rows = []
     if use.context_tokens:
-        rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
+        rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", size_text(use.available_bytes)))
-    if use.given_way:
-        rows.append(("gave way", f"{size_text(use.given_way_bytes)} so far; {use.given_way}"))
+    if use.last_reclaim:
+        rows.append(("gave way", f"{size_text(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
     return rows
 
 

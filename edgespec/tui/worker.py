@@ -18,7 +18,7 @@ from edgespec.errors import CancelledError
 from edgespec.heap import spare_addresses
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Piece, Reply, Stats
+    from edgespec import MethodReport, TextChunk, Reply, Stats
     from edgespec.tui.model import ChatLike, Load, RuntimeLike, StreamLike
 
 __all__ = [
@@ -96,7 +96,7 @@ class ModelThread:
     """Runs the model away from the screen."""
 
     def __init__(self, load: Load) -> None:
-        self.pieces: SimpleQueue[Piece] = SimpleQueue()
+        self.pieces: SimpleQueue[TextChunk] = SimpleQueue()
         self.events: SimpleQueue[Event] = SimpleQueue()
         self._load = load
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -163,7 +163,7 @@ class ModelThread:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def take_pieces(self) -> list[Piece]:
+    def take_pieces(self) -> list[TextChunk]:
         """Everything written since the last call."""
         return _drained(self.pieces)
 

@@ -137,7 +137,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 def _grow(runtime: edgespec.Runtime) -> None:
     """Read a text that fills less than half of the context, then one that goes on from it to the end."""
-    context = runtime._target.facts.most_context_tokens
+    context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):

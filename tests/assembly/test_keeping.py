@@ -100,7 +100,7 @@ def test_weights_that_are_swapped_while_they_are_loaded_lend_their_name_to_none(
         patch.setattr(loading, "load_target", swapped)
         with edgespec.load(str(copy), **OPTIONS) as runtime:
             runtime.generate(PROMPT, max_tokens=4, seed=1)
-            assert "changed while they were loaded" in runtime.memory().kept.notice
+            assert "changed while they were loaded" in runtime.memory().prefix_cache.notice
     assert not list((tmp_path / "data").rglob("*.kept"))
     assert held(copy) == 0
     assert held(copy) > 20

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgespec import Capabilities, MemoryUse, MethodReport, ModelFacts, Piece, PrefixCacheUsage, Reply, Stats
+from edgespec import Capabilities, MemoryUse, MethodReport, ModelFacts, TextChunk, PrefixCacheUsage, Reply, Stats
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError, OptionError
 from edgespec.methods import parse_method
@@ -78,7 +78,7 @@ def made_up_stats(pieces: int) -> Stats:
         overhead_seconds=0.0048,
         prefill_seconds=0.024,
         ttft_seconds=0.031,
-        plain_step_seconds=0.0081,
+        target_step_seconds=0.0081,
         ledger_credit_seconds=0.1,
         worst_case_loss=0.087,
         draft_weight_bytes=2_801_952,
@@ -110,7 +110,7 @@ class ScriptedStream:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextChunk]:
         script = self.script
         words = script.text.replace(" ", " \0").split("\0")
         said = ""
@@ -126,7 +126,7 @@ class ScriptedStream:
                 break
             said += word
             self.stats = made_up_stats(place + 1)
-            yield Piece(word, 1, place % 3 != 2)
+            yield TextChunk(word, 1, place % 3 != 2)
             if script.pause_seconds:
                 time.sleep(script.pause_seconds)
         cancelled = self._cancelled.is_set()

@@ -17,7 +17,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.widgets.pairs import Pairs
 
 if TYPE_CHECKING:
-    from edgespec import Piece, Reply
+    from edgespec import TextChunk, Reply
 
 __all__ = ["Note", "Panel", "ReplyMessage", "UserMessage", "Welcome", "markdown_parser", "origin_content"]
 
@@ -27,7 +27,7 @@ def markdown_parser() -> MarkdownIt:
     return MarkdownIt("gfm-like", {"html": False})
 
 
-def origin_content(pieces: Sequence[Piece]) -> Content:
+def origin_content(pieces: Sequence[TextChunk]) -> Content:
     """The text of a reply with every token coloured by who wrote it."""
     parts: list[tuple[str, str]] = []
     for piece in pieces:
@@ -89,13 +89,13 @@ class ReplyMessage(Widget):
         self,
         text: str = "",
         *,
-        pieces: Sequence[Piece] = (),
+        pieces: Sequence[TextChunk] = (),
         reply: Reply | None = None,
         origin: bool = False,
     ) -> None:
         super().__init__(classes="reply")
         self.text = text
-        self.pieces: list[Piece] = list(pieces)
+        self.pieces: list[TextChunk] = list(pieces)
         self.reply = reply
         self._origin = origin
         self._stream: MarkdownStream | None = None
@@ -131,7 +131,7 @@ class ReplyMessage(Widget):
         if not self.text and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
+    async def write(self, pieces: Sequence[TextChunk]) -> None:
         """Add what the model has just said."""
         assert self._stream is not None
         self.pieces.extend(pieces)

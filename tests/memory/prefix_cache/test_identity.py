@@ -30,7 +30,7 @@ def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
     with edgespec.load(path, context=context, keep=keep, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
-        return runtime.memory().kept.tokens_not_read, tokens
+        return runtime.memory().prefix_cache.tokens_not_read, tokens
 
 
 def check_apart(path: str, small: int, large: int) -> None:
