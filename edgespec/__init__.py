@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
-    from edgespec.delete_data import forget
+    from edgespec.saved_data import forget
     from edgespec.engine.chain import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
@@ -69,7 +69,7 @@ _HOMES = {
     "Runtime": "edgespec.runtime",
     "SamplingParams": "edgespec.engine.chain",
     "Stats": "edgespec.engine.stats",
-    "forget": "edgespec.delete_data",
+    "forget": "edgespec.saved_data",
     "load": "edgespec.assembly.loading",
     "plan": "edgespec.assembly.preview",
 }

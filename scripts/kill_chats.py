@@ -36,7 +36,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
-from edgespec.tui.session import Session
+from edgespec.tui.open_chat import Session
 
 ASKED = (
     "How do I list files by size?",

@@ -7,7 +7,7 @@ from datetime import datetime
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
 from edgespec.errors import ChatFileError, EdgespecError
-from edgespec.tui.session import Session
+from edgespec.tui.open_chat import Session
 
 __all__ = ["Archive"]
 

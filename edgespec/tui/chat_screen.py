@@ -19,7 +19,7 @@ from edgespec.tui.screens.confirm import ConfirmScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.screens.system import SystemScreen
-from edgespec.tui.session import Session, code_blocks
+from edgespec.tui.open_chat import Session, code_blocks
 from edgespec.tui.settings import accepted
 from edgespec.tui.slash import run_command
 from edgespec.tui.widgets.prompt import Prompt

@@ -19,7 +19,7 @@ from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.session import Session
+from edgespec.tui.open_chat import Session
 from edgespec.tui.texts import error_text, notices, welcome_rows
 from edgespec.tui.turns import Turns
 from edgespec.tui.widgets.details import Details, details_content

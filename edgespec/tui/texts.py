@@ -12,7 +12,7 @@ from edgespec.tui.settings import FIELDS, default_text, shown
 if TYPE_CHECKING:
     from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, PrefixCacheUsage, Stats
     from edgespec.tui.model import RuntimeLike
-    from edgespec.tui.session import Session
+    from edgespec.tui.open_chat import Session
 
 __all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.chat.store import ChatStore
 from edgespec.tui.archive import Archive
-from edgespec.tui.session import Line, Session
+from edgespec.tui.open_chat import Line, Session
 
 
 async def opened(archive: Archive, chat_id: str) -> Session:

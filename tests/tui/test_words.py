@@ -16,7 +16,7 @@ from edgespec.request import USUAL_REPLY_TOKENS
 from edgespec.tui import commands, numbers
 from edgespec.tui.history import History
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.session import Line, Session, code_blocks
+from edgespec.tui.open_chat import Line, Session, code_blocks
 from edgespec.tui.settings import FIELDS, accepted, default_text, field_named, parse, shown
 from edgespec.tui.slash import _ACTIONS
 from edgespec.tui.texts import show_rows

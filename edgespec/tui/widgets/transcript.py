@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.tui.numbers import count
-from edgespec.tui.session import Line
+from edgespec.tui.open_chat import Line
 from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
