@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from edgespec.engine.loop import FinishReason
 from edgespec.engine.stats import Stats
 
-__all__ = ["MethodReport", "TextChunk", "Reply"]
+__all__ = ["MethodReport", "Reply", "TextChunk"]
 
 
 @dataclass(frozen=True, slots=True)

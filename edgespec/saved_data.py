@@ -11,7 +11,7 @@ from edgespec.memory.prefix_cache import forget_kept
 from edgespec.saved_arrays import forget_learnt
 from edgespec.texts import forget_replies
 
-__all__ = ["KINDS", "forget"]
+__all__ = ["KINDS", "delete_data"]
 
 KINDS = ("replies", "learnt", "kept")
 _FORGET: dict[str, Callable[[], int]] = {
@@ -21,7 +21,7 @@ _FORGET: dict[str, Callable[[], int]] = {
 }
 
 
-def forget(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
+def delete_data(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
     """Delete what is kept on disk beside the saved chats. Gives the bytes that were freed.
 
     replies: of earlier chats, and what was new of their prompts, that guesses are looked up in. learnt:

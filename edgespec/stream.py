@@ -10,7 +10,7 @@ from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import EdgespecError
 from edgespec.memory import peak_bytes
-from edgespec.reply import MethodReport, TextChunk, Reply
+from edgespec.reply import MethodReport, Reply, TextChunk
 from edgespec.request import Request
 from edgespec.session import Session
 

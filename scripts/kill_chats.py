@@ -145,7 +145,7 @@ def _talk(target: str, talks: int, loaded: int, said: Path) -> None:
                 _note(said, [session.id, contents, list(prompts[-1]), seed, list(reply.tokens)])
             runtime.save_prefix_cache()
             if luck.random() < 0.02:
-                edgespec.forget("kept")
+                edgespec.delete_data("kept")
 
 
 def _session(store: ChatStore, archive: Archive, luck: random.Random) -> Session:

@@ -43,7 +43,7 @@ def command(what: str, as_json: bool) -> int:
     """
     import edgespec
 
-    freed_bytes = edgespec.forget(what)  # type: ignore[arg-type]
+    freed_bytes = edgespec.delete_data(what)  # type: ignore[arg-type]
     if as_json:
         print_json({"forgotten": what, "freed_bytes": freed_bytes})
     else:

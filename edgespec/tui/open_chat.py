@@ -13,23 +13,23 @@ from edgespec.chat.message import Message, Role
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
-    from edgespec import TextChunk, Reply
+    from edgespec import Reply, TextChunk
 
-__all__ = ["Line", "Session", "code_blocks"]
+__all__ = ["ChatEntry", "OpenChat", "code_blocks"]
 
 
 @dataclass(slots=True)
-class Line:
-    """One message; a reply written in this run also knows its pieces and its stats."""
+class ChatEntry:
+    """One message; a reply written in this run also knows its chunks and its stats."""
 
     role: Role
     content: str
-    pieces: tuple[TextChunk, ...] = ()
+    chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
 
 
 @dataclass(slots=True)
-class Session:
+class OpenChat:
     """One chat. `id` is empty until it is first saved."""
 
     system: str | None = None
@@ -37,42 +37,42 @@ class Session:
     id: str = ""
     title: str = ""
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
-    lines: list[Line] = field(default_factory=list)
+    entries: list[ChatEntry] = field(default_factory=list)
 
     @classmethod
-    def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> Session:
-        """The session of a saved chat, with the settings that were found to make sense."""
-        lines = [Line(message.role, message.content) for message in chat.messages]
-        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, lines)
+    def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
+        """The chat of a saved chat, with the settings that were found to make sense."""
+        entries = [ChatEntry(message.role, message.content) for message in chat.messages]
+        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries)
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The bare messages."""
-        return tuple(Message(line.role, line.content) for line in self.lines)
+        return tuple(Message(entry.role, entry.content) for entry in self.entries)
 
     @property
     def shown_title(self) -> str:
         """The given title, or one from the first message; empty for an empty chat."""
-        return self.title or (title_of(self.messages) if self.lines else "")
+        return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
-    def last_reply(self) -> Line | None:
+    def last_reply(self) -> ChatEntry | None:
         """The newest reply."""
-        return next((line for line in reversed(self.lines) if line.role == "assistant"), None)
+        return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     @property
     def last_user_text(self) -> str | None:
         """What the person said last."""
-        return next((line.content for line in reversed(self.lines) if line.role == "user"), None)
+        return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:
         """Become these messages, keeping what is known about the ones that did not change."""
-        lines = []
+        entries = []
         for place, message in enumerate(messages):
-            old = self.lines[place] if place < len(self.lines) else None
+            old = self.entries[place] if place < len(self.entries) else None
             same = old is not None and (old.role, old.content) == (message.role, message.content)
-            lines.append(old if old is not None and same else Line(message.role, message.content))
-        self.lines[:] = lines
+            entries.append(old if old is not None and same else ChatEntry(message.role, message.content))
+        self.entries[:] = entries
 
     def saved(self, target: str) -> SavedChat:
         """The chat as it goes to disk."""
@@ -90,7 +90,7 @@ class Session:
     def as_markdown(self) -> str:
         """The whole chat, to paste somewhere else."""
         names = {"user": "You", "assistant": "Model", "system": "System"}
-        return "\n\n".join(f"**{names[line.role]}:**\n\n{line.content.strip()}" for line in self.lines)
+        return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 
 
 def code_blocks(markdown: str) -> list[str]:

@@ -12,7 +12,7 @@ from edgespec.tui.settings import FIELDS, default_text, shown
 if TYPE_CHECKING:
     from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, PrefixCacheUsage, Stats
     from edgespec.tui.model import RuntimeLike
-    from edgespec.tui.open_chat import Session
+    from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
 
@@ -38,7 +38,7 @@ def notices(runtime: RuntimeLike) -> list[str]:
 
 
 def show_rows(
-    runtime: RuntimeLike, session: Session, method: MethodReport, stats: Stats | None
+    runtime: RuntimeLike, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
     """The answer to /show: the models, how replies are made, settings not at their default, the others.
 
@@ -56,14 +56,12 @@ def show_rows(
         ("takes back", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", size_text(runtime.memory_bytes())),
-        ("system", session.system or "none"),
+        ("system", chat.system or "none"),
     ]
     rows += [
-        (field.name, shown(session.settings[field.name]))
-        for field in FIELDS
-        if field.name in session.settings
+        (field.name, shown(chat.settings[field.name])) for field in FIELDS if field.name in chat.settings
     ]
-    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in session.settings]
+    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
     return [*rows, ("defaults", ", ".join(rest))]
 
 

@@ -77,7 +77,7 @@ class TestTheContext:
     @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_it_is_made_smaller_before_a_short_text(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
-        plain.forget()
+        plain.clear_cache()
         with edgespec.load("demo", draft, context=512, method=method) as runtime:
             for prompt, available, expected in (
                 (LONG, PLENTY, 512),

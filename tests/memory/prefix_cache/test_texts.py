@@ -97,7 +97,7 @@ def test_every_reply_is_that_of_a_fresh_run(
             prompt = text + words(i, act.tokens % 50 + 1)
             options = {"seed": i, "max_tokens": act.tokens % 40 + 1, "temperature": 0.8 * (i % 2)}
             reply = ask(runtime, prompt, **options)
-            plain.forget()
+            plain.clear_cache()
             assert reply.tokens == ask(plain, prompt, **options).tokens
             assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
             texts[act.chat] = prompt + list(reply.tokens)
