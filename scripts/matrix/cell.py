@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree

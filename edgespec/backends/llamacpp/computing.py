@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.devices import on_cpu
-from edgespec.backends.llamacpp.files import threads_for
+from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.heap import addresses_are_limited

@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.errors import (
     BackendError,
     CancelledError,

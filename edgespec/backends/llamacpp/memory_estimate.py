@@ -14,7 +14,7 @@ from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, 
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.device_split import on_device
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
+from edgespec.backends.llamacpp.loading import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
 from edgespec.backends.llamacpp.metadata import metadata

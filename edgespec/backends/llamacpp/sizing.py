@@ -9,7 +9,7 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import threads_for
+from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.kv_types import (
     FEW_ROWS,
     KvTypes,
