@@ -15,8 +15,10 @@ import numpy as np
 import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.llamacpp.kv_cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.fingerprint import check_same_model
+from edgespec.backends.llamacpp.kv_cells import Cells
+from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
     check_file,
     describe,
@@ -24,8 +26,6 @@ from edgespec.backends.llamacpp.loading import (
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.fingerprint import check_same_model
-from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.llamacpp.resizing import check_growth, remake
