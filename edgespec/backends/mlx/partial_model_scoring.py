@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluated
-from edgespec.backends.mlx.layers import LayerList, LayerTaps
 from edgespec.backends.mlx.layer_caches import Mark, Memory
+from edgespec.backends.mlx.layers import LayerList, LayerTaps
 from edgespec.backends.mlx.pass_layout import PassShape
 
 __all__ = ["Best", "Scorer"]

@@ -11,11 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from edgespec.backends.mlx.evaluation import evaluated, launched, translated
-from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.layer_caches import Mark, Memory
+from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import ExitPart, Part
-from edgespec.backends.mlx.rounds import Round
 from edgespec.backends.mlx.pass_layout import PassShape, let_ropes_follow
+from edgespec.backends.mlx.rounds import Round
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 
