@@ -17,9 +17,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import context_wanted
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.device import freed_buffers_bytes, leave_thread
-from edgespec.backends.mlx.files import ModelSkeleton, Sizes, outline_of
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, leave_thread
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
+from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, outline_of
 from edgespec.errors import OptionError
 from edgespec.heap import addresses_are_limited, kept_bytes
 
