@@ -86,7 +86,7 @@ def test_notes_on_passes_and_tiles_are_planned(quantisation: str, tmp_path: Path
 _VOCABULARIES = """
 import sys
 from pathlib import Path
-from edgespec.backends.mlx.files import _load_tokenizer
+from edgespec.backends.mlx.weight_loading import _load_tokenizer
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from tests.memory.test_measured_peak import _own_bytes
 

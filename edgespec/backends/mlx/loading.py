@@ -12,7 +12,7 @@ import psutil
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
+from edgespec.backends.mlx.weight_loading import Checkpoint, open_checkpoint
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 
@@ -35,7 +35,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     """
     check_options(options)
     core()  # says so where mlx is missing; what is imported from here on needs it
-    from edgespec.backends.mlx.device import bound_freed_buffers, leave_thread
+    from edgespec.backends.mlx.evaluation import bound_freed_buffers, leave_thread
 
     unmap_freed_buffers()
     bound_freed_buffers()

@@ -17,9 +17,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import context_wanted
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.device import freed_buffers_bytes, leave_thread
-from edgespec.backends.mlx.files import ModelSkeleton, Sizes, outline_of
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, leave_thread
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
+from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, outline_of
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited, retained_bytes
 
@@ -265,7 +265,7 @@ def _scans(model: Any) -> tuple[_Scan, ...]:
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
     """What the caches take, and the states beside them, when a context of so many tokens is full."""
-    from edgespec.backends.mlx.caches import rows_for
+    from edgespec.backends.mlx.attention_cache import rows_for
 
     memory = _begun(model, bits)
     whole = memory.sizes()
@@ -283,8 +283,8 @@ def _caches(model: Any, bits: int | None) -> _CacheSizes:
 
 def _begun(model: Any, bits: int | None) -> Any:
     """The `Memory` of a model after one token, of which nothing is computed."""
-    from edgespec.backends.mlx.memory import Memory
-    from edgespec.backends.mlx.shape import PassShape
+    from edgespec.backends.mlx.layer_caches import Memory
+    from edgespec.backends.mlx.pass_layout import PassShape
 
     memory = Memory(model, PassShape(), bits)
     model(core().array([[0]]), cache=memory.layers)

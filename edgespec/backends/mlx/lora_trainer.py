@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.device import evaluated, leave_thread, translated
-from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.mlx.evaluation import evaluated, leave_thread, translated
+from edgespec.backends.mlx.pass_layout import PassShape
 from edgespec.backends.optional_features import TrainingExample
 from edgespec.errors import BackendError, CapabilityError
 

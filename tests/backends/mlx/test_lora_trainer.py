@@ -315,7 +315,7 @@ class TestInTheBackground:
         code = f"""
 import time
 from edgespec import idle
-from tests.backends.mlx.test_online import ASKED, load, models_folder, paired
+from tests.backends.mlx.test_lora_trainer import ASKED, load, models_folder, paired
 idle.QUIET_SECONDS = 0.0
 runtime = paired(load(models_folder() / "demo-mlx"), load(models_folder() / "demo-mlx-draft"))
 runtime.generate(ASKED[0], max_tokens=48, draft_length=4, temperature=0.8)

@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.mlx.lowbit import SplitEmbedding, SplitLinear, joined
+from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, joined
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError

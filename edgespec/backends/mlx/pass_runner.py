@@ -10,12 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.device import evaluated, launched, translated
+from edgespec.backends.mlx.evaluation import evaluated, launched, translated
+from edgespec.backends.mlx.layer_caches import Mark, Memory
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.memory import Mark, Memory
-from edgespec.backends.mlx.parts import ExitPart, Part
+from edgespec.backends.mlx.partial_models import ExitPart, Part
+from edgespec.backends.mlx.pass_layout import PassShape, let_ropes_follow
 from edgespec.backends.mlx.rounds import Round
-from edgespec.backends.mlx.shape import PassShape, let_ropes_follow
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 

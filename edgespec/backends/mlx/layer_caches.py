@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from edgespec.backends.mlx.caches import AttentionCache, QuantizedAttentionCache, rows_for
-from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.mlx.attention_cache import AttentionCache, QuantizedAttentionCache, rows_for
+from edgespec.backends.mlx.pass_layout import PassShape
 from edgespec.backends.replay import MAX_CHECKPOINTS
 
 __all__ = ["Mark", "Memory"]

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from edgespec.backends.base import Snapshot
-from edgespec.backends.mlx.memory import Memory
+from edgespec.backends.mlx.layer_caches import Memory
 from edgespec.errors import BackendError
 
 __all__ = ["from_bytes", "to_bytes"]

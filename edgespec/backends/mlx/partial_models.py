@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 
 from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SelfDraft
 from edgespec.backends.mlx.layers import LayerList, LeftOut
-from edgespec.backends.mlx.lowbit import LowBits
-from edgespec.backends.mlx.shape import PassShape, SinkWindow
+from edgespec.backends.mlx.low_bit_weights import LowBits
+from edgespec.backends.mlx.pass_layout import PassShape, SinkWindow
 from edgespec.errors import CapabilityError, OptionError
 
 __all__ = ["ExitPart", "LowBitPart", "Part", "Parts", "SkipPart"]

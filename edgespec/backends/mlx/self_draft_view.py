@@ -12,7 +12,7 @@ from edgespec.errors import CancelledError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.parts import Part
+    from edgespec.backends.mlx.partial_models import Part
 
 __all__ = ["MlxSelfDraft"]
 

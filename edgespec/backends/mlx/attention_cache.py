@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.mlx.pass_layout import PassShape
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "rows_for"]
 

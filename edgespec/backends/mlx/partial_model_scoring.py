@@ -11,10 +11,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.device import evaluated
+from edgespec.backends.mlx.evaluation import evaluated
+from edgespec.backends.mlx.layer_caches import Mark, Memory
 from edgespec.backends.mlx.layers import LayerList, LayerTaps
-from edgespec.backends.mlx.memory import Mark, Memory
-from edgespec.backends.mlx.shape import PassShape
+from edgespec.backends.mlx.pass_layout import PassShape
 
 __all__ = ["Best", "Scorer"]
 

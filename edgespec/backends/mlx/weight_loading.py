@@ -16,7 +16,7 @@ import psutil
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.memory_check import check_weights_fit, context_wanted
 from edgespec.backends.mlx.build_info import core, lm
-from edgespec.backends.mlx.folder import (
+from edgespec.backends.mlx.model_folder import (
     StoredWeights,
     check_adapter,
     check_tokenizer,
@@ -27,7 +27,7 @@ from edgespec.backends.mlx.folder import (
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
 if TYPE_CHECKING:
-    from edgespec.backends.mlx.lowbit import LowBits
+    from edgespec.backends.mlx.low_bit_weights import LowBits
 
 __all__ = ["Checkpoint", "ModelSkeleton", "Sizes", "open_checkpoint", "outline_of"]
 
@@ -212,7 +212,7 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
 
 
 def _put_low_bits(model: Any) -> LowBits:
-    from edgespec.backends.mlx.lowbit import put_low_bits
+    from edgespec.backends.mlx.low_bit_weights import put_low_bits
 
     return put_low_bits(model, lambda: _try_one_token(model))
 

@@ -18,8 +18,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx import files
-from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
+from edgespec.backends.mlx import weight_loading
+from edgespec.backends.mlx.weight_loading import Checkpoint, open_checkpoint
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 
@@ -148,13 +148,13 @@ def test_too_large_for_the_budget_is_said_before_loading(
 ) -> None:
     weights: Any = mx.load(str(llama / "model.safetensors"))
     size = sum(array.nbytes for array in weights.values())
-    monkeypatch.setattr(files, "lm", lambda: pytest.fail("looked at the weights"))
+    monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
     with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB are there for them"):
         _open(llama, memory_bytes=size - 1)
 
 
 def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PIECE_BYTES", 50_000)
+    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     seen: list[tuple[str, float]] = []
 
     def progress(what: str, fraction: float) -> bool:
@@ -172,7 +172,7 @@ def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("after", [0.0, 0.3])
 def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
-    monkeypatch.setattr(files, "_PIECE_BYTES", 50_000)
+    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     asked: list[float] = []
 
     def progress(what: str, fraction: float) -> bool:
@@ -359,7 +359,7 @@ def refuse(*_, **__):
 socket.socket.connect = socket.getaddrinfo = refuse
 resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.backends.mlx.weight_loading import open_checkpoint
 open_checkpoint(sys.argv[1], "tiny", LoadOptions(), None)
 # mlx-lm would have made them 2048 and 4096, or failed where it may not.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
@@ -380,7 +380,7 @@ import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.build_info import about
-from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.backends.mlx.weight_loading import open_checkpoint
 from edgespec.errors import BackendMissingError
 try:
     open_checkpoint(sys.argv[2], "tiny", LoadOptions(), None)
