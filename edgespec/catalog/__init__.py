@@ -10,7 +10,7 @@ from edgespec.catalog.catalogue import (
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo
+from edgespec.backends.gguf_metadata import ModelInfo
 from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelved, info_of, look

@@ -15,7 +15,7 @@ from edgespec.catalog.acceptances import Acceptances
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
 from edgespec.catalog.expected import expected_speedup
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo
+from edgespec.backends.gguf_metadata import ModelInfo
 from edgespec.catalog.own_names import pair_of
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of, look

@@ -11,7 +11,7 @@ import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
-from edgespec.catalog.tokens import tokens_of_header
+from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
 __all__ = ["Kind", "ModelInfo", "first_of_halves", "of_gguf", "of_halves"]
