@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.checkpoint_names import WEIGHTS
-from edgespec.backends.gguf_metadata import Kind, ModelInfo
+from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 
