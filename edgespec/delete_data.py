@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from edgespec.corpus import forget_replies
 from edgespec.errors import EdgespecError
 from edgespec.files import reason_of
 from edgespec.memory.prefix_cache import forget_kept
 from edgespec.saved_arrays import forget_learnt
-from edgespec.texts import forget_replies
 
 __all__ = ["KINDS", "forget"]
 

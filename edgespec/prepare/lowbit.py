@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.backends.base import Progress
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import reason_of
-from edgespec.prepare.making import Workbench, make
+from edgespec.prepare.builder import Workbench, make
 from edgespec.prepare.store import Prepared, absolute, check, find, read, source_files
 
 if TYPE_CHECKING:

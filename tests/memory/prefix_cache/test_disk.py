@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Snapshot
+from edgespec.corpus.saved_replies import forget_replies
 from edgespec.files import write_private
 from edgespec.memory.prefix_cache import PrefixCacheDisk, disk_bound, forget_kept
 from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
-from edgespec.texts.replies import forget_replies
 
 TEXT = np.arange(50, dtype=np.int32)
 PLENTY = 1 << 30

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.text import SEPARATOR, Tokens
+from edgespec.drafters.token_buffer import SEPARATOR, Tokens
 
 __all__ = ["Seen"]
 

@@ -19,7 +19,8 @@ from zlib import crc32
 
 import numpy as np
 
-from edgespec.drafters.text import Tokens
+from edgespec.corpus.novelty import Seen
+from edgespec.drafters.token_buffer import Tokens
 from edgespec.files import (
     data_folder,
     mark,
@@ -30,7 +31,6 @@ from edgespec.files import (
     removed,
     write_private,
 )
-from edgespec.texts.novelty import Seen
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

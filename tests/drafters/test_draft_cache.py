@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.engine.tree import TokenTree
 from tests.backends.tiny_models import write_llama
 from tests.tables import VOCAB, table

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends.tabular import LetterVocabulary
+from edgespec.corpus import Corpus, fingerprint, read_corpus, suffix_drafter
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
 from edgespec.errors import CancelledError, OptionError
-from edgespec.texts import Corpus, fingerprint, read_corpus, suffix_drafter
 
 
 class Counting(LetterVocabulary):

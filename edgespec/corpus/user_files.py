@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.backends.base import Progress, Vocabulary
-from edgespec.drafters.text import Tokens
+from edgespec.drafters.token_buffer import Tokens
 from edgespec.errors import CancelledError, OptionError
 from edgespec.files import cache_folder, private_folder, read_regular, reason_of, write_private
 

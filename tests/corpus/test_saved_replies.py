@@ -17,7 +17,7 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.texts import ReplyStore, forget_replies, replies
+from edgespec.corpus import ReplyStore, forget_replies, saved_replies
 
 MARK, OTHER = "ab" * 32, "cd" * 32
 SIZE = 100
@@ -289,7 +289,7 @@ def test_a_full_disk_loses_this_reply_only(folder: Path, monkeypatch: pytest.Mon
 def test_while_another_process_holds_the_file_replies_wait(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(saved_replies, "_LOCK_SECONDS", 0.01)
     path = fill(folder)
     waiting = store(folder)
     with FileLock(f"{path}.lock"):
@@ -332,7 +332,7 @@ def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.M
 
 def test_two_processes_at_once(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from edgespec.texts import ReplyStore\n"
+        "import sys; from pathlib import Path; from edgespec.corpus import ReplyStore\n"
         "store = ReplyStore('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
         "for number in range(30): store.add([int(sys.argv[2]), number])\n"
         "assert not store.notice"
@@ -367,7 +367,7 @@ def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
 
 
 def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(saved_replies, "_LOCK_SECONDS", 0.01)
     path = fill(folder)
     running = store(folder)
     with FileLock(f"{path}.lock"):

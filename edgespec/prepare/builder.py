@@ -21,7 +21,7 @@ from typing import Any
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.files import reason_of, replacing, size_text, sync
-from edgespec.prepare.records import FileRecord, record, same_sample
+from edgespec.prepare.file_records import FileRecord, record, same_sample
 from edgespec.prepare.store import (
     MANIFEST,
     VERSION,

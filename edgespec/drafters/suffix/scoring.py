@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from edgespec.drafters.text import DEEPEST
+from edgespec.drafters.token_buffer import DEEPEST
 from edgespec.engine.tree import TreeBuilder
 
 __all__ = ["Branch", "Following", "Guess", "Rule", "best_guess", "combined", "grow"]

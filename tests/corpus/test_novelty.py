@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.text import Tokens
-from edgespec.texts.novelty import Seen
+from edgespec.corpus.novelty import Seen
+from edgespec.drafters.token_buffer import Tokens
 
 
 def words(seed: int, count: int) -> Tokens:

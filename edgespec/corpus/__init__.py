@@ -6,10 +6,10 @@ from functools import cache
 from pathlib import Path
 
 from edgespec.backends.base import Progress, Vocabulary
+from edgespec.corpus.saved_replies import ReplyStore, forget_replies
+from edgespec.corpus.user_files import Corpus, read_corpus
+from edgespec.corpus.vocabulary import fingerprint
 from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
-from edgespec.texts.corpus import Corpus, read_corpus
-from edgespec.texts.replies import ReplyStore, forget_replies
-from edgespec.texts.vocabulary import fingerprint
 
 __all__ = ["Corpus", "ReplyStore", "fingerprint", "forget_replies", "read_corpus", "suffix_drafter"]
 

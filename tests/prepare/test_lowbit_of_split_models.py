@@ -14,7 +14,7 @@ import pytest
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare import making
+from edgespec.prepare import builder
 from edgespec.prepare.gguf_parts import Source
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, prepare_lowbit
@@ -144,7 +144,7 @@ def test_damaged_halves(source: Path, halves: Prepared) -> None:
 
 
 def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "_make", None)
+    monkeypatch.setattr(builder, "_make", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
         prepare_lowbit(demo, "Q8_0")
     with pytest.raises(CapabilityError, match="needs an importance matrix"):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import TextIndex
-from edgespec.drafters.suffix.index import SAMPLE, Range
-from edgespec.drafters.text import DEEPEST, SEPARATOR
+from edgespec.drafters.suffix.suffix_array import SAMPLE, Range
+from edgespec.drafters.token_buffer import DEEPEST, SEPARATOR
 from tests.drafters.searching import Text, expected_matches, index_of, places, texts
 
 

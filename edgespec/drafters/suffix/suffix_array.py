@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR, Tokens
+from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR, Tokens
 
 __all__ = ["Range", "TextIndex"]
 
