@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
-from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
+from edgespec.catalog.mlx_files import cached_folder, choose_folder_files
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 from edgespec.files import format_bytes, replace_when_written
 
@@ -90,7 +91,7 @@ def choose(repository: str, files: list[HubFile], quantisation: str | None) -> l
 
 
 def _whole(folder: Path, repository: str) -> Path:
-    missing = lacking(folder)
+    missing = missing_files(folder)
     if missing:
         raise DownloadError(
             f"{repository} lacks {len(missing)} of its own files, such as {missing[0]}",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.acceptances import Acceptances
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
 from edgespec.catalog.expected import expected_speedup
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.own_names import pair_of
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of, look

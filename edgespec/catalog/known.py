@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import first_of_halves, of_gguf, of_halves
+from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import ModelFormat
-from edgespec.catalog.folder_metadata import of_folder
-from edgespec.catalog.metadata import ModelInfo, first_of_halves, of_gguf, of_halves
-from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder, read_regular_file, write_private_file
 
