@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
-from edgespec.drafters.vocabularies.logits import TranslatedLogits
+from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
 from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError
