@@ -110,8 +110,9 @@ def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     if use.context_tokens:
         rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
-        ("memory", format_bytes(runtime.memory_bytes())),
-        ("system", chat.system or "none"),
+        rows.append(("free", format_bytes(use.available_bytes)))
+    if use.last_reclaim:
+        rows.append(("gave way", f"{format_bytes(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
     return rows
 
 
