@@ -104,8 +104,8 @@ class TargetCosts:
 
 def _holds(curve: CostCurve, model: LanguageModel) -> bool:
     """Does a plain step still take about as long?"""
-    now = measure(model, widths=(), repeats=1, budget_seconds=0.0).plain_step_seconds
-    return 1 / _DRIFT < now / curve.plain_step_seconds < _DRIFT
+    now = measure(model, widths=(), repeats=1, budget_seconds=0.0).target_step_seconds
+    return 1 / _DRIFT < now / curve.target_step_seconds < _DRIFT
 
 
 def _assumed(model: LanguageModel) -> CostCurve:

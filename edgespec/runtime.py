@@ -46,7 +46,7 @@ class MemoryUse:
     prefix_cache: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
-    most_context_tokens: int = 0
+    max_context_tokens: int = 0
     available_bytes: int = 0
     reclaimed_bytes: int = 0
     last_reclaim: str = ""
@@ -161,13 +161,13 @@ class Runtime:
             prefix_cache=cache.use() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
-            most_context_tokens=self.context_tokens,
+            max_context_tokens=self.context_tokens,
             available_bytes=self._session.memory_pressure.available(),
             reclaimed_bytes=self._session.memory_pressure.given_bytes,
             last_reclaim=self._session.memory_pressure.said,
         )
 
-    def known_texts(self) -> Iterable[Sequence[int]]:
+    def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """The texts that are kept, as tokens: the very ones that were read and drawn."""
         cache = self._session.prefix_cache
         return [tokens.tolist() for tokens in cache.texts()] if cache else []
@@ -244,7 +244,7 @@ class Runtime:
             stop=stop,
             sampling=sampling,
         )
-        stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
+        stats = Stats(target_step_seconds=self._session.target_step_seconds)
         return ReplyStream(
             self._session,
             request,
@@ -271,20 +271,20 @@ class Runtime:
         """
         return self._session.borrowed_target()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the caches: the next reply reads all of its prompt, as a first one does.
 
         What drafters have learnt and what was measured stays. Raises BusyError, ClosedError.
         """
-        self._session.forget()
+        self._session.clear_cache()
 
-    def save_texts(self) -> None:
+    def save_prefix_cache(self) -> None:
         """Where texts are kept on disk, put there now what was read since.
 
         That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot
         be kept is read again.
         """
-        self._session.save_texts()
+        self._session.save_prefix_cache()
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.

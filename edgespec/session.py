@@ -39,7 +39,7 @@ _ACCOUNT_ROUNDS = 8
 class Session:
     """Keeps target and drafters in step with the tokens they have seen.
 
-    `plain_step_seconds`: the last known cost of a plain step of the target. `prefix_cache`: what it has read
+    `target_step_seconds`: the last known cost of a plain step of the target. `prefix_cache`: what it has read
     of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
     `memory_pressure`: what of that other programs are given back.
     """
@@ -64,7 +64,7 @@ class Session:
         # Between replies these improve; they belong to the last reply, whose tokens are cached.
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
-        self.plain_step_seconds = self._time_plain_step()
+        self.target_step_seconds = self._measure_target_step()
         self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
         self._text = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
         _open_sessions.add(self)
@@ -74,7 +74,7 @@ class Session:
         """True once `close` was called."""
         return self._closing
 
-    def _time_plain_step(self) -> float:
+    def _measure_target_step(self) -> float:
         """The first step pays for cold memory, the second tells."""
         anything = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, anything)
@@ -132,7 +132,7 @@ class Session:
         finally:
             self._end()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
             self.drafters.forget()
@@ -156,7 +156,7 @@ class Session:
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
-        self.save_texts(wanted)
+        self.save_prefix_cache(wanted)
         if self._resting:
             self.rest(wanted)
 
@@ -169,7 +169,7 @@ class Session:
                 self._text.give_way()
         return self.memory_pressure.anything
 
-    def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
+    def save_prefix_cache(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
         if not self.prefix_cache or not self._text.saved:
             return
@@ -243,10 +243,10 @@ class Session:
         for step in self._rounds(request, tokens, drafter, is_stop, is_cancelled, stats):
             tokens.extend(step.tokens)
             if step.tokens and stats.drafted_tokens == drafted:
-                self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
+                self.target_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.target_step_seconds)
             drafted, seconds = stats.drafted_tokens, stats.decode_seconds
             if stats.worst_case_loss is None:
-                stats.plain_step_seconds = self.plain_step_seconds
+                stats.target_step_seconds = self.target_step_seconds
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if drafter:
@@ -342,7 +342,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
     if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
         return
     if account := drafter.account():
-        stats.plain_step_seconds = account.plain_seconds
+        stats.target_step_seconds = account.plain_seconds
         stats.ledger_credit_seconds = account.credit_seconds
         stats.worst_case_loss = account.worst_loss
     if ended:

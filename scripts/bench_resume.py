@@ -57,7 +57,7 @@ def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
         with edgespec.load(asked.target, prefix_cache="disk", **options) as runtime:
             chat = np.random.default_rng(length).integers(300, runtime.target.vocab_size, length).tolist()
             chat += _asked(runtime, chat).tokens
-            runtime.save_texts()
+            runtime.save_prefix_cache()
             disk_bytes = runtime.memory().prefix_cache.disk_bytes
         chat += chat[:_SAID_NEXT]
         restored: list[Reply] = []

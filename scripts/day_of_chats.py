@@ -99,7 +99,7 @@ def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict
             chat = chat[: asked.shortest]
         how: dict[str, Any] = {"seed": turn, "max_tokens": asked.max_tokens, "temperature": 0.8 * (turn % 2)}
         reply = _asked(runtime, chat, **how)
-        fresh.forget()
+        fresh.clear_cache()
         plain = _asked(fresh, chat, method="none", **how)
         if reply.tokens != plain.tokens:
             told["unequal"] += 1

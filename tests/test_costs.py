@@ -74,7 +74,7 @@ def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curve
     clock.step_seconds = now_seconds
     curve, _ = target_curve(table(5), LoadOptions())
     assert clock.curves == curves
-    assert curve.plain_step_seconds == (now_seconds if curves == 2 else 0.1)
+    assert curve.target_step_seconds == (now_seconds if curves == 2 else 0.1)
 
 
 def test_where_measuring_is_not_wanted_what_was_kept_serves_or_each_row_costs_a_little(clock: Clock) -> None:
@@ -113,6 +113,6 @@ def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
 def test_it_can_be_measured_anew(clock: Clock) -> None:
     target_curve(table(5), LoadOptions())
     clock.step_seconds = 0.09
-    assert TargetCosts(table(5), LoadOptions()).renew().plain_step_seconds == 0.09
-    assert target_curve(table(5), LoadOptions())[0].plain_step_seconds == 0.09
+    assert TargetCosts(table(5), LoadOptions()).renew().target_step_seconds == 0.09
+    assert target_curve(table(5), LoadOptions())[0].target_step_seconds == 0.09
     assert clock.curves == 2

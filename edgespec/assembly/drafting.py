@@ -24,6 +24,7 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.catalog import Resolved
+from edgespec.corpus import suffix_drafter
 from edgespec.costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.auto_controller import Policy
@@ -36,7 +37,6 @@ from edgespec.methods import Missing
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.store import Prepared, read
 from edgespec.saved_arrays import SavedArrays, identity_of
-from edgespec.texts import suffix_drafter
 
 __all__ = ["Outfit", "outfit"]
 

@@ -31,7 +31,7 @@ __all__ = ["PairEstimator", "compute_headroom_bytes", "opened"]
 _HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
 _ROOM_BYTES = 1 << 62
 # What a `Translation` takes for each token of both vocabularies: its bytes, and its number in the other.
-# PairEstimate over pairs of real ones, the most while they are put side by side.
+# Measured over pairs of real ones, the most while they are put side by side.
 _TRANSLATED_BYTES = 190
 _EVERYTHING: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 

@@ -53,7 +53,7 @@ class CostCurve:
             raise ValueError(f"widths {self.widths} must ascend and seconds {self.seconds} be positive")
 
     @property
-    def plain_step_seconds(self) -> float:
+    def target_step_seconds(self) -> float:
         """What a plain step takes."""
         return self.seconds[0]
 
@@ -70,8 +70,8 @@ class CostCurve:
         left, right = self.widths[at - 1], self.widths[at]
         slope = (self.seconds[at] - self.seconds[at - 1]) / (right - left)
         if width > right:
-            return (self.seconds[at] + max(slope, 0.0) * (width - right)) / self.plain_step_seconds
-        return (self.seconds[at - 1] + slope * (width - left)) / self.plain_step_seconds
+            return (self.seconds[at] + max(slope, 0.0) * (width - right)) / self.target_step_seconds
+        return (self.seconds[at - 1] + slope * (width - left)) / self.target_step_seconds
 
 
 def measure(

@@ -58,7 +58,7 @@ class LiveCosts:
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
-        self._here = _Found(curve.plain_step_seconds)
+        self._here = _Found(curve.target_step_seconds)
         # By length of context, and the number of replies at once.
         self._place = (0, 1)
         self._found = {self._place: self._here}
@@ -149,7 +149,7 @@ class LiveCosts:
 
         What more replies at once cost depends on what the others were.
         """
-        plain = self.curve.plain_step_seconds
+        plain = self.curve.target_step_seconds
         alone = {length: found for (length, replies), found in self._found.items() if replies == 1}
         return {
             "found": np.array([(at, f.plain_seconds / plain, f.common) for at, f in alone.items()]),
@@ -165,14 +165,14 @@ class LiveCosts:
             known = 0 <= at <= len(_LENGTHS)
             if not (known and plain > 0.0 and max(abs(math.log(plain)), abs(common)) < _NONSENSE):
                 raise ValueError(f"costs of {plain} plain steps and {common} are none")
-            found[int(at)] = _Found(plain * self.curve.plain_step_seconds, common=common)
+            found[int(at)] = _Found(plain * self.curve.target_step_seconds, common=common)
         for at, rows, extra in values["extra"].reshape(-1, 3).tolist():
             if not (abs(extra) < _NONSENSE and 1 < rows < math.inf):
                 raise ValueError(f"a cost of {extra} for {rows} rows is none")
             found[int(at)].extra[int(rows)] = extra
         self._found = {(length, 1): one for length, one in found.items()}
         self._place = (0, 1)
-        self._here = self._found.setdefault(self._place, _Found(self.curve.plain_step_seconds))
+        self._here = self._found.setdefault(self._place, _Found(self.curve.target_step_seconds))
         self._settled = _copied(self._here)
 
 

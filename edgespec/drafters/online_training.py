@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Learner, TrainingExample
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import known
 from edgespec.drafters.notes import Notes
 from edgespec.engine.logits import Logits

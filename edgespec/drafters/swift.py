@@ -15,7 +15,7 @@ from edgespec.backends.optional_features import Skippable
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.notes import Notes
-from edgespec.drafters.skipsearch import Found, SkipSearch
+from edgespec.drafters.swift_search import Found, SkipSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler

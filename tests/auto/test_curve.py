@@ -178,7 +178,7 @@ class TestItsTime:
     ) -> None:
         clock = Clock(monkeypatch, {width: [40.0, 0.01] if width == 1 else [0.01] for width in WIDTHS})
         curve = clock.measure()
-        assert curve.plain_step_seconds == pytest.approx(0.01)
+        assert curve.target_step_seconds == pytest.approx(0.01)
         assert max(curve.widths) > 64
 
     @given(step=st.floats(0.001, 60.0), row=st.floats(0.0, 3.0))

@@ -77,7 +77,7 @@ class TestTheContext:
     @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_it_is_made_smaller_before_a_short_text(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
-        plain.forget()
+        plain.clear_cache()
         with edgespec.load("demo", draft, context=512, method=method) as runtime:
             for prompt, available, expected in (
                 (LONG, PLENTY, 512),
@@ -316,7 +316,7 @@ class TestWithinAReply:
             free(runtime, PLENTY)
             for chat in chats[:3]:
                 ask(runtime, chat, max_tokens=5)
-            runtime.save_texts()
+            runtime.save_prefix_cache()
             ask(runtime, chats[3], max_tokens=5)
             on_disk = runtime.memory().prefix_cache.disk_bytes
             stream = runtime.stream_tokens(chats[4], max_tokens=60, seed=2)

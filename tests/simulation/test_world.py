@@ -23,7 +23,7 @@ from edgespec.simulation import (
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_v_of_a_machine_begins_with_a_plain_step(machine: SimulatedMachine) -> None:
-    assert machine.curve.plain_step_seconds == 1.0
+    assert machine.curve.target_step_seconds == 1.0
     assert machine.curve.v(1) == 1.0
 
 

@@ -89,7 +89,7 @@ def test_every_reply_is_that_of_a_fresh_run(
                 runtime = begun()
                 continue
             if act.what == "quiet":
-                runtime.save_texts()
+                runtime.save_prefix_cache()
                 continue
             text = texts[act.chat]
             if act.what == "edit":
@@ -97,7 +97,7 @@ def test_every_reply_is_that_of_a_fresh_run(
             prompt = text + words(i, act.tokens % 50 + 1)
             options = {"seed": i, "max_tokens": act.tokens % 40 + 1, "temperature": 0.8 * (i % 2)}
             reply = ask(runtime, prompt, **options)
-            plain.forget()
+            plain.clear_cache()
             assert reply.tokens == ask(plain, prompt, **options).tokens
             assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
             texts[act.chat] = prompt + list(reply.tokens)
@@ -332,7 +332,7 @@ def test_what_is_forgotten_is_read_again() -> None:
     with keeping(table(1)) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
-        runtime.forget()
+        runtime.clear_cache()
         assert runtime.memory().prefix_cache.texts == 0
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens == 0
 
@@ -363,7 +363,7 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[1], max_tokens=5)
         delete_cached_prefixes(tmp_path)
-        runtime.save_texts()
+        runtime.save_prefix_cache()
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).texts()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]

@@ -89,10 +89,10 @@ def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) 
         assert runtime.memory().prefix_cache.hits == 2
         chats, expected = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, chats[chat], turn))
         for turn, chat in enumerate((1, 0)):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, saved[chat], 20 + turn))
         assert replies == expected
 
@@ -144,7 +144,7 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
             chats[chat] += reply.tokens
         assert runtime.memory().prefix_cache.hits >= 5
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens
 
 
@@ -166,7 +166,7 @@ def test_auto_and_suffix_in_chats_as_people_load_them(
         for turn, text in enumerate(asked):
             for seed, (chat, method) in enumerate(zip(chats, ("auto", "suffix", "none"), strict=True)):
                 if forget:
-                    runtime.forget()
+                    runtime.clear_cache()
                     method = "none"
                 reply = chat.ask(f"{text} ({seed})", method=method, seed=seed + turn, max_tokens=24)
                 replies.append(reply.tokens)
@@ -219,5 +219,5 @@ def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.Monk
             assert runtime.memory().prefix_cache.hits >= 6
     with load("none", context=1024, prefix_cache="none") as runtime:
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens
