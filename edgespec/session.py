@@ -26,7 +26,7 @@ from edgespec.memory.context_resize import ROUND_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport
 from edgespec.request import Request
 
@@ -39,7 +39,7 @@ _ACCOUNT_ROUNDS = 8
 class Session:
     """Keeps target and drafters in step with the tokens they have seen.
 
-    `plain_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
+    `target_step_seconds`: the last known cost of a plain step of the target. `kept`: what the target has read
     of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
     `giving`: what of that other programs are given back.
     """
@@ -47,7 +47,7 @@ class Session:
     def __init__(
         self,
         target: LanguageModel,
-        drafters: Drafters,
+        drafters: DrafterSet,
         kept: PrefixCache | None = None,
         draft: LanguageModel | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Session:
         # Between replies these improve; they belong to the last reply, whose tokens are cached.
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
-        self.plain_step_seconds = self._time_plain_step()
+        self.target_step_seconds = self._time_plain_step()
         self.giving = MemoryPressure(self.context, kept.copies if kept else None)
         self._text = TargetCache(target, kept, self.context, self.giving)
         _open_sessions.add(self)
@@ -243,10 +243,10 @@ class Session:
         for step in self._rounds(request, tokens, drafter, is_stop, is_cancelled, stats):
             tokens.extend(step.tokens)
             if step.tokens and stats.drafted_tokens == drafted:
-                self.plain_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.plain_step_seconds)
+                self.target_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.target_step_seconds)
             drafted, seconds = stats.drafted_tokens, stats.decode_seconds
             if stats.worst_case_loss is None:
-                stats.plain_step_seconds = self.plain_step_seconds
+                stats.target_step_seconds = self.target_step_seconds
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if drafter:
@@ -342,7 +342,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
     if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
         return
     if account := drafter.account():
-        stats.plain_step_seconds = account.plain_seconds
+        stats.target_step_seconds = account.plain_seconds
         stats.ledger_credit_seconds = account.credit_seconds
         stats.worst_case_loss = account.worst_loss
     if ended:

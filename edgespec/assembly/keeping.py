@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.checks import size_bytes, text
-from edgespec.costs import PassCosts
+from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sample_of
 from edgespec.memory import MemoryPlan

@@ -15,7 +15,7 @@ from edgespec.assembly import loading
 from edgespec.assembly.keeping import Keeping, _identity, files_seen
 from edgespec.assembly.pairing import load_target
 from edgespec.backends.base import LoadOptions
-from edgespec.costs import FreeCosts
+from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sample_of
 from edgespec.memory.prefix_cache import Worth

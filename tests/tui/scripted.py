@@ -78,7 +78,7 @@ def made_up_stats(pieces: int) -> Stats:
         overhead_seconds=0.0048,
         prefill_seconds=0.024,
         ttft_seconds=0.031,
-        plain_step_seconds=0.0081,
+        target_step_seconds=0.0081,
         ledger_credit_seconds=0.1,
         worst_case_loss=0.087,
         draft_weight_bytes=2_801_952,
