@@ -36,20 +36,20 @@ class MemoryUse:
 
     resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
     planned before anything was loaded. context_tokens: of the target's context as it is now, and most_ as it
-    may become. available_bytes: what other programs may still take. given_way_bytes: what they were given
-    back, all together; given_way: what that was at last, in words.
+    may become. available_bytes: what other programs may still take. reclaimed_bytes: what they were given
+    back, all together; last_reclaim: what that was at last, in words.
     """
 
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
-    kept: PrefixCacheUsage
+    prefix_cache: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
-    most_context_tokens: int = 0
+    max_context_tokens: int = 0
     available_bytes: int = 0
-    given_way_bytes: int = 0
-    given_way: str = ""
+    reclaimed_bytes: int = 0
+    last_reclaim: str = ""
 
 
 _DEFAULTS = Defaults()
@@ -158,16 +158,16 @@ class Runtime:
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            kept=kept.use() if kept else PrefixCacheUsage(),
+            prefix_cache=kept.use() if kept else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
-            most_context_tokens=self.context_tokens,
+            max_context_tokens=self.context_tokens,
             available_bytes=self._session.giving.available(),
-            given_way_bytes=self._session.giving.given_bytes,
-            given_way=self._session.giving.said,
+            reclaimed_bytes=self._session.giving.given_bytes,
+            last_reclaim=self._session.giving.said,
         )
 
-    def known_texts(self) -> Iterable[Sequence[int]]:
+    def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """The texts that are kept, as tokens: the very ones that were read and drawn."""
         kept = self._session.kept
         return [tokens.tolist() for tokens in kept.texts()] if kept else []
@@ -271,20 +271,20 @@ class Runtime:
         """
         return self._session.borrowed_target()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the caches: the next reply reads all of its prompt, as a first one does.
 
         What drafters have learnt and what was measured stays. Raises BusyError, ClosedError.
         """
-        self._session.forget()
+        self._session.clear_cache()
 
-    def save_texts(self) -> None:
+    def save_prefix_cache(self) -> None:
         """Where texts are kept on disk, put there now what was read since.
 
         That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot
         be kept is read again.
         """
-        self._session.save_texts()
+        self._session.save_prefix_cache()
 
     def rest(self, wanted: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.

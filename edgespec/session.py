@@ -64,7 +64,7 @@ class Session:
         # Between replies these improve; they belong to the last reply, whose tokens are cached.
         self._idle = Idle()
         self._resting: Sequence[Drafter] = ()
-        self.target_step_seconds = self._time_plain_step()
+        self.target_step_seconds = self._measure_target_step()
         self.giving = MemoryPressure(self.context, kept.copies if kept else None)
         self._text = TargetCache(target, kept, self.context, self.giving)
         _open_sessions.add(self)
@@ -74,7 +74,7 @@ class Session:
         """True once `close` was called."""
         return self._closing
 
-    def _time_plain_step(self) -> float:
+    def _measure_target_step(self) -> float:
         """The first step pays for cold memory, the second tells."""
         anything = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, anything)
@@ -132,7 +132,7 @@ class Session:
         finally:
             self._end()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
             self.drafters.forget()
@@ -156,7 +156,7 @@ class Session:
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
-        self.save_texts(wanted)
+        self.save_prefix_cache(wanted)
         if self._resting:
             self.rest(wanted)
 
@@ -169,7 +169,7 @@ class Session:
                 self._text.give_way()
         return self.giving.anything
 
-    def save_texts(self, wanted: Callable[[], bool] = lambda: True) -> None:
+    def save_prefix_cache(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
         if not self.kept or not self._text.saved:
             return

@@ -57,8 +57,8 @@ def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
         with edgespec.load(asked.target, keep="disk", **options) as runtime:
             chat = np.random.default_rng(length).integers(300, runtime.target.vocab_size, length).tolist()
             chat += _asked(runtime, chat).tokens
-            runtime.save_texts()
-            disk_bytes = runtime.memory().kept.disk_bytes
+            runtime.save_prefix_cache()
+            disk_bytes = runtime.memory().prefix_cache.disk_bytes
         chat += chat[:_SAID_NEXT]
         restored: list[Reply] = []
         read: list[Reply] = []

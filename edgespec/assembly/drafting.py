@@ -25,6 +25,7 @@ from edgespec.catalog import Resolved
 from edgespec.costs.curve import CostCurve, Curve, gentle
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
+from edgespec.corpus import suffix_drafter
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
@@ -36,7 +37,6 @@ from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.exit_table import exit_table
 from edgespec.prepare.store import Prepared, read
 from edgespec.saved_arrays import SavedArrays, identity_of
-from edgespec.texts import suffix_drafter
 
 __all__ = ["Outfit", "outfit"]
 

@@ -163,7 +163,7 @@ class _Bench:
         what = f"{each.prompt.name}, {way.name}, temperature {each.temperature:g}"
         self._tell(what)
         # Every reply is to read its prompt.
-        self._runtime.forget()
+        self._runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
         reply = self._reply(what, each.prompt, each.temperature, way, self._plan.max_tokens)

@@ -66,7 +66,7 @@ class Tuning:
 
     target: str
     draft: str | None
-    plain_step_seconds: float
+    target_step_seconds: float
     passes: tuple[PassCost, ...]
     drafters: tuple[DrafterFound, ...]
     limit: float

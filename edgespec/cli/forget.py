@@ -9,7 +9,7 @@ import click
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import print_json
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = ["command"]
 
@@ -43,9 +43,9 @@ def command(what: str, as_json: bool) -> int:
     """
     import edgespec
 
-    freed_bytes = edgespec.forget(what)  # type: ignore[arg-type]
+    freed_bytes = edgespec.delete_data(what)  # type: ignore[arg-type]
     if as_json:
         print_json({"forgotten": what, "freed_bytes": freed_bytes})
     else:
-        sys.stdout.write(f"forgot {_NAMES[what]}: {size_text(freed_bytes)} freed\n")
+        sys.stdout.write(f"forgot {_NAMES[what]}: {format_bytes(freed_bytes)} freed\n")
     return 0

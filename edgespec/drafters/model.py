@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import Drafter, Extra, check_rollback
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth

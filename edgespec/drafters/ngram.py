@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.text import GrowingText
+from edgespec.drafters.token_buffer import GrowingText
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Learner, TrainingExample
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import known
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree

@@ -15,7 +15,7 @@ from edgespec.costs.curve import Curve, gentle
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.skipsearch import Found, SkipSearch
+from edgespec.drafters.swift_search import Found, SkipSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler

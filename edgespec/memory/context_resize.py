@@ -42,7 +42,7 @@ class ResizableContext:
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
-        self.limit_tokens = target.facts.most_context_tokens
+        self.limit_tokens = target.facts.max_context_tokens
         self.notice = ""
         self._target = target
         self._draft = draft
@@ -201,7 +201,7 @@ class ResizableContext:
         draft = self._draft
         if draft is None or not self._draft_follows or self._suspended_tokens:
             return
-        size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
+        size = min(self._target.facts.context_tokens, draft.facts.max_context_tokens)
         if size <= draft.facts.context_tokens:
             return
         try:

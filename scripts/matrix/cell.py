@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from edgespec.memory import PROCESS_BYTES, budget
 from edgespec.memory.limits import address_limit
 
@@ -137,7 +137,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 def _grow(runtime: edgespec.Runtime) -> None:
     """Read a text that fills less than half of the context, then one that goes on from it to the end."""
-    context = runtime._target.facts.most_context_tokens
+    context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):
@@ -273,7 +273,7 @@ def _forget_peak() -> None:
 
 def _forget_unused() -> None:
     gc.collect()
-    give_back()
+    release_free_memory()
 
 
 if __name__ == "__main__":

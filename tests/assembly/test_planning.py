@@ -206,14 +206,14 @@ def test_loading_goes_by_the_plan() -> None:
     with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
         assert runtime.plan is not None
         assert runtime.plan.kv_type == "q8_0"
-        kept = runtime.memory().kept.memory_limit_bytes
+        kept = runtime.memory().prefix_cache.memory_limit_bytes
         assert 0 < kept == runtime.plan.kept_bytes
         total = runtime.plan.total_bytes - kept
     with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
         assert runtime.plan is not None
         assert "a cache of type q4_0" in runtime.target.notice
         assert runtime.memory().plan is runtime.plan
-        assert runtime.memory().kept.memory_limit_bytes == runtime.plan.kept_bytes
+        assert runtime.memory().prefix_cache.memory_limit_bytes == runtime.plan.kept_bytes
         assert runtime.plan.total_bytes <= total - 1
     with pytest.raises(MemoryBudgetError, match="use --context 3840 or less"):
         edgespec.load("demo", "none", context=4096, kv_type="q8_0", memory=total - 1, threads=1)

@@ -14,7 +14,7 @@ import pytest
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 
@@ -35,7 +35,7 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
 
 def _own_bytes() -> int:
     """What the process holds, without pages of files."""
-    give_back()
+    release_free_memory()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -86,7 +86,7 @@ def test_notes_on_passes_and_tiles_are_planned(quantisation: str, tmp_path: Path
 _VOCABULARIES = """
 import sys
 from pathlib import Path
-from edgespec.backends.mlx.files import _load_tokenizer
+from edgespec.backends.mlx.weight_loading import _load_tokenizer
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from tests.memory.test_measured_peak import _own_bytes
 

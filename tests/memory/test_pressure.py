@@ -77,7 +77,7 @@ class TestTheContext:
     @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_it_is_made_smaller_before_a_short_text(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
-        plain.forget()
+        plain.clear_cache()
         with edgespec.load("demo", draft, context=512, method=method) as runtime:
             for prompt, available, expected in (
                 (LONG, PLENTY, 512),
@@ -98,7 +98,7 @@ class TestTheContext:
                 if prompt == [*SHORT, 9]:
                     assert runtime.memory().kv_bytes <= before / 2
                     assert "of the context that no text needs" in reply.method.note
-                    assert runtime.memory().given_way_bytes >= before - runtime.memory().kv_bytes
+                    assert runtime.memory().reclaimed_bytes >= before - runtime.memory().kv_bytes
                     assert reply.stats.growth_seconds > 0
                 if prompt == [*SHORT, 9, 8]:
                     assert "little memory was free" not in reply.method.note
@@ -214,8 +214,8 @@ class TestBetweenReplies:
             assert runtime.target.context_tokens == 512
             free(runtime, LITTLE)
             assert until(lambda: runtime.target.context_tokens == FIRST)
-            assert until(lambda: "no text needs" in runtime.memory().given_way)
-            assert runtime.memory().given_way_bytes > 0
+            assert until(lambda: "no text needs" in runtime.memory().last_reclaim)
+            assert runtime.memory().reclaimed_bytes > 0
             # It is told by the next reply, which goes on with the very cache; and told once.
             prompt = [*SHORT, *reply.tokens, 9]
             later = said(runtime, prompt)
@@ -235,7 +235,7 @@ class TestBetweenReplies:
             assert kept.copies.held_bytes > 0
             free(runtime, LITTLE)
             assert until(lambda: not kept.copies.held_bytes)
-            assert runtime.memory().kept.disk_bytes > 0
+            assert runtime.memory().prefix_cache.disk_bytes > 0
             free(runtime, PLENTY)
             assert ask(runtime, [*chats[0], 1], max_tokens=5).stats.cached_prompt_tokens >= 149
 
@@ -316,9 +316,9 @@ class TestWithinAReply:
             free(runtime, PLENTY)
             for chat in chats[:3]:
                 ask(runtime, chat, max_tokens=5)
-            runtime.save_texts()
+            runtime.save_prefix_cache()
             ask(runtime, chats[3], max_tokens=5)
-            on_disk = runtime.memory().kept.disk_bytes
+            on_disk = runtime.memory().prefix_cache.disk_bytes
             stream = runtime.stream_tokens(chats[4], max_tokens=60, seed=2)
             next(stream)
             unsaved = [piece for piece in kept.copies.forest if piece.snapshot and not piece.on_disk]
@@ -339,7 +339,7 @@ class TestWithinAReply:
             assert kept.copies.held_bytes == 0
             assert stream.reply.tokens == expected.tokens
             assert "was free: gave back" in stream.reply.method.note
-            assert runtime.memory().kept.disk_bytes == on_disk
+            assert runtime.memory().prefix_cache.disk_bytes == on_disk
             free(runtime, PLENTY)
             assert "little memory was free" not in ask(runtime, [*chats[4], 2], max_tokens=5).method.note
 

@@ -74,7 +74,7 @@ class TestCacheReuse:
     def test_what_was_forgotten_is_read_again(self, pair: tuple[Runtime, Recording, Recording]) -> None:
         runtime, target, draft = pair
         first = runtime.generate(REPEATS, max_tokens=20, method="model+ngram", seed=1)
-        runtime.forget()
+        runtime.clear_cache()
         assert target.length == draft.length == 0
         target.prefilled.clear()
         draft.prefilled.clear()
@@ -89,9 +89,9 @@ class TestCacheReuse:
         stream = runtime.stream(REPEATS, max_tokens=8)
         next(stream)
         with pytest.raises(BusyError):
-            runtime.forget()
+            runtime.clear_cache()
         stream.close()
-        runtime.forget()
+        runtime.clear_cache()
 
 
 class Failing:

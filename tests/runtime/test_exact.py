@@ -63,7 +63,7 @@ def day(
             chat += words(8)
             how = {"seed": turn, "temperature": 0.8 * (turn % 2)}
             reply = reply_to(runtime, chat, method=methods[turn % len(methods)], **how)
-            fresh.forget()
+            fresh.clear_cache()
             assert reply.tokens == reply_to(fresh, chat, method="none", **how).tokens
             replies.append(reply)
             chat += reply.tokens

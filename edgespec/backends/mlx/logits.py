@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.device import evaluated, launched
+from edgespec.backends.mlx.evaluation import evaluated, launched
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import HostLogits, best_drawn
 from edgespec.engine.noise import Stream, key

@@ -17,11 +17,11 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import context_wanted
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.device import freed_buffers_bytes, leave_thread
-from edgespec.backends.mlx.files import ModelSkeleton, Sizes, outline_of
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, leave_thread
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
+from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, outline_of
 from edgespec.errors import OptionError
-from edgespec.heap import addresses_are_limited, kept_bytes
+from edgespec.heap import address_space_is_limited, retained_bytes
 
 __all__ = ["MlxMemoryEstimator"]
 
@@ -131,7 +131,7 @@ class MlxMemoryEstimator:
             Part("cache", cache.whole),
             Part("compute", self._compute_bytes(tokens, cache, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
-            Part("heap", kept_bytes() + self._notes_bytes(options)),
+            Part("heap", retained_bytes() + self._notes_bytes(options)),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return MemoryEstimate(tokens, kind, parts)
@@ -156,7 +156,7 @@ class MlxMemoryEstimator:
         of the old ones, then to the values, and only then to scores. States are never written into.
         """
         on_cpu = core().default_device() == core().cpu
-        touched = on_cpu and not addresses_are_limited()
+        touched = on_cpu and not address_space_is_limited()
         pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, touched)
         if touched:
             return max(pass_bytes, cache.side) + cache.states + freed_buffers_bytes()
@@ -265,7 +265,7 @@ def _scans(model: Any) -> tuple[_Scan, ...]:
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
     """What the caches take, and the states beside them, when a context of so many tokens is full."""
-    from edgespec.backends.mlx.caches import rows_for
+    from edgespec.backends.mlx.attention_cache import rows_for
 
     memory = _begun(model, bits)
     whole = memory.sizes()
@@ -283,8 +283,8 @@ def _caches(model: Any, bits: int | None) -> _CacheSizes:
 
 def _begun(model: Any, bits: int | None) -> Any:
     """The `Memory` of a model after one token, of which nothing is computed."""
-    from edgespec.backends.mlx.memory import Memory
-    from edgespec.backends.mlx.shape import PassShape
+    from edgespec.backends.mlx.layer_caches import Memory
+    from edgespec.backends.mlx.pass_layout import PassShape
 
     memory = Memory(model, PassShape(), bits)
     model(core().array([[0]]), cache=memory.layers)

@@ -21,17 +21,17 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.mlx.device import leave_thread
-from edgespec.backends.mlx.files import Checkpoint
+from edgespec.backends.mlx.cache_serialization import from_bytes, to_bytes
+from edgespec.backends.mlx.evaluation import leave_thread
+from edgespec.backends.mlx.layer_caches import Mark
 from edgespec.backends.mlx.layers import LayerList, LayerTaps
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.memory import Mark
-from edgespec.backends.mlx.parts import Part, Parts
-from edgespec.backends.mlx.passes import Passes
-from edgespec.backends.mlx.saved import from_bytes, to_bytes
-from edgespec.backends.mlx.scoring import Best, Scorer
-from edgespec.backends.mlx.selfdraft import MlxSelfDraft
+from edgespec.backends.mlx.partial_model_scoring import Best, Scorer
+from edgespec.backends.mlx.partial_models import Part, Parts
+from edgespec.backends.mlx.pass_runner import Passes
+from edgespec.backends.mlx.self_draft_view import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
+from edgespec.backends.mlx.weight_loading import Checkpoint
 from edgespec.backends.optional_features import Learner
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
@@ -179,7 +179,7 @@ class MlxModel(BaseModel):
 
     def learner(self) -> Learner:
         """See `Trainable`."""
-        from edgespec.backends.mlx.online import MlxLearner
+        from edgespec.backends.mlx.lora_trainer import MlxLearner
 
         self._check(0)
         return MlxLearner(self, self._net, self._passes.shape, self._fingerprint)

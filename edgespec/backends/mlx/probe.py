@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LowBit
-from edgespec.backends.mlx.caches import AttentionCache
+from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.parts import Part
+from edgespec.backends.mlx.partial_models import Part
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.suffix.guess import Guess, Rule, combined
-from edgespec.drafters.suffix.index import TextIndex
+from edgespec.drafters.suffix.scoring import Guess, Rule, combined
 from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
+from edgespec.drafters.suffix.suffix_array import TextIndex
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree

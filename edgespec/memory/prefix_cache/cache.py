@@ -118,7 +118,7 @@ class PrefixCache:
         if known:
             return sum(size for size, _ in known) / sum(count for _, count in known)
         facts = self._model.facts
-        return facts.most_kv_bytes / facts.most_context_tokens
+        return facts.most_kv_bytes / facts.max_context_tokens
 
     def _add(self, text: Tokens, base: Segment | None, shared: int) -> None:
         end = len(text)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
-from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.backends.mlx.weight_loading import open_checkpoint
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.chain import SamplingParams

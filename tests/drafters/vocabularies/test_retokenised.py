@@ -15,7 +15,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation, retokenised
-from edgespec.drafters.vocabularies.reading import Reading
+from edgespec.drafters.vocabularies.incremental import Reading
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.prefix import common_prefix

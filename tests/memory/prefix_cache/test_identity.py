@@ -30,7 +30,7 @@ def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
     with edgespec.load(path, context=context, keep=keep, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
-        return runtime.memory().kept.tokens_not_read, tokens
+        return runtime.memory().prefix_cache.tokens_not_read, tokens
 
 
 def check_apart(path: str, small: int, large: int) -> None:
@@ -71,7 +71,9 @@ def test_what_some_threads_read_is_not_what_one_goes_on_with(
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
     for threads in (2, 1):
-        monkeypatch.setattr("edgespec.backends.llamacpp.files.default_threads", lambda _, some=threads: some)
+        monkeypatch.setattr(
+            "edgespec.backends.llamacpp.loading.default_threads", lambda _, some=threads: some
+        )
         first, fresh = run(), run(keep="none")
         assert first == (0, fresh[1])
         assert run()[0] >= KEPT

@@ -62,7 +62,7 @@ def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
             ask(runtime, chat, max_tokens=5)
             ask(runtime, words(8, 40), max_tokens=5)
         assert 300 <= ask(runtime, chat, max_tokens=5).stats.cached_prompt_tokens <= 500
-        assert runtime.memory().kept.memory_bytes <= 1500
+        assert runtime.memory().prefix_cache.memory_bytes <= 1500
 
 
 def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
@@ -87,7 +87,7 @@ def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.M
             ask(runtime, words(8, 10), max_tokens=5, seed=1)
         ends = [copy.length for copy in made if copy.length > 15]
         assert len(ends) == len(set(ends))
-        assert runtime.memory().kept.hits >= 3
+        assert runtime.memory().prefix_cache.hits >= 3
 
 
 def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
@@ -111,7 +111,7 @@ def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: 
         for seed in range(8):
             ask(runtime, words(seed, 200), max_tokens=5)
         files = [path.stat().st_size for path in tmp_path.rglob("*.kept")]
-        use = runtime.memory().kept
+        use = runtime.memory().prefix_cache
         assert 1000 < use.disk_bytes < sum(files) <= 4000
         assert len(files) <= use.texts <= len(files) + most_bytes // 500
 
@@ -124,4 +124,4 @@ def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
         # A table's memory takes nothing, so that tokens have no size before there is one of another.
         kept.copies.forest.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
         ask(runtime, CHATS[1], max_tokens=5)
-        assert runtime.memory().kept.memory_bytes == 0
+        assert runtime.memory().prefix_cache.memory_bytes == 0

@@ -80,19 +80,19 @@ def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) 
         chats, replies = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
             replies.append(_turn(runtime, chats[chat], turn))
-        assert runtime.memory().kept.hits >= 4
+        assert runtime.memory().prefix_cache.hits >= 4
         saved = [list(text) for text in chats]
     again = make(tmp_path, demo_target)
     with keeping(again, tmp_path / "kept", others={"ngram": NgramDrafter()}) as runtime:
         for turn, chat in enumerate((1, 0)):
             replies.append(_turn(runtime, chats[chat], 20 + turn))
-        assert runtime.memory().kept.hits == 2
+        assert runtime.memory().prefix_cache.hits == 2
         chats, expected = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, chats[chat], turn))
         for turn, chat in enumerate((1, 0)):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, saved[chat], 20 + turn))
         assert replies == expected
 
@@ -142,9 +142,9 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
             reply = ask(runtime, prompt, method=method, **options)
             said.append((prompt, options, reply.tokens))
             chats[chat] += reply.tokens
-        assert runtime.memory().kept.hits >= 5
+        assert runtime.memory().prefix_cache.hits >= 5
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens
 
 
@@ -166,7 +166,7 @@ def test_auto_and_suffix_in_chats_as_people_load_them(
         for turn, text in enumerate(asked):
             for seed, (chat, method) in enumerate(zip(chats, ("auto", "suffix", "none"), strict=True)):
                 if forget:
-                    runtime.forget()
+                    runtime.clear_cache()
                     method = "none"
                 reply = chat.ask(f"{text} ({seed})", method=method, seed=seed + turn, max_tokens=24)
                 replies.append(reply.tokens)
@@ -174,10 +174,10 @@ def test_auto_and_suffix_in_chats_as_people_load_them(
 
     with edgespec.load("demo", methods=["suffix"], keep="disk", threads=1, context=1024) as runtime:
         got = talk(runtime, forget=False)
-        assert runtime.memory().kept.hits >= 6
+        assert runtime.memory().prefix_cache.hits >= 6
     with edgespec.load("demo", "none", keep="none", threads=1, context=1024) as runtime:
         assert talk(runtime, forget=True) == got
-        assert runtime.memory().kept.memory_limit_bytes == 0
+        assert runtime.memory().prefix_cache.memory_limit_bytes == 0
 
 
 @pytest.mark.usefixtures("always")
@@ -216,8 +216,8 @@ def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.Monk
                 options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
                 method = methods[(turn + run) % len(methods)]
                 said.append((prompt, options, ask(runtime, prompt, method=method, **options).tokens))
-            assert runtime.memory().kept.hits >= 6
+            assert runtime.memory().prefix_cache.hits >= 6
     with load("none", context=1024, keep="none") as runtime:
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens

@@ -89,7 +89,7 @@ def test_every_reply_is_that_of_a_fresh_run(
                 runtime = begun()
                 continue
             if act.what == "quiet":
-                runtime.save_texts()
+                runtime.save_prefix_cache()
                 continue
             text = texts[act.chat]
             if act.what == "edit":
@@ -97,11 +97,11 @@ def test_every_reply_is_that_of_a_fresh_run(
             prompt = text + words(i, act.tokens % 50 + 1)
             options = {"seed": i, "max_tokens": act.tokens % 40 + 1, "temperature": 0.8 * (i % 2)}
             reply = ask(runtime, prompt, **options)
-            plain.forget()
+            plain.clear_cache()
             assert reply.tokens == ask(plain, prompt, **options).tokens
             assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
             texts[act.chat] = prompt + list(reply.tokens)
-            use = runtime.memory().kept
+            use = runtime.memory().prefix_cache
             assert use.memory_bytes <= most_bytes
             if quota_bytes is not None and folder is not None:
                 files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
@@ -172,7 +172,7 @@ def test_no_more_is_read_than_is_new(folder: bool, tmp_path: Path) -> None:
                 assert reply.stats.cached_prompt_tokens >= shared - 1
                 chat += list(reply.tokens)
                 known.append(list(chat))
-        use = runtime.memory().kept
+        use = runtime.memory().prefix_cache
         assert use.hits >= 8
         assert use.tokens_not_read > 8 * 150
 
@@ -274,7 +274,7 @@ def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(model, "restore", refused)
         again = ask(runtime, CHATS[0], max_tokens=20, seed=1)
         assert again.tokens == expected
-        assert runtime.memory().kept.hits == 0
+        assert runtime.memory().prefix_cache.hits == 0
 
 
 class TestWrongSnapshots:
@@ -325,15 +325,15 @@ def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPat
     with keeping(model) as runtime:
         first = [ask(runtime, chat, max_tokens=20, seed=1).tokens for chat in CHATS]
         assert first == [ask(runtime, chat, max_tokens=20, seed=1).tokens for chat in CHATS]
-        assert "strange kind" in runtime.memory().kept.notice
+        assert "strange kind" in runtime.memory().prefix_cache.notice
 
 
 def test_what_is_forgotten_is_read_again() -> None:
     with keeping(table(1)) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
-        runtime.forget()
-        assert runtime.memory().kept.texts == 0
+        runtime.clear_cache()
+        assert runtime.memory().prefix_cache.texts == 0
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens == 0
 
 
@@ -363,7 +363,7 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[1], max_tokens=5)
         forget_kept(tmp_path)
-        runtime.save_texts()
+        runtime.save_prefix_cache()
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).texts()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
