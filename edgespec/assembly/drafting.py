@@ -22,10 +22,10 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.catalog import Resolved
+from edgespec.corpus import suffix_drafter
 from edgespec.costs.curve import CostCurve, Curve, gentle
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
-from edgespec.corpus import suffix_drafter
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter

@@ -18,8 +18,8 @@ from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
-from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
+from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan

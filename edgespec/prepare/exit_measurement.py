@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp import load
-from edgespec.costs.curve import measure
 from edgespec.backends.llamacpp.hidden_states import hidden_states
+from edgespec.costs.curve import measure
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
 from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table

@@ -15,9 +15,9 @@ from edgespec.backends.llamacpp import layerskip as halves
 from edgespec.backends.llamacpp import load
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.exit_table import Exit
 from edgespec.prepare.builder import Workbench, make, unfinished
 from edgespec.prepare.exit_measurement import measure_exits
+from edgespec.prepare.exit_table import Exit
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.store import Prepared, check, find
 
