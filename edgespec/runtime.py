@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
@@ -16,12 +15,13 @@ from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
-from edgespec.costs import TargetCosts
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import Defaults, make_request
 from edgespec.session import Session
@@ -67,7 +67,7 @@ class Runtime:
         self,
         target: LanguageModel,
         draft: LanguageModel | None,
-        drafters: Drafters,
+        drafters: DrafterSet,
         *,
         defaults: Defaults = _DEFAULTS,
         costs: TargetCosts | None = None,

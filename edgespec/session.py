@@ -26,7 +26,7 @@ from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
 from edgespec.memory.target_cache import TargetCache
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport
 from edgespec.request import Request
 
@@ -47,7 +47,7 @@ class Session:
     def __init__(
         self,
         target: LanguageModel,
-        drafters: Drafters,
+        drafters: DrafterSet,
         prefix_cache: PrefixCache | None = None,
         draft: LanguageModel | None = None,
     ) -> None:

@@ -24,12 +24,12 @@ from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
-from edgespec.costs import FreeCosts, TargetCosts
+from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.lowbit import copy_path, find_lowbit
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
@@ -169,7 +169,7 @@ def _loaded(
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
         made = outfit(pair.target, model, draft, how, FreeCosts() if _eager.get() else costs, progress)
-        drafters = Drafters(
+        drafters = DrafterSet(
             model,
             draft.model if draft else None,
             branches=made.growth(draft.model) if draft else (),

@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.checks import check_text, parse_size
-from edgespec.costs import PassCosts
+from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan

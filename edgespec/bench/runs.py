@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Literal
 
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.plan import Plan, Round, Way
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from edgespec.auto.curve import CostCurve
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply

@@ -15,7 +15,7 @@ from edgespec.assembly import loading
 from edgespec.assembly.pairing import load_target
 from edgespec.assembly.prefix_cache_options import PrefixCacheOptions, _identity, file_states
 from edgespec.backends.base import LoadOptions
-from edgespec.costs import FreeCosts
+from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sampled_sha256
 from edgespec.memory.prefix_cache import ReuseCosts

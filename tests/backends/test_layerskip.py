@@ -22,7 +22,7 @@ from edgespec.drafters.base import Extra
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
@@ -341,7 +341,7 @@ class TestTakingOver:
 @pytest.fixture(scope="module")
 def plain(demo_target: Path) -> Iterator[Runtime]:
     model = llamacpp.load(str(demo_target), "demo", _options())
-    with Runtime(model, None, Drafters(model, None)) as runtime:
+    with Runtime(model, None, DrafterSet(model, None)) as runtime:
         yield runtime
 
 
@@ -351,7 +351,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
     assert drafter.extra == Extra()
-    return Runtime(model, None, Drafters(model, None, others={"layerskip": drafter}))
+    return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
 
 
 class TestSameReplies:

@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
@@ -241,7 +241,7 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
         if name in model.facts.capabilities.self_drafts:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
-    return Runtime(model, None, Drafters(model, None, others=others))
+    return Runtime(model, None, DrafterSet(model, None, others=others))
 
 
 class TestSameReplies:

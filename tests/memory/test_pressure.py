@@ -27,7 +27,7 @@ from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import RESERVE_BYTES
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.memory.pressure import MemoryPressure
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.backends.tiny_models import write_jamba
 from tests.memory.prefix_cache.helpers import ask, keeper
 from tests.tables import table
@@ -227,7 +227,7 @@ class TestBetweenReplies:
     def test_texts_go_to_disk_and_are_gone_back_to(self, tmp_path: Path) -> None:
         model = table(1)
         kept = keeper(model, tmp_path)
-        with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(3)]
             for chat in chats:
@@ -242,7 +242,7 @@ class TestBetweenReplies:
     def test_the_thread_ends_where_there_is_nothing_to_give(self) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -254,7 +254,7 @@ class TestBetweenReplies:
 
     def test_who_is_dropped_is_not_held_by_it(self) -> None:
         model = table(1)
-        runtime = Runtime(model, None, Drafters(model, None), prefix_cache=keeper(model))
+        runtime = Runtime(model, None, DrafterSet(model, None), prefix_cache=keeper(model))
         free(runtime, PLENTY)
         for seed in range(2):
             ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -310,9 +310,9 @@ class TestWithinAReply:
         kept = keeper(model, tmp_path)
         chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(5)]
         expected = ask(
-            Runtime(other := table(1), None, Drafters(other, None)), chats[4], max_tokens=60, seed=2
+            Runtime(other := table(1), None, DrafterSet(other, None)), chats[4], max_tokens=60, seed=2
         )
-        with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for chat in chats[:3]:
                 ask(runtime, chat, max_tokens=5)
@@ -367,7 +367,7 @@ class TestWithinAReply:
     def test_one_look_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
             clock, looks = 100.0, []

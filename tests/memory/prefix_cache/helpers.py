@@ -9,7 +9,7 @@ from typing import Any
 from edgespec import Reply, Runtime
 from edgespec.backends.base import LanguageModel
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 
 PLENTY = 1 << 30
 
@@ -49,7 +49,7 @@ def keeper(
 def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:
     """A runtime that keeps."""
     kept = keeper(model, folder, **options)
-    return Runtime(model, None, Drafters(model, None, others=others or {}), prefix_cache=kept)
+    return Runtime(model, None, DrafterSet(model, None, others=others or {}), prefix_cache=kept)
 
 
 def ask(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:

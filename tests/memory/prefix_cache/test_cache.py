@@ -21,7 +21,7 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.errors import BackendError
 from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.memory.prefix_cache.helpers import ask, keeper, keeping
 from tests.tables import table
@@ -71,7 +71,7 @@ def test_every_reply_is_that_of_a_fresh_run(
     make: str, history: list[Act], most_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
     """The memory is looked into besides: what comes out of most depends on its last tokens only."""
-    plain = Runtime(inner := MADE[make](), None, Drafters(inner, None))
+    plain = Runtime(inner := MADE[make](), None, DrafterSet(inner, None))
     texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
     if make == "rounds":
         texts = [4 * text for text in texts]
@@ -250,7 +250,7 @@ def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
 def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
     model = table(1)
     kept = keeper(model, tmp_path, available=1 << 40)
-    with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
         assert kept.use().memory_bytes > 0

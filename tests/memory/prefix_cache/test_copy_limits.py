@@ -12,7 +12,7 @@ from edgespec import Runtime
 from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.prefix_cache.segments import Segment
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
 from tests.memory.prefix_cache.test_cache import CHATS, words
 from tests.tables import table
@@ -119,7 +119,7 @@ def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: 
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     model = table(1)
     kept = PrefixCache(model, 1 << 20, worth=Always(), max_copied_bytes=0)
-    with Runtime(model, None, Drafters(model, None), prefix_cache=kept) as runtime:
+    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         # A table's memory takes nothing, so that tokens have no size before there is one of another.
         kept.store.tree.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
