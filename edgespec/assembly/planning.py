@@ -66,7 +66,8 @@ class Planned:
     """What to load, and how. options: for both models together. float32: see `Choice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
-    turning_tokens: see `begun_with`. draft_window: what the draft sees of the text; None where that is all.
+    longrope_switch_tokens: see `begun_with`.
+    draft_window: what the draft sees of the text; None where that is all.
     """
 
     pair: Pair
@@ -76,7 +77,7 @@ class Planned:
     plan: MemoryPlan
     advice: str = ""
     trained_tokens: int = 0
-    turning_tokens: int = 0
+    longrope_switch_tokens: int = 0
     draft_window: AttentionWindow | None = None
 
     @property
@@ -99,7 +100,7 @@ class Planned:
         if self.pair.target.format == "mlx":
             return 0
         tokens, first = self.plan.context_tokens, self.options.first_tokens
-        return tokens if first is None else begun_with(tokens, first, self.turning_tokens)
+        return tokens if first is None else begun_with(tokens, first, self.longrope_switch_tokens)
 
     @property
     def notice(self) -> str:
@@ -183,7 +184,10 @@ def plan_pair(
         grows = options.first_tokens is not None and room_to_grow(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
-        trained_tokens, turning_tokens = pairs.target.trained_context_tokens, pairs.target.turning_tokens
+        trained_tokens, longrope_switch_tokens = (
+            pairs.target.trained_context_tokens,
+            pairs.target.longrope_switch_tokens,
+        )
         chosen, window = pairs.options_of(choice), pairs.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
@@ -201,7 +205,9 @@ def plan_pair(
     beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
-    return Planned(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens, window)
+    return Planned(
+        pair, how, chosen, choice.float32, plan, advice, trained_tokens, longrope_switch_tokens, window
+    )
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:
