@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.auto.exits import Exit
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp import layerskip_files, load
@@ -18,6 +17,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.builder import Workbench, make, unfinished
 from edgespec.prepare.exit_measurement import measure_exits
+from edgespec.prepare.exit_table import Exit
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.store import Prepared, check, find
 

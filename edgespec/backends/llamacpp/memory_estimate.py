@@ -12,6 +12,14 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import (
+    UNDO_TOKENS,
+    States,
+    choose_context,
+    choose_split_contexts,
+    remembers_by_state,
+    split_load_options,
+)
 from edgespec.backends.llamacpp.device_split import device_split
 from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.kv_types import KvTypes
@@ -20,14 +28,6 @@ from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
-from edgespec.backends.llamacpp.sizing import (
-    UNDO_TOKENS,
-    States,
-    halves_options,
-    remembers_by_state,
-    wished_context,
-    wished_halves,
-)
 from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
 from edgespec.heap import address_space_is_limited, release_free_memory
 
@@ -132,14 +132,14 @@ class GgufMemoryEstimator:
         # What long contexts are told from, by what they are made of: asked for again and again.
         self._long: dict[tuple[ContextPlan, int, str], tuple[Buffers, Buffers]] = {}
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         weights = self._weights
         if remembers_by_state(weights) and self._states is None:
             self._states = _simulated_states(weights, options)
-        plan = wished_context(weights, options, self._states)
+        plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
@@ -213,11 +213,11 @@ class SplitModelMemoryEstimator:
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._halves[0])
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         lower, upper = self._halves
-        plans = wished_halves(lower, upper, options)
-        first, second = halves_options(lower, options)
+        plans = choose_split_contexts(lower, upper, options)
+        first, second = split_load_options(lower, options)
         buffers = [
             simulated(lower, plans[0], first),
             simulated(upper, plans[1], second, takes_hidden=True),

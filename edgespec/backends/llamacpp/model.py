@@ -21,6 +21,7 @@ from edgespec.backends.base import (
 from edgespec.backends.base_model import BaseModel, in_batches
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -29,7 +30,6 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_resize_fits, initial_plan, rebuild_context
 from edgespec.backends.llamacpp.shared_target import SharedTarget
-from edgespec.backends.llamacpp.sizing import plan_context
 from edgespec.backends.llamacpp.snapshots import snapshot_from_bytes, snapshot_to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import in_blocks

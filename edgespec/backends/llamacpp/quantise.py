@@ -45,7 +45,7 @@ _WORDS = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """What the weights take now, and would take. needs_importance_matrix: the type needs an importance matrix."""
+    """Bytes of the weights now and as a copy; whether the type needs an importance matrix."""
 
     source_bytes: int
     copy_bytes: int

@@ -114,7 +114,7 @@ class MlxMemoryEstimator:
         self._figures = _figures(path, name, options.adapter, options.low_bits, tuple(stamps))
         self.trained_context_tokens: int = self._figures.sizes.trained_context_tokens
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`. Where the processor computes, halves become float32 if that fits."""
         check_options(options)
         figures = self._figures
