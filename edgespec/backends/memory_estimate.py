@@ -64,7 +64,7 @@ class MemoryEstimator(Protocol):
     layers: int
     turning_tokens: int
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """What the model takes when loaded like this; `memory_bytes` is taken for what is there for it.
 
         Raises OptionError for options the model cannot be loaded with, and MemoryBudgetError where even the

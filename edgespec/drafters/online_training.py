@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.drafters.array_store import ArrayStore
+from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import known
-from edgespec.drafters.notes import Notes
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
@@ -65,7 +65,7 @@ class OnlineTrainer:
     guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
     """
 
-    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: Notes | None = None) -> None:
+    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
         self._memory = memory
         self._draft = memory.model
         self._trainer = trainer
@@ -219,7 +219,7 @@ class OnlineTrainer:
             **self._trainer.adapter_weights(),
         }
 
-    def _take_over(self, notes: Notes) -> None:
+    def _take_over(self, notes: ArrayStore) -> None:
         kept = dict(notes.load())
         learnt, judged = kept.pop("learnt", _NOTHING), kept.pop("judged", _NOTHING)
         if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(kept):

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.auto.exits import Exit
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp import layerskip as halves
 from edgespec.backends.llamacpp import load
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.exits import measure_exits
+from edgespec.prepare.builder import Workbench, make, unfinished
+from edgespec.prepare.exit_measurement import measure_exits
+from edgespec.prepare.exit_table import Exit
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
-from edgespec.prepare.making import Workbench, make, unfinished
 from edgespec.prepare.store import Prepared, check, find
 
 __all__ = ["measured_exit", "prepare_layerskip"]

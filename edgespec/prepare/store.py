@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder
-from edgespec.prepare.records import FileRecord, record, same_sample
+from edgespec.prepare.file_records import FileRecord, record, same_sample
 
 __all__ = [
     "MANIFEST",

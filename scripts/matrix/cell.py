@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from edgespec.memory import PROCESS_BYTES, budget
 from edgespec.memory.limits import address_limit
 
@@ -63,7 +63,7 @@ class Cell:
         """What `edgespec.plan` and `edgespec.load` are both given."""
         named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
         drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
-        return {"target": self.target, "draft": self.draft, "keep": "none", **named, **drafting}
+        return {"target": self.target, "draft": self.draft, "prefix_cache": "none", **named, **drafting}
 
 
 def planned(cell: Cell) -> dict[str, Any]:
@@ -78,11 +78,13 @@ def measured(cell: Cell) -> dict[str, Any]:
 
     Where loading was refused, why, and what the process held afterwards and at most meanwhile.
     """
-    with edgespec.load(cell.warm, "none", method="none", keep="none", context=_WARM_TOKENS) as smallest:
+    with edgespec.load(
+        cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS
+    ) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
         _read(smallest._target, cell)
     with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
-        edgespec.load(cell.warm, "none", memory="1MiB", method="none", keep="none").close()
+        edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
     _forget_unused()
     _forget_peak()
     before = _status()
@@ -137,7 +139,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 def _grow(runtime: edgespec.Runtime) -> None:
     """Read a text that fills less than half of the context, then one that goes on from it to the end."""
-    context = runtime._target.facts.most_context_tokens
+    context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):
@@ -273,7 +275,7 @@ def _forget_peak() -> None:
 
 def _forget_unused() -> None:
     gc.collect()
-    give_back()
+    release_free_memory()
 
 
 if __name__ == "__main__":

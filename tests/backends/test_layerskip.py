@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
-from edgespec.backends.llamacpp import sizing
+from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.layerskip import SHARED_BYTES, LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.metadata import metadata
@@ -22,7 +22,7 @@ from edgespec.drafters.base import Extra
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
@@ -67,7 +67,7 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
 def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
     """As with a large vocabulary: the lower half has a few rows in a pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_UNREAD_BYTES", 0)
+        patch.setattr(context_planning, "_UNREAD_BYTES", 0)
         model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
     assert model._lower.context.max_width == 16
     yield model
@@ -211,7 +211,7 @@ class TestInPieces:
         """And it is small, whatever the vocabulary."""
         facts, below = both.halves.facts, both.halves._lower.context
         logits_bytes = 4 * facts.vocab_size * below.max_width
-        assert logits_bytes <= sizing._UNREAD_BYTES
+        assert logits_bytes <= context_planning._UNREAD_BYTES
         enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
         # The files' bytes are checked too, before anything is loaded.
         assert enough > facts.file_bytes
@@ -341,7 +341,7 @@ class TestTakingOver:
 @pytest.fixture(scope="module")
 def plain(demo_target: Path) -> Iterator[Runtime]:
     model = llamacpp.load(str(demo_target), "demo", _options())
-    with Runtime(model, None, Drafters(model, None)) as runtime:
+    with Runtime(model, None, DrafterSet(model, None)) as runtime:
         yield runtime
 
 
@@ -351,7 +351,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
     assert drafter.extra == Extra()
-    return Runtime(model, None, Drafters(model, None, others={"layerskip": drafter}))
+    return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
 
 
 class TestSameReplies:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.llamacpp.context_planning import work_bytes
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.merged_kv import join
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.llamacpp.sizing import work_bytes
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
@@ -241,7 +241,7 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
         if name in model.facts.capabilities.self_drafts:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
-    return Runtime(model, None, Drafters(model, None, others=others))
+    return Runtime(model, None, DrafterSet(model, None, others=others))
 
 
 class TestSameReplies:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Rule, SuffixAutomaton, TextIndex
-from edgespec.drafters.text import LONGEST, SEPARATOR
+from edgespec.drafters.token_buffer import LONGEST, SEPARATOR
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.text import GrowingText
+from edgespec.drafters.token_buffer import GrowingText
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Rule
-from edgespec.drafters.suffix.guess import Guess, combined, grow
+from edgespec.drafters.suffix.scoring import Guess, combined, grow
 from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
-from edgespec.drafters.text import LONGEST
+from edgespec.drafters.token_buffer import LONGEST
 from tests.drafters.searching import (
     Paths,
     Text,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Follower, SuffixAutomaton
-from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
+from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR
 from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts, what_follows
 
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.skipsearch import BAYESIAN_EVERY, Layers, SkipSearch, speed_up
 from edgespec.drafters.swift import MOST_IN_A_REST, MOST_TRIED, SwiftDrafter
+from edgespec.drafters.swift_search import BAYESIAN_EVERY, Layers, SkipSearch, speed_up
 from edgespec.errors import CapabilityError, OptionError
 from tests.tables import PROMPT, table, with_drafter
 

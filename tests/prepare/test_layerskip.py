@@ -27,7 +27,7 @@ from edgespec.backends.llamacpp.layerskip import (
 )
 from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
-from edgespec.prepare.exits import measure_exits
+from edgespec.prepare.exit_measurement import measure_exits
 from edgespec.prepare.gguf_parts import Source, write_first, write_part
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.store import check, find, store_folder

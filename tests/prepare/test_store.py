@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.making import Workbench, make
+from edgespec.prepare.builder import Workbench, make
 from edgespec.prepare.store import MANIFEST, Prepared, check, find, read, store_folder
 
 _SETTINGS = {"exit_layer": 3}

@@ -12,24 +12,24 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import (
+    UNDO_TOKENS,
+    States,
+    choose_context,
+    choose_split_contexts,
+    remembers_by_state,
+    split_load_options,
+)
 from edgespec.backends.llamacpp.device_split import on_device
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
+from edgespec.backends.llamacpp.loading import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.resizing import turning_tokens
-from edgespec.backends.llamacpp.sizing import (
-    UNDO_TOKENS,
-    States,
-    halves_options,
-    remembers_by_state,
-    wished_context,
-    wished_halves,
-)
 from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
-from edgespec.heap import addresses_are_limited, give_back
+from edgespec.heap import address_space_is_limited, release_free_memory
 
 __all__ = ["Buffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "buffers_in", "simulated"]
 
@@ -85,7 +85,7 @@ class Buffers:
         """What is noted of the passes it makes, and where addresses count, what nothing is written to."""
         places = 1 << (2 * self.nodes - 1).bit_length()
         graph = self.nodes * _NODE_BYTES + int(places * _PLACE_BYTES) + _GRAPH_BYTES
-        split = self.nodes * _SPLIT_BYTES if addresses_are_limited() else 0
+        split = self.nodes * _SPLIT_BYTES if address_space_is_limited() else 0
         return _GRAPHS * graph + self.nodes * _SCHEDULED_BYTES + _NOTES_BYTES + split
 
 
@@ -132,14 +132,14 @@ class GgufMemoryEstimator:
         # What long contexts are told from, by what they are made of: asked for again and again.
         self._long: dict[tuple[ContextPlan, int, str], tuple[Buffers, Buffers]] = {}
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         weights = self._weights
         if remembers_by_state(weights) and self._states is None:
             self._states = _simulated_states(weights, options)
-        plan = wished_context(weights, options, self._states)
+        plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
@@ -185,7 +185,7 @@ class GgufMemoryEstimator:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
-            give_back()  # metadata that was looked at is large
+            release_free_memory()  # metadata that was looked at is large
 
 
 class SplitModelMemoryEstimator:
@@ -213,11 +213,11 @@ class SplitModelMemoryEstimator:
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
         self.turning_tokens: int = turning_tokens(self._halves[0])
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         lower, upper = self._halves
-        plans = wished_halves(lower, upper, options)
-        first, second = halves_options(lower, options)
+        plans = choose_split_contexts(lower, upper, options)
+        first, second = split_load_options(lower, options)
         buffers = [
             simulated(lower, plans[0], first),
             simulated(upper, plans[1], second, takes_hidden=True),
@@ -248,7 +248,7 @@ class SplitModelMemoryEstimator:
         """See `MemoryEstimator`."""
         while self._halves:
             library().llama_model_free(self._halves.pop())
-        give_back()
+        release_free_memory()
 
 
 def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:

@@ -2,7 +2,7 @@
 
 from edgespec.drafters.suffix.automaton import Follower, SuffixAutomaton
 from edgespec.drafters.suffix.drafter import Known, Replies, SuffixDrafter
-from edgespec.drafters.suffix.guess import Rule
-from edgespec.drafters.suffix.index import TextIndex
+from edgespec.drafters.suffix.scoring import Rule
+from edgespec.drafters.suffix.suffix_array import TextIndex
 
 __all__ = ["Follower", "Known", "Replies", "Rule", "SuffixAutomaton", "SuffixDrafter", "TextIndex"]

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from sys import getsizeof
 
-from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
+from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR
 
 __all__ = ["Branch", "Follower", "SuffixAutomaton"]
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 from edgespec.drafters.suffix.automaton import Follower, SuffixAutomaton
-from edgespec.drafters.suffix.guess import Branch, Guess, Rule, best_guess, grow
-from edgespec.drafters.suffix.index import Range, TextIndex
-from edgespec.drafters.text import DEEPEST, LONGEST, SEPARATOR
+from edgespec.drafters.suffix.scoring import Branch, Guess, Rule, best_guess, grow
+from edgespec.drafters.suffix.suffix_array import Range, TextIndex
+from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR
 
 __all__ = ["Chat", "Indexed", "OtherChats", "Source"]
 

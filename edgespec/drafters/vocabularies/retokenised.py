@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import Drafter, Extra, check_rollback
 from edgespec.drafters.draft_model import is_sure
-from edgespec.drafters.vocabularies.reading import Reading
+from edgespec.drafters.vocabularies.incremental import Reading
 from edgespec.drafters.vocabularies.translation import Translation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.chain import SamplingParams

@@ -15,13 +15,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from edgespec import Runtime, idle
-from edgespec.auto.curve import gentle
-from edgespec.auto.limits import Limits
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
+from edgespec.costs.curve import gentle
+from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters import online_training, swift
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
@@ -248,7 +248,7 @@ class TestReplies:
     def test_drafts_as_long_as_pays_teach_the_same_pupil(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         usual = online(target, draft)
-        limits = Limits.of(target.facts.capabilities, draft.facts.capabilities)
+        limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
         grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
         assert (usual.adapts, grown.adapts) == (False, True)
         assert grown.pupil is usual.pupil

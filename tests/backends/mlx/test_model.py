@@ -226,7 +226,7 @@ class TestLoading:
             "import edgespec, psutil\n"
             "import mlx.core as mx\n"
             f"for cycle in range({cycles}):\n"
-            "    with edgespec.load('demo-mlx', context=256, keep='none') as runtime:\n"
+            "    with edgespec.load('demo-mlx', context=256, prefix_cache='none') as runtime:\n"
             "        runtime.generate('hi', max_tokens=8, seed=1)\n"
             "    held = psutil.Process().memory_info().rss\n"
             "    print(held, mx.get_active_memory(), runtime.target.weight_bytes)\n"

@@ -14,7 +14,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import TranslatedModel, Translation
-from edgespec.drafters.vocabularies.logits import TranslatedLogits
+from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
