@@ -129,7 +129,7 @@ class SwiftDrafter(Drafter):
             if tried and self._notes:
                 self._notes.save(self._search.to_keep())
         finally:
-            self._target.leave_thread()
+            self._target.release_thread_state()
 
     def note(self) -> str:
         return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))

@@ -18,15 +18,15 @@ from edgespec.backends.llamacpp.context_planning import (
     remembers_by_state,
     split_load_options,
 )
-from edgespec.backends.llamacpp.device_split import on_device
+from edgespec.backends.llamacpp.device_split import device_split
 from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
-from edgespec.backends.llamacpp.loading import arranges_anew, load_simulated
+from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
+from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
-from edgespec.backends.memory_estimate import GPU, MEMORY, MemoryEstimate, MemoryPart, Pool
+from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
 from edgespec.heap import address_space_is_limited, release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "parse_buffers", "simulate"]
@@ -91,7 +91,7 @@ def _mib(text: str) -> int:
 
 def simulate(weights: Any, plan: ContextPlan, options: LoadOptions, **context_options: Any) -> ContextBuffers:
     """Return the buffer sizes of a context for weights that were opened without their data."""
-    with overheard() as lines:
+    with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, **context_options).close()
         return parse_buffers(lines)
 
@@ -126,7 +126,7 @@ class GgufMemoryEstimator:
             self._states = _simulate_states(weights, options)
         plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
-        gpu_weights, gpu_cache_share, doubled = on_device(self._path, self.layers, options.gpu_layers)
+        gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(buffers.cache_bytes * gpu_cache_share)
         gpu_compute = sum(size for buffer, size in buffers.compute if self.layers and _is_on_gpu(buffer))
         compute = sum(size for _, size in buffers.compute) + buffers.bookkeeping_bytes
@@ -153,8 +153,9 @@ class GgufMemoryEstimator:
         key = longest, options.batch_tokens, options.flash_attention
         if key not in self._long:
             half = replace(longest, tokens=_MAX_SIMULATED_TOKENS // 2)
-            self._long[key] = simulate(self._weights, half, options), simulate(
-                self._weights, longest, options
+            self._long[key] = (
+                simulate(self._weights, half, options),
+                simulate(self._weights, longest, options),
             )
         return _extrapolate(*self._long[key], plan.tokens)
 
@@ -191,7 +192,7 @@ class SplitModelMemoryEstimator:
                 weights, merges = _open(files, name, None)
                 self._parts.append(weights)
                 self._merges.append(merges)
-            self._can_share = not any(arranges_anew(files, None) for files in paths)
+            self._can_share = not any(repacks_weights(files, None) for files in paths)
         except BaseException:
             self.close()
             raise
@@ -209,7 +210,7 @@ class SplitModelMemoryEstimator:
         ]
         weight_bytes = sum(library().llama_model_size(weights) for weights in self._parts)
         if self._can_share and options.mmap and not options.mlock:
-            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+            weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         compute = logits = vocabulary = 0
         for weights, plan, each, found, merges in zip(
             self._parts, plans, part_options, buffers, self._merges, strict=True
@@ -236,8 +237,8 @@ class SplitModelMemoryEstimator:
 
 def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
     """Open a model without its data. Returns it, and the number of merges in its vocabulary."""
-    with overheard() as lines:
-        weights = load_simulated(paths, name, gpu_layers)
+    with captured_log() as lines:
+        weights = load_skeleton(paths, name, gpu_layers)
     return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
 
 
@@ -261,7 +262,7 @@ def _simulate_states(weights: Any, options: LoadOptions) -> States:
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
-        with overheard() as lines:
+        with captured_log() as lines:
             context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
             context.close()
         states = sum(_mib(match[1]) for line in lines if (match := _STATES.search(line)))

@@ -17,9 +17,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import context_wanted
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.evaluation import freed_buffers_bytes, leave_thread
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
-from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, outline_of
+from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, read_skeleton
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited
 
@@ -180,9 +180,7 @@ class MlxMemoryEstimator:
         # A CPU writes all scores to memory. The fused attention kernels of a GPU do not.
         scores = shape.heads * tokens if on_cpu else 0
         hidden, middle, logits = 6 * shape.hidden_size, 2 * shape.intermediate_size, 2 * shape.vocab_size
-        scan = max(
-            (layer.scan_elements(max(rows, MAX_WIDTH)) for layer in shape.recurrent_layers), default=0
-        )
+        scan = max((layer.scan_elements(max(rows, MAX_WIDTH)) for layer in shape.recurrent_layers), default=0)
         # A prefill pass computes no logits. The widest verify pass has MAX_WIDTH rows of them.
         if counts_touched:
             row = hidden + max(middle, scores)
@@ -194,7 +192,7 @@ class MlxMemoryEstimator:
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
-        leave_thread()
+        release_thread_state()
 
 
 def _runs_on_cpu() -> bool:
@@ -214,7 +212,7 @@ def _read_shape(
 ) -> _ModelShape:
     """Build the model without evaluating it, and read its shape. Cached until one of its files changes."""
     try:
-        skeleton = outline_of(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
+        skeleton = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
         return _shape_of(skeleton)
     finally:
         # MLX modules reference each other in cycles, so only the garbage collector frees them.
@@ -271,7 +269,7 @@ def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
     """Return a function from the tokens of a full context to the bytes of its caches."""
-    from edgespec.backends.mlx.caches import rows_for
+    from edgespec.backends.mlx.attention_cache import rows_for
 
     memory = _memory_of_one_token(model, bits)
     total_bytes = memory.sizes()
@@ -288,10 +286,10 @@ def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
 
 
 def _memory_of_one_token(model: Any, bits: int | None) -> Any:
-    """Return the `Memory` of a model after one token that is not evaluated."""
-    from edgespec.backends.mlx.memory import Memory
-    from edgespec.backends.mlx.shape import PassShape
+    """Return the `LayerCaches` of a model after one token that is not evaluated."""
+    from edgespec.backends.mlx.layer_caches import LayerCaches
+    from edgespec.backends.mlx.pass_layout import PassLayout
 
-    memory = Memory(model, PassShape(), bits)
+    memory = LayerCaches(model, PassLayout(), bits)
     model(core().array([[0]]), cache=memory.layers)
     return memory

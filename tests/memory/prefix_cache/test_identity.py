@@ -26,7 +26,9 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
 
 
-def said(path: str, context: int, *, prefix_cache: str = "disk", **others: Any) -> tuple[int, tuple[int, ...]]:
+def said(
+    path: str, context: int, *, prefix_cache: str = "disk", **others: Any
+) -> tuple[int, tuple[int, ...]]:
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
     with edgespec.load(path, context=context, prefix_cache=prefix_cache, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
