@@ -135,8 +135,8 @@ def build_request(
         unknown = next((token for token in ids if not 0 <= token < facts.vocab_size), None)
         if unknown is not None:
             raise OptionError(
-                f"the {option} contains token {unknown}, and {facts.name} has {facts.vocab_size} tokens",
-                "use token ids of this model's own vocabulary",
+                f"token {unknown} of the {option} is outside the vocabulary of {facts.name}",
+                f"use token ids from 0 to {facts.vocab_size - 1}",
             )
     return Request(
         tokens=tuple(tokens),
