@@ -11,7 +11,7 @@ from pathlib import Path
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.exact import hold_to_exact
-from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
+from edgespec.assembly.keeping import Keeping, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
@@ -195,10 +195,14 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
-        if each and each.format != "mlx" and options.mmap:
+        if each and each.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += files_of(each.path)
-    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+                paths += each.file_format.files(each.path)
+    copy = (
+        find_lowbit(pair.target.path)
+        if copied and pair.target.file_format.low_bit_copy_format and options.mmap
+        else None
+    )
     if copy:
         paths.append(copy_path(copy))
     return MappedFiles(paths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.registry import same_backend
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of
 from edgespec.errors import EdgespecError
@@ -36,7 +37,7 @@ def _smaller(found: Resolved, info: ModelInfo | None, shelf: Shelf) -> list[Shel
     smaller = [
         one
         for one in shelf.models
-        if (one.format == "mlx") == (found.format == "mlx")
+        if same_backend(one.format, found.format)
         and one.path != found.path
         and (info is None or one.info.size_bytes < info.size_bytes)
     ]

@@ -30,11 +30,6 @@ __all__ = [
     "shelved_json",
 ]
 
-_FORMATS = {
-    "gguf": "GGUF, run by llama.cpp",
-    "mlx": "MLX, run by mlx-lm",
-    "layerskip": "GGUF prepared for early exit, run by llama.cpp",
-}
 _KEPT_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
 _MOST_DRAFTS = 8
 
@@ -90,12 +85,13 @@ class Shown:
         """The same for people: names and values."""
         note = self.found.note if self.found else self.reference
         lines = [("reference", note), *_entry_lines(self.entry)]
-        if self.format is not None:
-            lines.append(("format", _FORMATS[self.format]))
+        known = self.found or self.entry
+        if known is not None:
+            lines.append(("format", known.file_format.label))
         if self.found is None:
             lines.append(("on this machine", f"no: `edgespec models pull {self.reference}` downloads it"))
         if self.info is not None:
-            lines += _info_lines(self.info, self.format)
+            lines += _info_lines(self.info)
         if self.facts is not None:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
@@ -244,10 +240,9 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, str]]:
+def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     """What the files of a model say, for people."""
     experts = f", {info.experts_used} of {info.experts} experts for each token" if info.experts else ""
-    template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
@@ -257,7 +252,7 @@ def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, st
         ),
         ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
         ("cache", f"{format_bytes(info.kv_bytes * 1000)} for 1,000 tokens, at f16"),
-        ("chat template", "yes" if info.chat_template else f"no: {template}"),
+        ("chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
     ]
     if info.heads:
         lines.append(("heads", ", ".join(info.heads)))
@@ -279,8 +274,8 @@ def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tu
     lines = []
     for option in options[:_MOST_DRAFTS]:
         here = "" if option.path else ", not on this machine"
-        form = ", MLX" if option.format == "mlx" else ""
-        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}{form}"
+        form = option.format.upper()
+        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}, {form}"
         known = "assumed" if option.acceptance is None else "measured"
         gain = f"about {option.speedup:.1f}x may be expected, {known}{here}"
         lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))

@@ -71,7 +71,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     def make(path: Path, progress: ProgressLine) -> Prepared:
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
-    prepared = _prepared(reference, make)
+    prepared = _prepared(reference, "layerskip", make)
     exits = prepared.facts.get("exits", [])
     if as_json:
         print_json(_json(prepared))
@@ -110,7 +110,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
-    prepared = _prepared(reference, make, halves=True)
+    prepared = _prepared(reference, "lowbit", make)
     if as_json:
         print_json(_json(prepared))
         return
@@ -126,25 +126,20 @@ def _exit(text: str) -> int | None:
         raise OptionError(f"--exit is {text!r}", "give the number of a layer, or auto") from None
 
 
-def _prepared(
-    reference: str, make: Callable[[Path, ProgressLine], Prepared], *, halves: bool = False
-) -> Prepared:
-    """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either.
-
-    halves: it may be one that was prepared for early exit.
-    """
+def _prepared(reference: str, kind: str, make: Callable[[Path, ProgressLine], Prepared]) -> Prepared:
+    """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either."""
     from edgespec.catalog import resolve
 
     def work(stop: Any) -> Prepared:
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
-            if found.format == "mlx":
+            if not found.file_format.preparations:
                 raise OptionError(
-                    f"{found.name} is an MLX model and needs no preparing",
+                    f"{found.name} needs no preparing: {found.backend.name} drafts with its own files",
                     "use its methods right away, such as `edgespec chat --method layerskip`",
                 )
-            if found.format == "layerskip" and not halves:
+            if kind not in found.file_format.preparations:
                 raise OptionError(
                     f"{found.path} is what was prepared already", "name the GGUF file that it was made from"
                 )
