@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
     from edgespec.delete_data import forget
-    from edgespec.engine.chain import SamplingParams
+    from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
@@ -67,7 +67,7 @@ _HOMES = {
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.chain",
+    "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",
     "forget": "edgespec.delete_data",
     "load": "edgespec.assembly.loading",

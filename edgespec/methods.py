@@ -186,10 +186,10 @@ class Drafters:
         for drafter in self._made.values():
             drafter.forget()
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """Pass an interrupt on to every drafter."""
         for drafter in self._made.values():
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         """Free every drafter."""

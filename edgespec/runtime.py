@@ -46,7 +46,7 @@ class MemoryUse:
     kept: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
-    most_context_tokens: int = 0
+    max_context_tokens: int = 0
     available_bytes: int = 0
     given_way_bytes: int = 0
     given_way: str = ""
@@ -84,7 +84,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.
@@ -161,7 +161,7 @@ class Runtime:
             kept=kept.use() if kept else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
-            most_context_tokens=self.context_tokens,
+            max_context_tokens=self.context_tokens,
             available_bytes=self._session.giving.available(),
             given_way_bytes=self._session.giving.given_bytes,
             given_way=self._session.giving.said,

@@ -127,7 +127,7 @@ def load(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
+        initial_context_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
         threads=threads,
         gpu_layers=gpu_layers,
         kv_type=kv_type,

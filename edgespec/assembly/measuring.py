@@ -107,7 +107,9 @@ class Models:
             )
             drafting = replace(
                 meant_for(found, pair.target, drafting),
-                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
+                choose_context_tokens=lambda trained: self._draft_tokens(
+                    choice, target.context_tokens, trained
+                ),
             )
             items += items_of("draft", draft.footprint(drafting))
             if translated := self._translated_bytes(found):

@@ -141,7 +141,7 @@ def load_draft(
 
     Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
     """
-    context_tokens = target.facts.most_context_tokens
+    context_tokens = target.facts.max_context_tokens
     drafting = for_draft(options, how, context_tokens, _left(options, target.facts))
     if how.draft_kv_type:
         drafting = replace(drafting, kv_type=how.draft_kv_type)
@@ -154,11 +154,11 @@ def load_draft(
         window = window_of(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    draft = _load_model(found, replace(options, context_for=context_of), progress)
+    draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
-        now, most = draft.facts.context_tokens, draft.facts.most_context_tokens
+        now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
         if window:  # it never grows
             draft.resize(most)
         elif compared.translation is not None:
@@ -196,7 +196,7 @@ def _check_learns(
     """Raises OptionError for a draft that cannot be trained between replies."""
     if found.format != "mlx":
         why, hint = "that takes an MLX draft", "give an MLX draft"
-    elif not draft.capabilities.learns:
+    elif not draft.capabilities.trainable:
         why, hint = "it remembers by a recurrent state", "give a draft without one"
     elif not same_tokens:
         why, hint = f"it has other tokens than {target.name}", "give a draft with the same tokens"
@@ -227,7 +227,7 @@ def _left(options: LoadOptions, target: ModelFacts) -> int | None:
     """The memory that a loaded target leaves."""
     if options.memory_bytes is None:
         return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.most_kv_bytes)
+    return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
 
 
 def for_draft(

@@ -10,7 +10,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
 __all__ = [
-    "MOST_PADDING",
+    "MAX_VOCAB_PADDING",
     "Capabilities",
     "EarlyExit",
     "LanguageModel",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 # So many tokens more at the end of a vocabulary are padding of an embedding table, and no difference.
-MOST_PADDING = 1024
+MAX_VOCAB_PADDING = 1024
 
 # Called with (what, fraction from 0 to 1); False asks for a stop.
 Progress = Callable[[str, float], bool]
@@ -69,8 +69,8 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 class LoadOptions:
     """How a model is loaded.
 
-    context_tokens: the size of the KV cache; None takes the model's default. context_for: that size, given
-    the tokens that the model was trained for (0: unknown), where it depends on them. first_tokens: the size
+    context_tokens: the size of the KV cache; None takes the model's default. choose_context_tokens: that size, given
+    the tokens that the model was trained for (0: unknown), where it depends on them. initial_context_tokens: the size
     to begin with, where `resize` is to make more of it when it is needed; None makes all of it at once.
     gpu_layers: layers put on an accelerator; None puts all there that the backend can.
     kv_type: of keys and values, such as `f16` or `q8_0`, or of each: `q8_0/f16`; `auto`: the backend's.
@@ -86,8 +86,8 @@ class LoadOptions:
     """
 
     context_tokens: int | None = None
-    context_for: Callable[[int], int] | None = None
-    first_tokens: int | None = None
+    choose_context_tokens: Callable[[int], int] | None = None
+    initial_context_tokens: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
     kv_type: str = "auto"
@@ -109,16 +109,16 @@ class Capabilities:
     """What a loaded model can do, checked at load and not promised.
 
     rollback: cached tokens can be taken back exactly; without it nothing can be drafted.
-    cuts: they can be taken back to any of them, at once; otherwise `truncate` may keep fewer than asked.
+    partial_truncate: they can be taken back to any of them, at once; otherwise `truncate` may keep fewer than asked.
     tree: a pass may hold branches.
     reason: one line that says why something is missing; empty when nothing is.
     max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
-    taps: hidden states between its layers can be read.
-    self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
+    hidden_states: hidden states between its layers can be read.
+    self_draft_methods: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
     `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
-    learns: as a draft it can be adapted to what a target says (such a model is Trainable).
+    trainable: as a draft it can be adapted to what a target says (such a model is Trainable).
     exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
-    continues: a text may be gone on from however it came into the cache: what follows is the same but for
+    prefix_reuse_exact: a text may be gone on from however it came into the cache: what follows is the same but for
     rounding, and where `exact` to the bit. Where False, it is the same to the bit only if the text is read in
     the same passes from its beginning, and what was written is read again (`memory.cached` does so).
     """
@@ -128,12 +128,12 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
-    taps: bool = False
-    self_drafts: frozenset[str] = frozenset()
-    learns: bool = False
-    cuts: bool = True
+    hidden_states: bool = False
+    self_draft_methods: frozenset[str] = frozenset()
+    trainable: bool = False
+    partial_truncate: bool = True
     exact: bool = False
-    continues: bool = True
+    prefix_reuse_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ class ModelFacts:
 
     kv_bytes: all that is remembered of past tokens: keys, values, recurrent states and copies of them.
     rollback: in words, how tokens are taken back. context_tokens, kv_bytes: as the context is now.
-    grows_to_tokens, grown_kv_bytes: as it was asked for, where it was made smaller at first; else 0.
-    cache_form: in words, what of its cache depends on more than the model and its options.
+    requested_context_tokens, requested_kv_bytes: as it was asked for, where it was made smaller at first; else 0.
+    cache_variant: in words, what of its cache depends on more than the model and its options.
     """
 
     name: str
@@ -162,19 +162,19 @@ class ModelFacts:
     capabilities: Capabilities
     notice: str = ""
     rollback: str = ""
-    grows_to_tokens: int = 0
-    grown_kv_bytes: int = 0
-    cache_form: str = ""
+    requested_context_tokens: int = 0
+    requested_kv_bytes: int = 0
+    cache_variant: str = ""
 
     @property
-    def most_context_tokens(self) -> int:
+    def max_context_tokens(self) -> int:
         """How large the context is to become, if it has to."""
-        return max(self.grows_to_tokens, self.context_tokens)
+        return max(self.requested_context_tokens, self.context_tokens)
 
     @property
-    def most_kv_bytes(self) -> int:
+    def max_kv_bytes(self) -> int:
         """`kv_bytes` by then."""
-        return max(self.grown_kv_bytes, self.kv_bytes)
+        return max(self.requested_kv_bytes, self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ class Vocabulary(Protocol):
 
     size: int
     chat_template: str | None
-    start_text: str
-    end_text: str
+    bos_text: str
+    eos_text: str
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         """Text to tokens. `special`: control tokens written in the text count as such.
@@ -229,7 +229,7 @@ class LanguageModel(Protocol):
         """Tokens in the cache."""
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """How many more tokens the context takes."""
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -258,7 +258,7 @@ class LanguageModel(Protocol):
         can only go back to some of its moments keeps fewer, and none where it can go back to none.
         """
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         """Take tokens [start, end) out of the cache: what follows them moves down to their place.
 
         What follows was computed while they were there, and stays as it was but for its positions
@@ -267,7 +267,7 @@ class LanguageModel(Protocol):
         """
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """A copy of the cache, of tokens [start, end) where it `cuts` and else of all; ends the round."""
+        """A copy of the cache, of tokens [start, end) where it can `partial_truncate` and else of all; ends the round."""
 
     def restore(self, snapshot: Snapshot) -> None:
         """Make the cache what it was.
@@ -285,21 +285,21 @@ class LanguageModel(Protocol):
         cache is as before, but for earlier moments that a recurrent memory could have gone back to.
         """
 
-    def run_ahead(self, wanted: bool) -> None:
+    def run_ahead(self, enabled: bool) -> None:
         """A hint: whether the token after the next pass will be its best one, and run alone.
 
         A backend that computes in the background may then start that step before it is asked to. What
         comes out is the same.
         """
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         """A hint: chains that `draft` grows will be verified here as they stand; None takes it back.
 
         Where both compute in the background on one device, the pass may then be started before the last
         guess has come back from it. What comes out is the same.
         """
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         """This model as its own draft: a view that drafts on the target's memory.
 
         The view's `length` is the target's. Its `verify` runs a round of its own, which the target's next
@@ -308,7 +308,7 @@ class LanguageModel(Protocol):
         Raises CapabilityError with the reason where this model cannot.
         """
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """Stop the running pass and refuse new ones with CancelledError until called with False.
 
         Safe from any thread.

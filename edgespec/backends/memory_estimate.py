@@ -56,7 +56,7 @@ class MemoryEstimate:
 class MemoryEstimator(Protocol):
     """A model's metadata, opened to be asked what it would take. Nothing of its weights is read.
 
-    layers: 0 where they cannot be put on a graphics card one by one. turning_tokens: see `begun_with`.
+    layers: 0 where they cannot be put on a graphics card one by one. turning_tokens: see `initial_context`.
     """
 
     name: str

@@ -97,8 +97,8 @@ class OnlineDrafter(Drafter):
     def forget(self) -> None:
         self._drafter.forget()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()

@@ -7,7 +7,7 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.memory_check import in_blocks
+from edgespec.backends.memory_check import round_up_to_block
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
 
@@ -42,7 +42,7 @@ class ResizableContext:
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
-        self.limit_tokens = target.facts.most_context_tokens
+        self.limit_tokens = target.facts.max_context_tokens
         self.notice = ""
         self._target = target
         self._draft = draft
@@ -58,7 +58,9 @@ class ResizableContext:
     @property
     def short(self) -> bool:
         """Whether the next round might have too little room, and may have more."""
-        return self._target.room < ROUND_TOKENS and self._target.facts.context_tokens < self.limit_tokens
+        return (
+            self._target.free_tokens < ROUND_TOKENS and self._target.facts.context_tokens < self.limit_tokens
+        )
 
     def make_room(self) -> float:
         """Make room for the next rounds, if there may be more. Returns the seconds that took."""
@@ -115,7 +117,7 @@ class ResizableContext:
 
         So much at most is copied meanwhile, while memory is short.
         """
-        size = max(self._first_tokens[id(model)], in_blocks(tokens))
+        size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
     def _make_smaller(self, model: LanguageModel, tokens: int) -> None:
@@ -201,7 +203,7 @@ class ResizableContext:
         draft = self._draft
         if draft is None or not self._draft_follows or self._suspended_tokens:
             return
-        size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
+        size = min(self._target.facts.context_tokens, draft.facts.max_context_tokens)
         if size <= draft.facts.context_tokens:
             return
         try:

@@ -103,7 +103,7 @@ def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """How large the context is by now, what is free, and what other programs were given."""
     rows = []
     if use.context_tokens:
-        rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
+        rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", size_text(use.available_bytes)))
     if use.given_way:

@@ -16,7 +16,7 @@ from typing import Any
 import edgespec
 from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import give_back
 from edgespec.memory import PROCESS_BYTES, budget
@@ -137,7 +137,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 def _grow(runtime: edgespec.Runtime) -> None:
     """Read a text that fills less than half of the context, then one that goes on from it to the end."""
-    context = runtime._target.facts.most_context_tokens
+    context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):
@@ -157,7 +157,12 @@ def _read(model: Any, cell: Cell) -> None:
         _fill_rows(model, room)
     else:
         _fill_cells(model, room)
-    if cell.full and not cell.is_mlx and model.facts.capabilities.cuts and room > 2 * _WIDE_TOKENS:
+    if (
+        cell.full
+        and not cell.is_mlx
+        and model.facts.capabilities.partial_truncate
+        and room > 2 * _WIDE_TOKENS
+    ):
         # The widest pass there is sees all of the context.
         model.truncate(room - _WIDE_TOKENS)
         model.prefill(_text(_WIDE_TOKENS))
@@ -171,7 +176,7 @@ def _verify(model: Any, width: int) -> None:
     """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
-    if tree.width <= model.room:
+    if tree.width <= model.free_tokens:
         model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
         model.commit(())
 

@@ -12,8 +12,8 @@ from edgespec.auto.live import LiveCosts
 from edgespec.drafters.auto_controller import AutoController
 from edgespec.drafters.combined import CombinedDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from tests.tables import Saying
 
 

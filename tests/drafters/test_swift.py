@@ -33,21 +33,21 @@ class Skippable(TabularModel):
     def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
         super().__init__(table(1)._table)
         self.facts = replace(
-            self.facts, capabilities=Capabilities(True, True, self_drafts=frozenset({"swift"}))
+            self.facts, capabilities=Capabilities(True, True, self_draft_methods=frozenset({"swift"}))
         )
         self.layer_count = LAYERS
         self.harm, self.base = harm, base
         self.asked: list[Layers] = []
         self.left = 0
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         if not 0 < min(layers) <= max(layers) < LAYERS - 1:
             raise OptionError(f"{layers} cannot be skipped")
         assert list(tokens) == self._tokens[-len(tokens) :]
         self.asked.append(tuple(layers))
         return max(0.0, self.base - self.harm * len(set(layers) - set(GOOD)))
 
-    def leave_thread(self) -> None:
+    def release_thread(self) -> None:
         self.left += 1
 
 

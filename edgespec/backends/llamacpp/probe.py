@@ -72,8 +72,8 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
             width,
             options.max_branches,
             # A copy with fewer bits drafts on cells that were moved to it.
-            self_drafts=frozenset({"lowbit"}) if movable else frozenset(),
-            continues=continues,
+            self_draft_methods=frozenset({"lowbit"}) if movable else frozenset(),
+            prefix_reuse_exact=continues,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )
@@ -104,12 +104,12 @@ def _replayed(context: LlamaContext, plan: ContextPlan, moments: StateCheckpoint
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent memory takes chains only"
-    able = Capabilities(False, False, reason, context.max_width, 1, cuts=False)
+    able = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
     return Findings(able, rollback, True, undo_tokens)
 
 
 def _plain(reason: str) -> Findings:
-    return Findings(Capabilities(False, False, reason, cuts=False), "none")
+    return Findings(Capabilities(False, False, reason, partial_truncate=False), "none")
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:

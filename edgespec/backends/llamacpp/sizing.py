@@ -19,7 +19,12 @@ from edgespec.backends.llamacpp.kv_types import (
     reads_otherwise,
 )
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
+from edgespec.backends.memory_check import (
+    BLOCK_TOKENS,
+    cache_too_large_error,
+    requested_context,
+    round_up_to_block,
+)
 from edgespec.backends.replay import MAX_CHECKPOINTS
 
 __all__ = [
@@ -68,7 +73,7 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     states = _measured(weights, options) if remembers_by_state(weights) else None
     plan = wished_context(weights, options, states)
     fixed = _fixed_bytes(states, plan)
-    asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
+    asked = requested_context(options, library().llama_model_n_ctx_train(weights))
     _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
     return plan
 
@@ -84,7 +89,7 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
     Raises OptionError for an unknown kv_type.
     """
     # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
-    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(weights)))
+    wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         alike = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
@@ -116,7 +121,7 @@ def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     """What keys and values of so many tokens take: whole blocks, sliding windows kept whole, no states."""
-    return in_blocks(tokens) * kv_bytes_per_token(weights, types)
+    return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
 
 def plan_halves(
@@ -128,7 +133,7 @@ def plan_halves(
     """
     plans = wished_halves(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
-    asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
+    asked = requested_context(options, library().llama_model_n_ctx_train(lower))
     beside = weight_bytes + work_bytes(lower, options)
     _check_room(total, asked, total // wanted, 0, beside, options)
     return plans
@@ -136,7 +141,7 @@ def plan_halves(
 
 def wished_halves(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
     """`wished_context` for both halves of a model."""
-    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(lower)))
+    wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
         ContextPlan(
@@ -181,7 +186,7 @@ def _check_room(
     left = max(0, limit - weight_bytes)
     if kv_bytes > left:
         fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
-        raise cache_too_large(asked, kv_bytes, left, fits)
+        raise cache_too_large_error(asked, kv_bytes, left, fits)
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:

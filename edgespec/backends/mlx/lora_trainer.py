@@ -28,7 +28,7 @@ from edgespec.errors import BackendError, CapabilityError
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["MlxLearner"]
+__all__ = ["LoraTrainer"]
 
 RANK = 8
 _SCALE = 2.0
@@ -51,7 +51,7 @@ class _Place:
     adapted: LoRALinear
 
 
-class MlxLearner:
+class LoraTrainer:
     """Puts LoRA layers of rank 8 in the place of the linear layers of a model's blocks, and trains them.
 
     Off, the very modules that were loaded are back in their places.
@@ -60,7 +60,7 @@ class MlxLearner:
     def __init__(self, model: MlxModel, net: Any, shape: PassShape, identity: str) -> None:
         self.identity = identity
         self.adapted = False
-        self.step_bytes = 0
+        self.peak_step_bytes = 0
         self._model = model
         self._net = net
         self._shape = shape
@@ -71,13 +71,13 @@ class MlxLearner:
         evaluated(*self._arrays())
 
     @property
-    def kept_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """The changes, and Adam's two moments of each, which are made with the first step."""
         return 3 * sum(array.nbytes for array in self._weights().values())
 
-    def adapt(self, wanted: bool) -> None:
+    def set_adapted(self, enabled: bool) -> None:
         self._model.checkpoint()  # nothing that was begun with the others is left
-        self._put(wanted)
+        self._put(enabled)
 
     def _put(self, adapted: bool) -> None:
         self.adapted = adapted
@@ -135,11 +135,11 @@ class MlxLearner:
                     self._set(weights)
                     raise
         self._set(updated)
-        self.step_bytes = max(self.step_bytes, mx.get_peak_memory() - before)
+        self.peak_step_bytes = max(self.peak_step_bytes, mx.get_peak_memory() - before)
         loss_before: Any = value.item()
         return float(loss_before)
 
-    def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+    def count_correct(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         with self._as(adapted), translated(f"{self._model.facts.name} could not be run"):
             said = mx.argmax(self._net(mx.array([list(tokens[:-1])]))[0][first - 1 :], axis=-1)
             evaluated(said)
@@ -148,7 +148,7 @@ class MlxLearner:
     def weights(self) -> dict[str, NDArray[np.float32]]:
         return {name: np.array(array) for name, array in self._weights().items()}
 
-    def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+    def load_weights(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         own = self.weights()
         if set(weights) != set(own):
             return False
@@ -162,7 +162,7 @@ class MlxLearner:
         self._set(taken)
         return True
 
-    def leave_thread(self) -> None:
+    def release_thread(self) -> None:
         leave_thread()
 
     def _weights(self) -> _Weights:

@@ -32,7 +32,7 @@ from edgespec.backends.mlx.pass_runner import Passes
 from edgespec.backends.mlx.self_draft_view import MlxSelfDraft
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import Checkpoint
-from edgespec.backends.optional_features import Learner
+from edgespec.backends.optional_features import Trainer
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
@@ -114,10 +114,10 @@ class MlxModel(BaseModel):
         if not capabilities.tree and not tree.is_chain:
             raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._passes.steps_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._passes.steps_ahead = enabled
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         self._passes.follow(draft._passes if isinstance(draft, MlxModel) else None)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ class MlxModel(BaseModel):
         self._check(0)
         self._passes.cut(length)
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} cannot turn its keys to other positions ({start} to {end})")
 
     def taps(self) -> LayerTaps:
@@ -177,27 +177,27 @@ class MlxModel(BaseModel):
         self._passes.context_tokens = context_tokens
         self._now_sized(context_tokens, kv_bytes)
 
-    def learner(self) -> Learner:
+    def trainer(self) -> Trainer:
         """See `Trainable`."""
-        from edgespec.backends.mlx.lora_trainer import MlxLearner
+        from edgespec.backends.mlx.lora_trainer import LoraTrainer
 
         self._check(0)
-        return MlxLearner(self, self._net, self._passes.shape, self._fingerprint)
+        return LoraTrainer(self, self._net, self._passes.shape, self._fingerprint)
 
-    def leave_thread(self) -> None:
+    def release_thread(self) -> None:
         leave_thread()
 
     @property
     def layer_count(self) -> int:
         return self.parts.layer_count
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraft(self, *self.parts.make(how, self.facts))
+        view = MlxSelfDraft(self, *self.parts.make(method, self.facts))
         self._views.add(view)
         return view
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         self._check_trial(0)
         skip, _, _ = self.parts.make(SkippedLayers(tuple(layers)), self.facts)
         start = self.length - len(tokens)
@@ -221,8 +221,8 @@ class MlxModel(BaseModel):
         self._check_wanted()
         self._passes.end_round()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._passes.interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._passes.interrupted = enabled
 
     def close(self) -> None:
         if self._closed:

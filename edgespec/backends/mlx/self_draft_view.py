@@ -44,8 +44,8 @@ class MlxSelfDraft(SelfDraftView["MlxModel"]):
             raise CancelledError("cancelled")
         return self._target.draft(self._part, tree, first)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._part.runs_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._part.runs_ahead = enabled
 
-    def interrupt(self, wanted: bool) -> None:
-        self._interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled

@@ -17,9 +17,9 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation, retokenised
 from edgespec.drafters.vocabularies.incremental import Reading
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.losslessness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
@@ -46,7 +46,7 @@ def propose(drafter: RetokenisedDrafter, tokens: list[int], draft_length: int) -
     tree = drafter.propose(sampler, Invariant(), draft_length)
     assert tree.is_chain
     assert tree.tokens[0] == tokens[-1]
-    assert set(tree.laws) == {None}
+    assert set(tree.draft_probs) == {None}
     return list(tree.tokens[1:])
 
 
@@ -216,9 +216,9 @@ def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytes
 
     def counted(a: list[int], b: list[int]) -> int:
         compared.append(len(a))
-        return common_prefix(a, b)
+        return common_prefix_length(a, b)
 
-    monkeypatch.setattr(retokenised, "common_prefix", counted)
+    monkeypatch.setattr(retokenised, "common_prefix_length", counted)
     for token in range(8):
         propose(drafter, tokens, 4)
         drafter.commit((token,))
