@@ -238,8 +238,8 @@ def for_draft(
         options,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
-        rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
-        draft=True,
+        max_logit_rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
+        is_draft=True,
         adapter=None,
         exact=False,
         low_bits=False,
@@ -258,5 +258,5 @@ def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> 
         flash_attention=plain.flash_attention,
         mmap=plain.mmap,
         mlock=plain.mlock,
-        kv_type=plain.kv_type if options.draft else options.kv_type,
+        kv_type=plain.kv_type if options.is_draft else options.kv_type,
     )

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from edgespec.backends.base import LoadOptions, ModelFacts
 from edgespec.errors import ContextFullError, MemoryBudgetError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -38,14 +38,17 @@ class _Limited(Protocol):
     def free_tokens(self) -> int: ...
 
 
-def initial_context(whole_tokens: int, initial_context_tokens: int, turning_tokens: int) -> int:
-    """The size that a context begins with, `initial_context_tokens` where it may, to become as large as the whole.
+def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_switch_tokens: int) -> int:
+    """Return the context size to allocate at load, in tokens.
 
-    turning_tokens: contexts larger than this remember otherwise, so that none may come to be; 0 where all
-    remember alike.
+    Args:
+        whole_tokens: The size that the context may grow to.
+        initial_context_tokens: The preferred initial size.
+        longrope_switch_tokens: Contexts above this size use other LongRoPE factors, so a context that grows
+            beyond it must start beyond it. 0 if all sizes are alike.
     """
-    if turning_tokens < whole_tokens:
-        initial_context_tokens = max(initial_context_tokens, turning_tokens + 1)
+    if longrope_switch_tokens < whole_tokens:
+        initial_context_tokens = max(initial_context_tokens, longrope_switch_tokens + 1)
     return min(whole_tokens, round_up_to_block(initial_context_tokens))
 
 
@@ -63,8 +66,8 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
     """Raises MemoryBudgetError when the weights alone are more than what was given."""
     if options.memory_bytes is not None and weight_bytes > options.memory_bytes:
         raise MemoryBudgetError(
-            f"the weights of {name} take {size_text(weight_bytes)}"
-            f" and {size_text(options.memory_bytes)} are there for them",
+            f"the weights of {name} take {format_bytes(weight_bytes)}"
+            f" and {format_bytes(options.memory_bytes)} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
         )
 
@@ -83,8 +86,8 @@ def cache_too_large_error(
 ) -> MemoryBudgetError:
     """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""
     return MemoryBudgetError(
-        f"the cache for {context_tokens:,} tokens of context takes {size_text(wanted_bytes)}"
-        f" and {size_text(max(0, left_bytes))} are left for it",
+        f"the cache for {context_tokens:,} tokens of context takes {format_bytes(wanted_bytes)}"
+        f" and {format_bytes(max(0, left_bytes))} are left for it",
         f"use --context {fitting_tokens} or less"
         if fitting_tokens
         else "choose a smaller model or give more with --memory",

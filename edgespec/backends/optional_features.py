@@ -34,7 +34,7 @@ class Skippable(LanguageModel, Protocol):
         for than the cache can look back on, and CancelledError.
         """
 
-    def release_thread(self) -> None:
+    def release_thread_state(self) -> None:
         """Let go of what is kept for this thread, which may be about to end."""
 
 
@@ -67,7 +67,7 @@ class Trainer(Protocol):
         """Whether the model runs with what was learnt."""
 
     @property
-    def memory_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """What is kept for learning: what was learnt, and what training remembers of it."""
 
     @property
@@ -77,19 +77,19 @@ class Trainer(Protocol):
     def set_adapted(self, enabled: bool) -> None:
         """Run with what was learnt, or exactly as loaded."""
 
-    def step(self, lesson: TrainingExample) -> float:
+    def train_step(self, example: TrainingExample) -> float:
         """Learn from one lesson: the loss before. Raises BackendError when the model cannot be trained."""
 
-    def count_correct(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+    def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         """How many of `tokens` from index `first` on are the model's best after those before them."""
 
-    def weights(self) -> dict[str, NDArray[np.float32]]:
+    def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
         """What was learnt."""
 
-    def load_weights(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+    def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         """Go on from what `weights` gave; False when it does not fit, and nothing changed."""
 
-    def release_thread(self) -> None:
+    def release_thread_state(self) -> None:
         """Let go of what is kept for this thread, which may be about to end."""
 
 

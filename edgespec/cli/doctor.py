@@ -15,10 +15,10 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.machine import Machine
+    from edgespec.machine import MachineInfo
 
 __all__ = ["Check", "command"]
 
@@ -63,15 +63,14 @@ def command(as_json: bool) -> int:
     return DONE if demo.ok else FAILED
 
 
-def _hardware(machine: Machine) -> list[Check]:
+def _hardware(machine: MachineInfo) -> list[Check]:
     threads = machine.llama_cpp.default_threads
     cores = f"{machine.physical_cores} cores, {machine.logical_cores} threads" + (
         f"; edgespec computes with {threads}" if threads else ""
     )
     little = machine.memory_available_bytes < _LITTLE_MEMORY_BYTES
-    memory = (
-        f"{size_text(machine.memory_available_bytes)} of {size_text(machine.memory_total_bytes)} available"
-    )
+    available, total = machine.memory_available_bytes, machine.memory_total_bytes
+    memory = f"{format_bytes(available)} of {format_bytes(total)} available"
     return [
         Check("edgespec", True, f"{machine.edgespec_version}, Python {machine.python_version}"),
         Check("system", True, machine.system),
@@ -80,7 +79,7 @@ def _hardware(machine: Machine) -> list[Check]:
     ]
 
 
-def _libraries(machine: Machine) -> list[Check]:
+def _libraries(machine: MachineInfo) -> list[Check]:
     library = machine.llama_cpp
     if library.problem:
         llama = Check("llama.cpp", False, library.problem, "see `edgespec doctor --json` for all facts")
@@ -101,7 +100,7 @@ def _libraries(machine: Machine) -> list[Check]:
     return [llama, gpu, _mlx(machine)]
 
 
-def _mlx(machine: Machine) -> Check:
+def _mlx(machine: MachineInfo) -> Check:
     library = machine.mlx
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
     install = f'pip install "edgespec[{extra}]"'
@@ -112,13 +111,13 @@ def _mlx(machine: Machine) -> Check:
         return Check("mlx", not wanted, says, install if wanted else "")
     says = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
-        says += f", which keeps {size_text(library.working_set_bytes)} in place"
+        says += f", which keeps {format_bytes(library.working_set_bytes)} in place"
     if machine.accelerator == "cuda" and not library.cuda:
         return Check("mlx", True, f"{says}; this machine has cuda, and MLX was installed without it", install)
     return Check("mlx", True, says)
 
 
-def _folders(machine: Machine) -> list[Check]:
+def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
     return [
         Check("models", True, str(folders.models)),

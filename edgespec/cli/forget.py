@@ -9,7 +9,7 @@ import click
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import print_json
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = ["command"]
 
@@ -36,16 +36,16 @@ def command(what: str, as_json: bool) -> int:
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
     learnt    drafts trained with --learn, layers that swift found, what passes cost, and how often
               guesses came true
-    kept      what models have read of chats (a chat keeps it, or --keep disk): they are read again
+    kept      what models have read of chats (a chat keeps it, or --prefix-cache disk): they are read again
     all       all three [default]
 
     Saved chats stay, and so does what `edgespec prepare` made.
     """
     import edgespec
 
-    freed_bytes = edgespec.forget(what)  # type: ignore[arg-type]
+    freed_bytes = edgespec.delete_data(what)  # type: ignore[arg-type]
     if as_json:
         print_json({"forgotten": what, "freed_bytes": freed_bytes})
     else:
-        sys.stdout.write(f"forgot {_NAMES[what]}: {size_text(freed_bytes)} freed\n")
+        sys.stdout.write(f"forgot {_NAMES[what]}: {format_bytes(freed_bytes)} freed\n")
     return 0

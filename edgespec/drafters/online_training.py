@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
+from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import known
-from edgespec.drafters.notes import Notes
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
@@ -65,7 +65,7 @@ class OnlineTrainer:
     guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
     """
 
-    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: Notes | None = None) -> None:
+    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
         self._memory = memory
         self._draft = memory.model
         self._trainer = trainer
@@ -89,7 +89,7 @@ class OnlineTrainer:
     @property
     def size_bytes(self) -> int:
         """What learning takes in memory; a step's own part is known once there was one."""
-        return self._trainer.memory_bytes + self._trainer.peak_step_bytes
+        return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A reply begins, or is followed again, after `tokens`."""
@@ -144,7 +144,7 @@ class OnlineTrainer:
             if self._stale and wanted():
                 self._compute_again(wanted)
         finally:
-            self._trainer.release_thread()
+            self._trainer.release_thread_state()
 
     def _collect(self) -> None:
         """Cut the reply into stretches, each after what is before it.
@@ -167,8 +167,8 @@ class OnlineTrainer:
         self._mistakes, self._guessed = [], False
 
     def _judge(self, tokens: Sequence[int], first: int) -> None:
-        before = self._trainer.count_correct(tokens, first, adapted=False)
-        after = self._trainer.count_correct(tokens, first, adapted=True)
+        before = self._trainer.count_hits(tokens, first, adapted=False)
+        after = self._trainer.count_hits(tokens, first, adapted=True)
         self._judged.append(_Judged(len(tokens) - first, before, after))
         while sum(one.tokens for one in self._judged) > _JUDGED_TOKENS + LESSON_TOKENS:
             self._judged.popleft()
@@ -180,7 +180,7 @@ class OnlineTrainer:
             newest = len(self._lessons)
             # The larger of two draws: new lessons come twice as often, old ones are not forgotten.
             pick = int(self._random.integers(newest, size=2).max())
-            self._trainer.step(self._lessons[pick])
+            self._trainer.train_step(self._lessons[pick])
             self._due -= 1
             self._steps += 1
             changed = True
@@ -216,13 +216,13 @@ class OnlineTrainer:
         return {
             "learnt": np.array([self._steps, self._learnt_from], np.int64),
             "judged": np.array(judged, np.int64).reshape(-1, 3),
-            **self._trainer.weights(),
+            **self._trainer.adapter_weights(),
         }
 
-    def _take_over(self, notes: Notes) -> None:
+    def _take_over(self, notes: ArrayStore) -> None:
         kept = dict(notes.load())
         learnt, judged = kept.pop("learnt", _NOTHING), kept.pop("judged", _NOTHING)
-        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_weights(kept):
+        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(kept):
             return
         self._steps, self._learnt_from = max(1, int(learnt[0])), int(learnt[1])
         self._judged.extend(_Judged(*one) for one in judged.tolist())

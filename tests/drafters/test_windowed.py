@@ -274,7 +274,7 @@ def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None
     window = AttentionWindow(4, 24)
     with runtime(
         llama(demo_target, 512),
-        WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, draft=True), window, 512),
+        WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, is_draft=True), window, 512),
     ) as pair:
         assert pair.draft is not None
         kv_bytes = pair.draft.kv_bytes
@@ -301,7 +301,7 @@ def test_on_mlx() -> None:
             mlx.load(
                 str(folder / "demo-mlx-draft"),
                 "demo-mlx-draft",
-                LoadOptions(context_tokens=window.context_tokens, draft=True),
+                LoadOptions(context_tokens=window.context_tokens, is_draft=True),
             ),
             window,
             320,

@@ -43,8 +43,8 @@ def test_what_is_free_and_what_others_were_given() -> None:
         context_tokens=2048,
         max_context_tokens=8192,
         available_bytes=400 * 2**20,
-        given_way_bytes=96 * 2**20,
-        given_way="little memory was free: gave back 96.0 MiB of kept texts",
+        reclaimed_bytes=96 * 2**20,
+        last_reclaim="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
     assert rows["context"] == "8,192 tokens, memory for 2,048 so far"

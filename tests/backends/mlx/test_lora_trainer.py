@@ -15,13 +15,13 @@ import pytest
 from mlx.utils import tree_flatten
 
 from edgespec import Runtime, idle
-from edgespec.auto.curve import gentle
-from edgespec.auto.limits import Limits
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
+from edgespec.costs.curve import gentle
+from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters import online_training, swift
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
@@ -85,7 +85,7 @@ def logits(model: MlxModel, tokens: list[int]) -> Any:
 class TestLearner:
     def test_the_loss_falls(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
-        losses = [trainer.step(lesson()) for _ in range(60)]
+        losses = [trainer.train_step(lesson()) for _ in range(60)]
         assert losses[-1] < losses[0] - 0.05
 
     def test_off_the_model_is_exactly_as_loaded(self, tiny: MlxModel) -> None:
@@ -93,7 +93,7 @@ class TestLearner:
         before, names = logits(tiny, tokens), dict(tree_flatten(tiny._net.parameters()))
         trainer = tiny.trainer()
         for _ in range(5):
-            trainer.step(lesson())
+            trainer.train_step(lesson())
         assert np.array_equal(logits(tiny, tokens), before)
         trainer.set_adapted(True)
         assert not np.array_equal(logits(tiny, tokens), before)
@@ -112,8 +112,8 @@ class TestLearner:
         tiny.prefill([4, 5, 6, 7])
         trainer = tiny.trainer()
         expected = tiny.verify(TokenTree.chain(8)).at(0, np.arange(200))
-        trainer.step(lesson())
-        trainer.count_correct(lesson().tokens, 5, adapted=True)
+        trainer.train_step(lesson())
+        trainer.count_hits(lesson().tokens, 5, adapted=True)
         assert tiny.length == 4
         assert np.array_equal(tiny.verify(TokenTree.chain(8)).at(0, np.arange(200)), expected)
 
@@ -123,39 +123,39 @@ class TestLearner:
         tokens = [*tokens, int(rows[-1].argmax())]
         expected = [int(rows[i].argmax()) == tokens[i + 1] for i in range(5)]
         trainer = tiny.trainer()
-        assert trainer.count_correct(tokens, 1, adapted=False) == sum(expected)
-        assert trainer.count_correct(tokens, 5, adapted=False) == 1
+        assert trainer.count_hits(tokens, 1, adapted=False) == sum(expected)
+        assert trainer.count_hits(tokens, 5, adapted=False) == 1
 
     def test_what_was_learnt_can_be_kept(self, tiny: MlxModel, tmp_path: Path) -> None:
         trainer = tiny.trainer()
         for _ in range(3):
-            trainer.step(lesson())
+            trainer.train_step(lesson())
         file = SavedArrays("online", trainer.identity, tmp_path)
-        file.save(trainer.weights())
+        file.save(trainer.adapter_weights())
         trainer.set_adapted(True)
         expected = logits(tiny, [5, 7, 9])
         trainer.set_adapted(False)
         other = tiny.trainer()
-        assert other.load_weights(SavedArrays("online", other.identity, tmp_path).load())
+        assert other.load_adapter(SavedArrays("online", other.identity, tmp_path).load())
         other.set_adapted(True)
         assert np.array_equal(logits(tiny, [5, 7, 9]), expected)
 
     def test_what_does_not_fit_is_refused(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
-        own = trainer.weights()
+        own = trainer.adapter_weights()
         name = next(iter(own))
-        assert not trainer.load_weights({})
-        assert not trainer.load_weights({**own, name: own[name][:-1]})
-        assert not trainer.load_weights({**own, name: own[name] * np.nan})
-        assert trainer.load_weights(own)
+        assert not trainer.load_adapter({})
+        assert not trainer.load_adapter({**own, name: own[name][:-1]})
+        assert not trainer.load_adapter({**own, name: own[name] * np.nan})
+        assert trainer.load_adapter(own)
 
     def test_a_loss_without_end_changes_nothing(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
-        before = trainer.weights()
+        before = trainer.adapter_weights()
         bad = lesson()
         with pytest.raises(BackendError, match="no finite loss"):
-            trainer.step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
-        after = trainer.weights()
+            trainer.train_step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
+        after = trainer.adapter_weights()
         assert all(np.array_equal(before[name], after[name]) for name in before)
         assert not trainer.adapted
 
@@ -199,8 +199,8 @@ class TestReplies:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
             trainer = drafter.pupil._trainer
-            ruined = {name: array + 0.3 for name, array in trainer.weights().items()}
-            assert trainer.load_weights(ruined)
+            ruined = {name: array + 0.3 for name, array in trainer.adapter_weights().items()}
+            assert trainer.load_adapter(ruined)
             drafter.pupil._steps = 1
             trainer.set_adapted(True)
             for text in ASKED[:2]:
@@ -233,7 +233,7 @@ class TestReplies:
         target, draft = demo
         with paired(target, draft) as runtime:
             trainer = draft.trainer()
-            changes = sum(array.nbytes for array in trainer.weights().values())
+            changes = sum(array.nbytes for array in trainer.adapter_weights().values())
             counted = []
             for text in ASKED[:2]:
                 stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
@@ -248,7 +248,7 @@ class TestReplies:
     def test_drafts_as_long_as_pays_teach_the_same_pupil(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         usual = online(target, draft)
-        limits = Limits.of(target.facts.capabilities, draft.facts.capabilities)
+        limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
         grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
         assert (usual.adapts, grown.adapts) == (False, True)
         assert grown.pupil is usual.pupil
@@ -277,11 +277,11 @@ class TestReplies:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
                 runtime._session.rest(lambda: True)
-            weights = drafter.pupil._trainer.weights()
+            weights = drafter.pupil._trainer.adapter_weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
         later = online(target, again, notes)
-        weights_of = later.pupil._trainer.weights
+        weights_of = later.pupil._trainer.adapter_weights
         adapted = [later.pupil._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()

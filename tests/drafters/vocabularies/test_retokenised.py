@@ -333,7 +333,7 @@ class TestInARuntime:
         path = write_llama(tmp_path / "target.gguf")
         target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=256))
         checkpoint = write_checkpoint(tmp_path / "draft", "llama")
-        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, draft=True))
+        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, is_draft=True))
         translation = Translation(target.vocabulary, draft.vocabulary)
         with with_drafter(target, RetokenisedDrafter(draft, target.vocabulary, translation)) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": 0.8}
@@ -358,11 +358,11 @@ class TestInARuntime:
 
 def test_it_can_stand_where_a_draft_model_stands() -> None:
     """A runtime is given it in place of the draft model's drafter."""
-    from edgespec.methods import Drafters
+    from edgespec.methods import DrafterSet
     from edgespec.runtime import Runtime
 
     target, draft = speaking(TARGET, 1), speaking(DRAFT, 2)
-    drafters = Drafters(target, None, others={"model": drafter_of(draft)})
+    drafters = DrafterSet(target, None, others={"model": drafter_of(draft)})
     with Runtime(target, draft, drafters) as pair:
         got = pair.generate("abcd", method="model", seed=1, max_tokens=20)
         assert got.method.effective == "model"
