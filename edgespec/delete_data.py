@@ -7,7 +7,7 @@ from typing import Literal
 
 from edgespec.corpus import forget_replies
 from edgespec.errors import EdgespecError
-from edgespec.files import reason_of
+from edgespec.files import error_reason
 from edgespec.memory.prefix_cache import forget_kept
 from edgespec.saved_arrays import forget_learnt
 
@@ -37,7 +37,7 @@ def forget(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
             freed_bytes += _FORGET[kind]()
         except OSError as error:
             raise EdgespecError(
-                f"what is kept of {kind} cannot be deleted: {reason_of(error)}",
+                f"what is kept of {kind} cannot be deleted: {error_reason(error)}",
                 f"delete the folder `{kind}` in edgespec's data folder",
             ) from error
     return freed_bytes

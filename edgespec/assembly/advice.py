@@ -10,7 +10,7 @@ from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
 from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
 from edgespec.errors import EdgespecError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.memory import PROCESS_BYTES, Budget, Choice, MemoryPlan, StepName
 
 __all__ = ["advice_for"]
@@ -44,7 +44,7 @@ def advice_for(
     more = "give more with --memory"
     for smaller in smaller_models(pair.target, look()):
         if weight_bytes := _fitting_weights(smaller, options, room):
-            size = size_text(weight_bytes)
+            size = format_bytes(weight_bytes)
             return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
     fitting = [
         entry
@@ -56,7 +56,7 @@ def advice_for(
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
     nearest = max(fitting, key=lambda entry: entry.approximate_file_bytes)
-    size = size_text(nearest.approximate_file_bytes)
+    size = format_bytes(nearest.approximate_file_bytes)
     return f"choose a smaller model, such as {nearest.name} ({size}), or a smaller quantisation, or {more}"
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.checks import size_bytes, text
+from edgespec.checks import check_text, parse_size
 from edgespec.costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import sample_of
+from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, Worth, copy_bound
 from edgespec.saved_arrays import identity_of
@@ -37,7 +37,7 @@ class Keeping:
     @classmethod
     def read(cls, place: str, memory: str | int | None, disk: str | int | None) -> Keeping:
         """From the options of `load`. Raises OptionError."""
-        if text("keep", place, "none, memory or disk") not in PLACES:
+        if check_text("keep", place, "none, memory or disk") not in PLACES:
             raise OptionError(f"keep is {place!r}", f"choose one of {', '.join(PLACES)}")
         return cls(place, _size("keep_memory", memory), _size("keep_disk", disk))
 
@@ -48,7 +48,7 @@ class Keeping:
 
 
 def _size(name: str, given: str | int | None) -> int | None:
-    return None if given is None else size_bytes(name, given)
+    return None if given is None else parse_size(name, given)
 
 
 def files_of(model: Path) -> list[Path]:
@@ -129,5 +129,5 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):
-                told.append(sample_of(path))
+                told.append(sampled_sha256(path))
     return hashlib.sha256("\0".join(told).encode()).hexdigest()

@@ -18,7 +18,7 @@ from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptances import PairRecord
-from edgespec.checks import flag, path_text, size_bytes, text
+from edgespec.checks import check_boolean, check_path, check_text, parse_size
 from edgespec.costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
@@ -101,9 +101,9 @@ def load(
 
     Raises EdgespecError with the reason and the next step.
     """
-    text("target", target, "a path, user/repo:quant or a name such as demo")
+    check_text("target", target, "a path, user/repo:quant or a name such as demo")
     if draft is not None:
-        text("draft", draft, "auto, none, a path, user/repo:quant or a name")
+        check_text("draft", draft, "auto, none, a path, user/repo:quant or a name")
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     if progress is not None and not callable(progress):
@@ -116,18 +116,18 @@ def load(
         window_tokens=draft_window,
         sink_tokens=draft_sinks,
         exit_layer=exit_layer,
-        corpus=None if corpus is None else path_text("corpus", corpus),
+        corpus=None if corpus is None else check_path("corpus", corpus),
         remember=remember,
         learn=learn,
         max_loss=max_loss,
-        measure_costs=flag("measure_costs", measure_costs),
+        measure_costs=check_boolean("measure_costs", measure_costs),
     )
-    given_bytes = None if memory is None else size_bytes("memory", memory)
+    given_bytes = None if memory is None else parse_size("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
+        first_tokens=None if check_boolean("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
         threads=threads,
         gpu_layers=gpu_layers,
         kv_type=kv_type,

@@ -15,8 +15,8 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import begun_with, context_wanted
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.files import size_text
-from edgespec.heap import addresses_are_limited, spare_addresses
+from edgespec.files import format_bytes
+from edgespec.heap import address_space_is_limited, limit_malloc_arenas
 from edgespec.memory import (
     Budget,
     Choice,
@@ -105,7 +105,7 @@ class Planned:
     def notice(self) -> str:
         """What was given up, for people; empty where nothing was."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
-        return f"to fit {size_text(self.plan.budget.bytes)}: {given_up}" if given_up else ""
+        return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
 def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
@@ -113,14 +113,14 @@ def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
 
     What no plan counts is taken before it is asked how much is left, so that a plan says what a load finds.
     """
-    if addresses_are_limited():
+    if address_space_is_limited():
         _take_addresses(pair)
     return within_limits(_budget_of(pair, given_bytes))
 
 
 def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
-    spare_addresses()
+    limit_malloc_arenas()
     if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
         from edgespec.backends.mlx.build_info import lm
 
@@ -222,10 +222,11 @@ def check_fits(planned: Planned) -> None:
     where = "on the graphics cards" if pool == "gpu" else ""
     parts = [item for item in plan.items if item.pool == pool]
     largest = sorted(parts, key=lambda item: -item.bytes)[:3]
-    named = ", ".join(f"{item.name} {size_text(item.bytes)}" for item in largest)
+    named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens takes"
-        f" {size_text(plan.taken_bytes(pool))}{where} and {size_text(plan.budget_bytes(pool))} are there"
+        f" {format_bytes(plan.taken_bytes(pool))}{where}"
+        f" and {format_bytes(plan.budget_bytes(pool))} are there"
         f" ({plan.budget.source}): {named}",
         planned.advice,
     )

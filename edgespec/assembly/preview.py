@@ -16,9 +16,9 @@ from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
-from edgespec.checks import size_bytes, text
+from edgespec.checks import check_text, parse_size
 from edgespec.drafters.windowed import AttentionWindow
-from edgespec.heap import addresses_are_limited
+from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
 from edgespec.memory.context_resize import FIRST_TOKENS
 
@@ -74,12 +74,12 @@ def plan(
     Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so. That is
     raised only where this process may not even take what looking at a model needs.
     """
-    text("target", target, "a path, user/repo:quant or a name such as demo")
+    check_text("target", target, "a path, user/repo:quant or a name such as demo")
     how = Drafting(
         methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
     )
     keeping = Keeping.read(keep, keep_memory, None)
-    given_bytes = None if memory is None else size_bytes("memory", memory)
+    given_bytes = None if memory is None else parse_size("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,
@@ -100,7 +100,7 @@ def plan(
             return resolve_metadata(reference, Path(folder), progress)
 
         pair = find_pair(target, draft, how, progress, options, find)
-        if addresses_are_limited():
+        if address_space_is_limited():
             import_module("edgespec.assembly.loading")  # a load has it in memory
         wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
         return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from edgespec.backends.base import LoadOptions, ModelFacts
 from edgespec.errors import ContextFullError, MemoryBudgetError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -63,8 +63,8 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
     """Raises MemoryBudgetError when the weights alone are more than what was given."""
     if options.memory_bytes is not None and weight_bytes > options.memory_bytes:
         raise MemoryBudgetError(
-            f"the weights of {name} take {size_text(weight_bytes)}"
-            f" and {size_text(options.memory_bytes)} are there for them",
+            f"the weights of {name} take {format_bytes(weight_bytes)}"
+            f" and {format_bytes(options.memory_bytes)} are there for them",
             "choose a smaller model or quantisation, or give more with --memory",
         )
 
@@ -83,8 +83,8 @@ def cache_too_large(
 ) -> MemoryBudgetError:
     """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""
     return MemoryBudgetError(
-        f"the cache for {context_tokens:,} tokens of context takes {size_text(wanted_bytes)}"
-        f" and {size_text(max(0, left_bytes))} are left for it",
+        f"the cache for {context_tokens:,} tokens of context takes {format_bytes(wanted_bytes)}"
+        f" and {format_bytes(max(0, left_bytes))} are left for it",
         f"use --context {fitting_tokens} or less"
         if fitting_tokens
         else "choose a smaller model or give more with --memory",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from edgespec.checks import whole_number
+from edgespec.checks import check_integer
 from edgespec.engine.chain import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, read_prompts
@@ -76,8 +76,8 @@ class Plan:
                 raise OptionError(f"two of the {what} are the same", "name each once")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
-        whole_number("repeats", self.repeats, 1, _MOST)
-        whole_number("max_tokens", self.max_tokens, 1, _MOST)
+        check_integer("repeats", self.repeats, 1, _MOST)
+        check_integer("max_tokens", self.max_tokens, 1, _MOST)
 
     @property
     def replies(self) -> int:

@@ -1,5 +1,7 @@
 """Model references: from what a person types to a file or a folder on this machine."""
 
+from edgespec.backends.mlx_files import mlx_installed, require_mlx
+from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.catalogue import (
     Catalogue,
     ModelEntry,
@@ -10,8 +12,6 @@ from edgespec.catalog.catalogue import (
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo
-from edgespec.catalog.mlx_files import mlx_installed, require_mlx
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelved, info_of, look
 from edgespec.catalog.smaller import smaller_forms, smaller_models

@@ -14,7 +14,13 @@ from typing import TypeAlias
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.known import state_of
 from edgespec.errors import ModelFileError
-from edgespec.files import data_folder, private_folder, read_regular, regular_bytes, write_private
+from edgespec.files import (
+    data_folder,
+    make_private_folder,
+    read_regular_file,
+    regular_file_bytes,
+    write_private_file,
+)
 
 __all__ = ["Acceptances", "Counted", "PairRecord"]
 
@@ -54,14 +60,14 @@ class Acceptances:
         pairs[key] = counted if counted[0] <= _MOST_GUESSES else (counted[0] // 2, counted[1] // 2)
         value = {"version": _VERSION, "pairs": dict(list(pairs.items())[-_MOST_PAIRS:])}
         with suppress(OSError):
-            private_folder(self._path.parent)
-            write_private(self._path, json.dumps(value).encode())
+            make_private_folder(self._path.parent)
+            write_private_file(self._path, json.dumps(value).encode())
 
     def _read(self) -> dict[str, Counted]:
         try:
-            if regular_bytes(self._path) > _MOST_BYTES:
+            if regular_file_bytes(self._path) > _MOST_BYTES:
                 return {}
-            value = json.loads(read_regular(self._path))
+            value = json.loads(read_regular_file(self._path))
             if value["version"] != _VERSION:
                 return {}
             pairs = {str(key): (int(one[0]), int(one[1])) for key, one in value["pairs"].items()}

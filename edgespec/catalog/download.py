@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
-from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
+from edgespec.catalog.mlx_files import cached_folder, choose_folder_files
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
-from edgespec.files import replacing, size_text
+from edgespec.files import format_bytes, replace_when_written
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
@@ -90,7 +91,7 @@ def choose(repository: str, files: list[HubFile], quantisation: str | None) -> l
 
 
 def _whole(folder: Path, repository: str) -> Path:
-    missing = lacking(folder)
+    missing = missing_files(folder)
     if missing:
         raise DownloadError(
             f"{repository} lacks {len(missing)} of its own files, such as {missing[0]}",
@@ -132,7 +133,8 @@ def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
         raise DownloadError(
-            f"{repository} needs {size_text(needed_bytes)} and {cache} has {size_text(free_bytes)} free",
+            f"{repository} needs {format_bytes(needed_bytes)}"
+            f" and {cache} has {format_bytes(free_bytes)} free",
             "free some space, choose a smaller quantisation, or set HF_HOME to a folder on a larger disk",
         )
 
@@ -150,7 +152,7 @@ class _Report:
         fraction = min((self.finished_bytes + done_bytes) / self._total_bytes, 1.0)
         name = file.name.rsplit("/", 1)[-1]
         if self._progress is not None and not self._progress(
-            f"downloading {name} ({size_text(self._total_bytes)})", fraction
+            f"downloading {name} ({format_bytes(self._total_bytes)})", fraction
         ):
             raise CancelledError(
                 f"the download of {name} was cancelled at {fraction:.0%}",
@@ -205,7 +207,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
             partial.replace(blob)
         if not pointer.exists():
             _link(blob, pointer)
-    with replacing(folder / "refs" / "main") as growing:
+    with replace_when_written(folder / "refs" / "main") as growing:
         growing.write_text(commit, encoding="utf-8")
     report.finished_bytes += size_bytes
     return pointer
@@ -243,8 +245,8 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 failures = 0 if done_bytes > before else failures + 1
                 if failures > _RETRIES:
                     raise DownloadError(
-                        f"the connection was cut {failures} times at {size_text(done_bytes)} of"
-                        f" {size_text(source.size_bytes)}: {error}",
+                        f"the connection was cut {failures} times at {format_bytes(done_bytes)} of"
+                        f" {format_bytes(source.size_bytes)}: {error}",
                         "try again later; it goes on from there",
                     ) from error
                 time.sleep(_RETRY_SECONDS)

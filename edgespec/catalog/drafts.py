@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.acceptances import Acceptances
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
 from edgespec.catalog.expected import expected_speedup
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo
 from edgespec.catalog.own_names import pair_of
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "drafts_for"]
 
@@ -170,7 +170,7 @@ def _why_none(target: Resolved, found: Sequence[DraftOption], fitting: Sequence[
         )
     if found:
         return (
-            f"{found[0].reference} could draft, but its {size_text(found[0].needed_bytes)} do not fit the"
+            f"{found[0].reference} could draft, but its {format_bytes(found[0].needed_bytes)} do not fit the"
             " memory that is left"
         )
     names = recommended_drafts(target.entry) if target.entry else []

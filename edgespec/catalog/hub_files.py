@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import ModelNotFoundError
-from edgespec.files import read_regular
+from edgespec.files import read_regular_file
 
 __all__ = [
     "DEFAULT_QUANTISATION",
@@ -166,6 +166,6 @@ def snapshots(folder: Path) -> Iterator[Path]:
 def _text(ref: Path) -> str:
     """The commit that a ref is; empty for none, or for one that is being written."""
     try:
-        return read_regular(ref).decode("utf-8", "replace").strip()
+        return read_regular_file(ref).decode("utf-8", "replace").strip()
     except OSError:
         return ""

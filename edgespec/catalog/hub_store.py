@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, snapshots
-from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.stored import Stored, files_below, models_among
 from edgespec.errors import ModelFileError
 
@@ -62,7 +62,7 @@ def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[St
         return
     seen.add("")
     try:
-        if lacking(snapshot):
+        if missing_files(snapshot):
             return  # not all of it was wanted, or it is not here yet
     except ModelFileError:
         return

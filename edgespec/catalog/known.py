@@ -13,12 +13,13 @@ from typing import Any, TypeAlias
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import first_of_halves, of_gguf, of_halves
+from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import ModelFormat
-from edgespec.catalog.folder_metadata import of_folder
-from edgespec.catalog.metadata import ModelInfo, first_of_halves, of_gguf, of_halves
-from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import ModelFileError
-from edgespec.files import cache_folder, read_regular, write_private
+from edgespec.files import cache_folder, read_regular_file, write_private_file
 
 __all__ = ["Known", "state_of"]
 
@@ -92,14 +93,14 @@ class Known:
             "shares": dict(list(self._shares.items())[-_MOST_SHARES:]),
         }
         with suppress(OSError, UnicodeEncodeError):
-            write_private(self._path, json.dumps(value).encode())
+            write_private_file(self._path, json.dumps(value).encode())
             self._changed = False
 
     def _read(self) -> tuple[dict[str, tuple[str, ModelInfo]], dict[str, float]]:
         try:
             if self._path.stat().st_size > _MOST_BYTES:
                 return {}, {}
-            value = json.loads(read_regular(self._path))
+            value = json.loads(read_regular_file(self._path))
             if value["version"] != _VERSION:
                 return {}, {}
             models = {str(path): (str(e[0]), _info(e[1])) for path, e in value["models"].items()}

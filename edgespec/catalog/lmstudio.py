@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, choose_files, listed
-from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.stored import GgufModel, Stored, child, files_below, holds, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
@@ -88,7 +88,7 @@ def lmstudio_models() -> Iterator[Stored]:
 def _of_folder(folder: Path, name: str) -> Stored:
     names = (name, f"lmstudio:{name}")
     try:
-        missing = lacking(folder)
+        missing = missing_files(folder)
     except (ModelFileError, OSError) as error:
         return Stored("lmstudio", names, None, "mlx", str(error))
     if missing:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.catalog.stored import Stored, child, files_below
-from edgespec.files import reason_of, regular_bytes
+from edgespec.files import error_reason, regular_file_bytes
 
 __all__ = ["ollama_model", "ollama_models"]
 
@@ -80,7 +80,7 @@ def _stored(folder: Path, manifest: Path, place: str) -> Stored:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
-        return Stored("ollama", names, None, problem=f"its manifest cannot be read: {reason_of(error)}")
+        return Stored("ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}")
     except (ValueError, KeyError, TypeError, RecursionError):
         # Somebody else's store in a form we do not know.
         return Stored("ollama", names, None, problem="its manifest is in a form that edgespec does not know")
@@ -91,11 +91,11 @@ def _stored(folder: Path, manifest: Path, place: str) -> Stored:
         return Stored("ollama", names, None, problem="it is a model with an adapter on it")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
-        regular_bytes(blob)
+        regular_file_bytes(blob)
         with blob.open("rb") as file:
             whole = file.read(4) == b"GGUF"
     except OSError as error:
-        return Stored("ollama", names, None, problem=f"its file {blob} cannot be read: {reason_of(error)}")
+        return Stored("ollama", names, None, problem=f"its file {blob} cannot be read: {error_reason(error)}")
     if not whole:
         return Stored("ollama", names, None, problem="its file is not in GGUF's form")
     return Stored("ollama", names, blob)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.catalogue import (
     ModelEntry,
     ModelFormat,
@@ -18,7 +19,6 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_files import is_quantisation
-from edgespec.catalog.mlx_files import lacking
 from edgespec.catalog.ollama import ollama_model
 from edgespec.catalog.stored import Stored
 from edgespec.catalog.stores import elsewhere, in_ollama, in_store, on_path, same_model
@@ -257,7 +257,7 @@ def _prepared(prepared: Prepared, asked: Path) -> Resolved:
 
 def _check_folder(folder: Path) -> None:
     """Raises ModelFileError when the folder is no model in MLX's form, saying what it lacks."""
-    missing = lacking(folder)
+    missing = missing_files(folder)
     if not missing:
         return
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -10,7 +10,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.catalog.hub_store import hub_cache
 from edgespec.catalog.reference import Resolved
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import reason_of, removed
+from edgespec.files import delete_files, error_reason
 
 __all__ = ["Removal", "removal_of"]
 
@@ -37,14 +37,14 @@ class Removal:
     def carry_out(self) -> int:
         """Delete it. Gives the bytes that were freed. Raises ModelFileError where that is not allowed."""
         try:
-            freed_bytes = removed(self.blobs)
+            freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
                 with suppress(OSError):  # other files are in it
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
-                f"{self.links[0]} cannot be deleted: {reason_of(error)}", "make its folder writable"
+                f"{self.links[0]} cannot be deleted: {error_reason(error)}", "make its folder writable"
             ) from error
         return freed_bytes
 

@@ -8,11 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
+from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
 from edgespec.catalog.hub_store import hub_models
 from edgespec.catalog.known import Known
 from edgespec.catalog.lmstudio import lmstudio_models
-from edgespec.catalog.metadata import Kind, ModelInfo
 from edgespec.catalog.ollama import ollama_models
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.stored import Stored

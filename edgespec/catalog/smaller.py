@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edgespec.catalog.metadata import ModelInfo
+from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.shelf import Shelf, Shelved, info_of
 from edgespec.errors import EdgespecError

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.assembly.preview import MemoryPlan, Pool, Preview
@@ -45,8 +45,8 @@ def picture(preview: Preview) -> RenderableType:
         parts.append(_line(f"of a longer text the draft sees {preview.draft_window.seen}"))
     for pool in plan.pools:
         kept = plan.kept_bytes if pool == "memory" else 0
-        taken = f"{size_text(plan.taken_bytes(pool) - kept)} of {size_text(plan.budget_bytes(pool))}"
-        more = f", and up to {size_text(kept)} for kept texts" if kept else ""
+        taken = f"{format_bytes(plan.taken_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"
+        more = f", and up to {format_bytes(kept)} for kept texts" if kept else ""
         parts += [
             Text(),
             bar(plan, pool),
@@ -55,7 +55,7 @@ def picture(preview: Preview) -> RenderableType:
     parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
         parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
-        said = [f"{each.what} (frees {size_text(each.bytes)}): {each.why}" for each in plan.decisions]
+        said = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts.append(Padding(Group(*map(_line, said)), (0, 0, 0, 2)))
     if not plan.fits:
         parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
@@ -117,7 +117,7 @@ def _items(plan: MemoryPlan) -> Table:
         table.add_row(
             Text(_FULL, _COLOURS.get(item.name, _OTHERS)),
             f"{item.name}{where}",
-            size_text(item.bytes),
+            format_bytes(item.bytes),
             _share(item.bytes, of),
         )
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgespec.cli.screen import print_table, printable, terminal_width
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.bench import Report
@@ -81,9 +81,9 @@ def _print_details(found: Sequence[Figures]) -> None:
                 _number(each.tokens_per_second),
                 _ms(each.ttft_seconds),
                 _ms(each.tpot_seconds),
-                size_text(each.draft_weight_bytes) if each.draft_weight_bytes else "-",
-                size_text(each.draft_kv_bytes) if each.draft_kv_bytes else "-",
-                size_text(each.draft_other_bytes) if each.draft_other_bytes else "-",
+                format_bytes(each.draft_weight_bytes) if each.draft_weight_bytes else "-",
+                format_bytes(each.draft_kv_bytes) if each.draft_kv_bytes else "-",
+                format_bytes(each.draft_other_bytes) if each.draft_other_bytes else "-",
                 "-" if each.joules_per_token is None else _number(each.joules_per_token),
                 f"{each.same} of {each.compared}" if each.compared else "-",
             ]
@@ -128,7 +128,7 @@ def _print_hindsight(found: Sequence[Hindsight]) -> None:
 
 def _print_notes(report: Report) -> None:
     click.echo("")
-    click.echo(f"peak memory {size_text(report.peak_memory_bytes)}, whatever the method")
+    click.echo(f"peak memory {format_bytes(report.peak_memory_bytes)}, whatever the method")
     if report.no_energy:
         click.echo(f"no energy was measured: {report.no_energy}")
     of_all = [each for each in report.figures if each.category is None]

@@ -15,7 +15,7 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.machine import Machine
@@ -69,9 +69,8 @@ def _hardware(machine: Machine) -> list[Check]:
         f"; edgespec computes with {threads}" if threads else ""
     )
     little = machine.memory_available_bytes < _LITTLE_MEMORY_BYTES
-    memory = (
-        f"{size_text(machine.memory_available_bytes)} of {size_text(machine.memory_total_bytes)} available"
-    )
+    available, total = machine.memory_available_bytes, machine.memory_total_bytes
+    memory = f"{format_bytes(available)} of {format_bytes(total)} available"
     return [
         Check("edgespec", True, f"{machine.edgespec_version}, Python {machine.python_version}"),
         Check("system", True, machine.system),
@@ -112,7 +111,7 @@ def _mlx(machine: Machine) -> Check:
         return Check("mlx", not wanted, says, install if wanted else "")
     says = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
-        says += f", which keeps {size_text(library.working_set_bytes)} in place"
+        says += f", which keeps {format_bytes(library.working_set_bytes)} in place"
     if machine.accelerator == "cuda" and not library.cuda:
         return Check("mlx", True, f"{says}; this machine has cuda, and MLX was installed without it", install)
     return Check("mlx", True, says)

@@ -9,7 +9,7 @@ import click
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import print_json
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 __all__ = ["command"]
 
@@ -47,5 +47,5 @@ def command(what: str, as_json: bool) -> int:
     if as_json:
         print_json({"forgotten": what, "freed_bytes": freed_bytes})
     else:
-        sys.stdout.write(f"forgot {_NAMES[what]}: {size_text(freed_bytes)} freed\n")
+        sys.stdout.write(f"forgot {_NAMES[what]}: {format_bytes(freed_bytes)} freed\n")
     return 0

@@ -51,7 +51,7 @@ class Stop:
 
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     """Do `work` so that Ctrl-C and SIGTERM ask it to stop. Asked twice, the process ends at once."""
-    from edgespec.heap import spare_addresses
+    from edgespec.heap import limit_malloc_arenas
 
     stop = Stop()
     outcome: Future[_Result] = Future()
@@ -73,7 +73,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     # A signal that was switched off, as nohup does, stays so.
     wanted = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in wanted}
-    spare_addresses()
+    limit_malloc_arenas()
     try:
         threading.Thread(target=run, name="edgespec-work", daemon=True).start()
         return outcome.result()

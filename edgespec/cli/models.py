@@ -38,7 +38,7 @@ from edgespec.errors import (
     ModelNotFoundError,
     OptionError,
 )
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
@@ -115,7 +115,7 @@ def list_models(as_json: bool) -> None:
     if shelf.prepared:
         print_table(
             ("PREPARED", "SIZE", "OF", "WHERE"),
-            [(p.kind, size_text(p.size_bytes), str(p.source), str(p.folder)) for p in shelf.prepared],
+            [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in shelf.prepared],
         )
     if own:
         print_table(("YOUR ALIAS", "STANDS FOR"), sorted(own.items()))
@@ -288,7 +288,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
         return
     found = resolve(name, allow_download=False)
     removal = removal_of(found)
-    size = size_text(removal.size_bytes)
+    size = format_bytes(removal.size_bytes)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
             raise OptionError(f"{found.path} ({size}) would be deleted", "add --yes")

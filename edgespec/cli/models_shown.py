@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
@@ -108,7 +108,7 @@ def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...
     return (
         entry.name,
         entry.format,
-        size_text(entry.approximate_file_bytes),
+        format_bytes(entry.approximate_file_bytes),
         ", ".join(files) or "-",
         ", ".join(entry.aliases) or "-",
         entry.quantisation,
@@ -124,7 +124,7 @@ def shelf_row(shelved: Shelved) -> tuple[str, ...]:
     return (
         shelved.reference,
         shelved.format,
-        size_text(shelved.info.size_bytes),
+        format_bytes(shelved.info.size_bytes),
         shelved.info.quantisation or "-",
         _count_text(shelved.info.parameters),
         _KEPT_BY[shelved.place],
@@ -234,7 +234,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     lines = [
         ("catalogue name", ", ".join((entry.name, *entry.aliases))),
         ("family", f"{entry.family}, {_count_text(entry.parameters)} parameters"),
-        ("default file", f"{entry.quantisation}, about {size_text(entry.approximate_file_bytes)}"),
+        ("default file", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
         ("context", f"{entry.context_tokens:,} tokens"),
         ("template", entry.chat_template),
         ("recommended", ", ".join(entry.drafts) or "no draft"),
@@ -249,14 +249,14 @@ def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, st
     experts = f", {info.experts_used} of {info.experts} experts for each token" if info.experts else ""
     template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
     lines = [
-        ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {size_text(info.size_bytes)}"),
+        ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
         (
             "trained context",
             f"{info.context_tokens:,} tokens" if info.context_tokens else "its files do not say",
         ),
         ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
-        ("cache", f"{size_text(info.kv_bytes * 1000)} for 1,000 tokens, at f16"),
+        ("cache", f"{format_bytes(info.kv_bytes * 1000)} for 1,000 tokens, at f16"),
         ("chat template", "yes" if info.chat_template else f"no: {template}"),
     ]
     if info.heads:
@@ -280,7 +280,7 @@ def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tu
     for option in options[:_MOST_DRAFTS]:
         here = "" if option.path else ", not on this machine"
         form = ", MLX" if option.format == "mlx" else ""
-        sizes = f"{_count_text(option.parameters)} parameters, {size_text(option.size_bytes)}{form}"
+        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}{form}"
         known = "assumed" if option.acceptance is None else "measured"
         gain = f"about {option.speedup:.1f}x may be expected, {known}{here}"
         lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))

@@ -13,7 +13,7 @@ from edgespec.cli.interrupt import interruptible
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.prepare.store import Prepared
@@ -114,7 +114,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     if as_json:
         print_json(_json(prepared))
         return
-    _say(prepared, f"{prepared.facts['type']}, saves {size_text(prepared.facts['saved_bytes'])} a pass")
+    _say(prepared, f"{prepared.facts['type']}, saves {format_bytes(prepared.facts['saved_bytes'])} a pass")
 
 
 def _exit(text: str) -> int | None:
@@ -176,4 +176,4 @@ def _json(prepared: Prepared) -> dict[str, Any]:
 
 
 def _say(prepared: Prepared, what: str) -> None:
-    click.echo(printable(f"{prepared.folder}  {size_text(prepared.size_bytes)}, {what}"))
+    click.echo(printable(f"{prepared.folder}  {format_bytes(prepared.size_bytes)}, {what}"))

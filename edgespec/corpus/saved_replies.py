@@ -23,13 +23,13 @@ from edgespec.corpus.novelty import Seen
 from edgespec.drafters.token_buffer import Tokens
 from edgespec.files import (
     data_folder,
-    mark,
-    private_folder,
-    read_regular,
-    reason_of,
-    regular_bytes,
-    removed,
-    write_private,
+    delete_files,
+    error_reason,
+    make_private_folder,
+    read_regular_file,
+    regular_file_bytes,
+    touch_private,
+    write_private_file,
 )
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ class ReplyStore:
             if not self.path.exists():
                 return []
             with self._lock():
-                data = read_regular(self.path)
+                data = read_regular_file(self.path)
         except (OSError, NotImplementedError):
             # Where nothing can be locked nothing is written either.
             try:
-                data = read_regular(self.path)
+                data = read_regular_file(self.path)
             except OSError as error:
-                self.notice = f"earlier chats cannot be read from {self.path}: {reason_of(error)}"
+                self.notice = f"earlier chats cannot be read from {self.path}: {error_reason(error)}"
                 return []
         replies, damaged_bytes = self._parsed(data)
         if damaged_bytes:
@@ -119,7 +119,7 @@ class ReplyStore:
             return
         self._waiting.extend(texts)
         try:
-            private_folder(self.path.parent)
+            make_private_folder(self.path.parent)
             with self._lock():
                 self._write(self._waiting)
             self._waiting = []
@@ -128,20 +128,20 @@ class ReplyStore:
         except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
             self._off = True
             self._waiting = []
-            self.notice = f"chats are not remembered in {self.path}: {reason_of(error)}"
+            self.notice = f"chats are not remembered in {self.path}: {error_reason(error)}"
 
     def _write(self, replies: list[Tokens]) -> None:
         """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
         try:
-            size_bytes = regular_bytes(self.path)
+            size_bytes = regular_file_bytes(self.path)
             with self.path.open("rb") as file:
                 header = file.read(len(self._header))
         except FileNotFoundError:
             header, size_bytes = b"", 0
         if self._mending or header != self._header or size_bytes > 5 * self._most_tokens:
-            known = self._parsed(read_regular(self.path))[0] if size_bytes else []
+            known = self._parsed(read_regular_file(self.path))[0] if size_bytes else []
             kept = self._newest([*known, *replies])
-            write_private(self.path, self._header + b"".join(map(_record, kept)))
+            write_private_file(self.path, self._header + b"".join(map(_record, kept)))
             self._mending = False
             return
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
@@ -208,8 +208,8 @@ def forget_replies(folder: Path | None = None) -> int:
     Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or _default_folder()
-    mark(folder / _FORGOTTEN)
-    return removed(folder.glob(f"*{_SUFFIX}"))
+    touch_private(folder / _FORGOTTEN)
+    return delete_files(folder.glob(f"*{_SUFFIX}"))
 
 
 def _record(tokens: Tokens) -> bytes:

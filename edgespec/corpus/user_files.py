@@ -16,7 +16,13 @@ import numpy as np
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.drafters.token_buffer import Tokens
 from edgespec.errors import CancelledError, OptionError
-from edgespec.files import cache_folder, private_folder, read_regular, reason_of, write_private
+from edgespec.files import (
+    cache_folder,
+    error_reason,
+    make_private_folder,
+    read_regular_file,
+    write_private_file,
+)
 
 __all__ = ["Corpus", "read_corpus"]
 
@@ -117,7 +123,7 @@ def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         ) from None
     except (OSError, ValueError) as error:  # the latter: no path at all
         raise OptionError(
-            f"the corpus at {root} cannot be read: {reason_of(error)}", "check its permissions"
+            f"the corpus at {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error
     files: list[_File] = []
     too_large = 0
@@ -172,7 +178,7 @@ class _Cache:
 
     def _load(self) -> dict[str, Tokens]:
         try:
-            head, _, payload = read_regular(self._path).partition(b"\n")
+            head, _, payload = read_regular_file(self._path).partition(b"\n")
             data = json.loads(head)
             if (data["version"], data["vocabulary"]) != (VERSION, self._fingerprint):
                 return {}
@@ -199,8 +205,8 @@ class _Cache:
             "files": [(key, len(tokens)) for key, tokens in texts.items()],
         }
         try:
-            private_folder(self._path.parent)
-            write_private(self._path, json.dumps(head).encode() + b"\n" + payload)
+            make_private_folder(self._path.parent)
+            write_private_file(self._path, json.dumps(head).encode() + b"\n" + payload)
             caches = sorted(self._path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
             for path in caches[_MOST_CACHES:]:
                 path.unlink()

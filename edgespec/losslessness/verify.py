@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from edgespec.backends.base import LanguageModel
-from edgespec.checks import number, whole_number
+from edgespec.checks import check_integer, check_number
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
@@ -70,8 +70,8 @@ def verify(
         raise OptionError(
             "there is nothing to verify", "give prompts, methods, temperatures and draft lengths"
         )
-    whole_number("samples", samples, 1, 1 << 31)
-    if not number("rest_seconds", rest_seconds, "from 0 up") >= 0:
+    check_integer("samples", samples, 1, 1 << 31)
+    if not check_number("rest_seconds", rest_seconds, "from 0 up") >= 0:
         raise OptionError(f"rest_seconds is {rest_seconds}", "give a number from 0 up")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each its own")

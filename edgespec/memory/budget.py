@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from edgespec.errors import MemoryBudgetError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
@@ -58,10 +58,10 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
     """
     gpu_bytes = sum(free - _reserve(free) for _, free in cards)
-    on_cards = "".join(f"; {size_text(free)} free on {name}" for name, free in cards)
+    on_cards = "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
     if given_bytes is not None:
         there = int(psutil.virtual_memory().total)
-        more = f", more than the {size_text(there)} of this machine" if given_bytes > there else ""
+        more = f", more than the {format_bytes(there)} of this machine" if given_bytes > there else ""
         return Budget(given_bytes, f"--memory{more}{on_cards}", gpu_bytes)
     limits = process_limits()
     least, source = min(map(_left_by, limits))
@@ -83,12 +83,12 @@ def _left_by(limit: Limit) -> tuple[int, str]:
         kept_free, whose = _reserve(limit.bytes), "for other programs"
     else:
         kept_free, whose = limit.stack_bytes, "for stacks of threads"
-    source = f"{limit.what}, less {size_text(kept_free)} {whose}"
+    source = f"{limit.what}, less {format_bytes(kept_free)} {whose}"
     # Python and its libraries are planned with so much; what else this process holds is no model's.
     process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
     held = resident_bytes()
     if (beside := held - process) > 0:
-        source += f" and {size_text(beside)} that this one holds"
+        source += f" and {format_bytes(beside)} that this one holds"
     own = min(held, process)
     if limit.stack_bytes is None:
         return max(0, limit.bytes - held - kept_free + own), source
@@ -107,8 +107,8 @@ def check_room_to_plan() -> None:
     left = max(0, least.bytes - resident_bytes())
     if left < _PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"this process may take {size_text(left)} more ({least.what}),"
-            f" and looking at a model takes {size_text(_PLANNING_BYTES)}",
+            f"this process may take {format_bytes(left)} more ({least.what}),"
+            f" and looking at a model takes {format_bytes(_PLANNING_BYTES)}",
             "close other programs, or raise the limit",
         )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.files import reason_of, replacing, size_text, sync
+from edgespec.files import error_reason, format_bytes, replace_when_written, sync_to_disk
 from edgespec.prepare.file_records import FileRecord, record, same_sample
 from edgespec.prepare.store import (
     MANIFEST,
@@ -63,7 +63,7 @@ class Workbench:
                 if record([path], f"checking {name}", progress)[0] == known:
                     return path
             del self._finished[name]
-        with replacing(path) as growing:
+        with replace_when_written(path) as growing:
             write(growing)
         self._finished[name] = record([path], f"checking {name}", progress)[0]
         self._save()
@@ -111,7 +111,7 @@ def make(
             return prepared
     except OSError as error:
         raise ModelFileError(
-            f"{folder} cannot be written: {reason_of(error)}",
+            f"{folder} cannot be written: {error_reason(error)}",
             "make room and run it again: it goes on from there; or choose another folder with --to"
             if error.errno in _NO_ROOM
             else "choose another folder with --to",
@@ -236,9 +236,9 @@ def _make(
             leftover.unlink()
     _write_json(partial / MANIFEST, manifest | {"facts": dict(facts)})
     journal.unlink()
-    sync(partial)
+    sync_to_disk(partial)
     partial.rename(folder)
-    sync(folder.parent)
+    sync_to_disk(folder.parent)
     return prepared
 
 
@@ -279,7 +279,7 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ModelFileError(
-            f"{size_text(needed_bytes)} are needed in {folder} and {size_text(free_bytes)} are free",
+            f"{format_bytes(needed_bytes)} are needed in {folder} and {format_bytes(free_bytes)} are free",
             "free some space, or name a folder on another disk with --to",
         )
 
@@ -309,7 +309,7 @@ def _point(kind: Kind, prepared: Prepared) -> None:
     name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
     entry = store_folder() / kind / name
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(entry) as growing:
+    with replace_when_written(entry) as growing:
         growing.write_bytes(os.fsencode(prepared.folder))
 
 
@@ -323,5 +323,5 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     def plain(part: Any) -> Any:
         return part.to_json() if isinstance(part, FileRecord) else list(part)
 
-    with replacing(path) as growing:
+    with replace_when_written(path) as growing:
         growing.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")

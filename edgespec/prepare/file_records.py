@@ -11,7 +11,7 @@ from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, ModelFileError
-from edgespec.files import sample_of
+from edgespec.files import sampled_sha256
 
 __all__ = ["FileRecord", "record", "same_sample"]
 
@@ -22,7 +22,7 @@ _CHUNK_BYTES = 1 << 22
 class FileRecord:
     """A file as it was: its name in its folder, size and SHA-256.
 
-    sample: see `sample_of`.
+    sample: see `sampled_sha256`.
     """
 
     name: str
@@ -74,7 +74,7 @@ def same_sample(path: Path, known: FileRecord) -> bool:
 
 def _sample(path: Path) -> str:
     try:
-        return sample_of(path)
+        return sampled_sha256(path)
     except OSError as error:
         raise _unreadable(path, error) from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import reason_of
+from edgespec.files import error_reason
 from edgespec.prepare.builder import Workbench, make
 from edgespec.prepare.store import Prepared, absolute, check, find, read, source_files
 
@@ -94,7 +94,7 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
             size = quantised_size(outline, type_name)
     except OSError as error:
         raise ModelFileError(
-            f"the header of {path} cannot be written: {reason_of(error)}", "make room for temporary files"
+            f"the header of {path} cannot be written: {error_reason(error)}", "make room for temporary files"
         ) from error
     if size.needs_matrix:
         raise needs_matrix(type_name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError
-from edgespec.heap import spare_addresses
+from edgespec.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Piece, Reply, Stats
@@ -110,7 +110,7 @@ class ModelThread:
 
     def start(self) -> None:
         """Start the thread, which loads the model first."""
-        spare_addresses()
+        limit_malloc_arenas()
         self._thread.start()
 
     @property

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from edgespec.memory import PROCESS_BYTES, budget
 from edgespec.memory.limits import address_limit
 
@@ -273,7 +273,7 @@ def _forget_peak() -> None:
 
 def _forget_unused() -> None:
     gc.collect()
-    give_back()
+    release_free_memory()
 
 
 if __name__ == "__main__":

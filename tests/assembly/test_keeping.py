@@ -17,7 +17,7 @@ from edgespec.assembly.pairing import load_target
 from edgespec.backends.base import LoadOptions
 from edgespec.costs import FreeCosts
 from edgespec.errors import OptionError
-from edgespec.files import sample_of
+from edgespec.files import sampled_sha256
 from edgespec.memory.prefix_cache import Worth
 from tests.tables import table
 
@@ -62,13 +62,13 @@ def test_weights_that_were_changed_with_their_time_set_back_are_others(
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(demo_target, copy)
     assert held(copy) == 0
-    before, sample = copy.stat(), sample_of(copy)
+    before, sample = copy.stat(), sampled_sha256(copy)
     with copy.open("r+b") as file:
         file.seek(-450_000, os.SEEK_END)
         file.write(bytes(64))
     os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (copy.stat().st_size, copy.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    assert sample_of(copy) == sample
+    assert sampled_sha256(copy) == sample
     assert held(copy) == 0
 
 

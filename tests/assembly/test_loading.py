@@ -14,8 +14,9 @@ import pytest
 import edgespec
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import _load_model, for_draft, meant_for
+from edgespec.backends import mlx_files
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
-from edgespec.catalog import mlx_files, resolve
+from edgespec.catalog import resolve
 from edgespec.errors import BackendMissingError, OptionError
 
 FACTS = ModelFacts(

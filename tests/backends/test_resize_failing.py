@@ -176,7 +176,7 @@ class TestInterrupted:
     def test_a_ctrl_c_while_c_calls_back_is_raised_afterwards(self) -> None:
         program = (
             "import signal, sys, time\n"
-            "from edgespec.backends.llamacpp.files import load_vocabulary\n"
+            "from edgespec.backends.llamacpp.loading import load_vocabulary\n"
             "from edgespec.backends.llamacpp.native import library, overheard\n"
             "library()\n"
             # Who is started in the background may have it ignored.

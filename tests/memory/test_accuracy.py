@@ -18,9 +18,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp import memory_estimate as blueprint_module
 from edgespec.backends.llamacpp.computing import converted_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan
-from edgespec.backends.llamacpp.files import load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
+from edgespec.backends.llamacpp.loading import load_simulated
 from edgespec.backends.llamacpp.memory_estimate import (
     Buffers,
     GgufMemoryEstimator,

@@ -14,7 +14,7 @@ import pytest
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 
@@ -35,7 +35,7 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
 
 def _own_bytes() -> int:
     """What the process holds, without pages of files."""
-    give_back()
+    release_free_memory()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 

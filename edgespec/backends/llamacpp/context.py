@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.errors import (
     BackendError,
     CancelledError,
     ContextFullError,
     MemoryBudgetError,
-    NoMemoryError,
     OptionError,
+    OutOfMemoryError,
 )
 from edgespec.heap import large_buffers_apart
 
@@ -232,7 +232,7 @@ class LlamaContext:
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
-            raise NoMemoryError(
+            raise OutOfMemoryError(
                 f"there was no memory for a pass of {count} tokens",
                 "close other programs, or use a smaller --context",
             )

@@ -22,29 +22,29 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
-from edgespec.backends.llamacpp.files import (
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
+from edgespec.backends.llamacpp.kv_cells import Cells
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.loading import (
     arranges_anew,
     check_file,
     default_threads,
     describe,
     load_parts,
 )
-from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
-from edgespec.backends.llamacpp.lower import LowerHalf
+from edgespec.backends.llamacpp.lower_split import LowerHalf
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
-from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
+from edgespec.backends.llamacpp.shared_target import TargetParts
 from edgespec.backends.llamacpp.sizing import halves_options, plan_halves, work_bytes
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.snapshots import from_bytes, to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import check_weights_fit, in_blocks
 from edgespec.engine.logits import HostLogits

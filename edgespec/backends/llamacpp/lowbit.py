@@ -15,21 +15,21 @@ import numpy as np
 import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import (
+from edgespec.backends.llamacpp.fingerprint import check_same_model
+from edgespec.backends.llamacpp.kv_cells import Cells
+from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
+from edgespec.backends.llamacpp.loading import (
     check_file,
     describe,
     load_vocabulary,
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.fingerprint import check_same_model
-from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings
 from edgespec.backends.llamacpp.resizing import check_growth, remake
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.shared_target import TargetParts
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
     cache_too_large,

@@ -14,9 +14,9 @@ from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, 
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.device_split import on_device
 from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
+from edgespec.backends.llamacpp.loading import arranges_anew, load_simulated
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library, overheard
 from edgespec.backends.llamacpp.resizing import turning_tokens
@@ -29,7 +29,7 @@ from edgespec.backends.llamacpp.sizing import (
     wished_halves,
 )
 from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
-from edgespec.heap import addresses_are_limited, give_back
+from edgespec.heap import address_space_is_limited, release_free_memory
 
 __all__ = ["Buffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "buffers_in", "simulated"]
 
@@ -85,7 +85,7 @@ class Buffers:
         """What is noted of the passes it makes, and where addresses count, what nothing is written to."""
         places = 1 << (2 * self.nodes - 1).bit_length()
         graph = self.nodes * _NODE_BYTES + int(places * _PLACE_BYTES) + _GRAPH_BYTES
-        split = self.nodes * _SPLIT_BYTES if addresses_are_limited() else 0
+        split = self.nodes * _SPLIT_BYTES if address_space_is_limited() else 0
         return _GRAPHS * graph + self.nodes * _SCHEDULED_BYTES + _NOTES_BYTES + split
 
 
@@ -185,7 +185,7 @@ class GgufMemoryEstimator:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
-            give_back()  # metadata that was looked at is large
+            release_free_memory()  # metadata that was looked at is large
 
 
 class SplitModelMemoryEstimator:
@@ -248,7 +248,7 @@ class SplitModelMemoryEstimator:
         """See `MemoryEstimator`."""
         while self._halves:
             library().llama_model_free(self._halves.pop())
-        give_back()
+        release_free_memory()
 
 
 def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:

@@ -19,18 +19,18 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.kv_cells import Cells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import Findings, probe
 from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
-from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
+from edgespec.backends.llamacpp.shared_target import TargetParts
 from edgespec.backends.llamacpp.sizing import plan_context
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.snapshots import from_bytes, to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.memory_check import in_blocks
 from edgespec.backends.replay import ReplayModel

@@ -17,8 +17,8 @@ from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.memory_check import BLOCK_TOKENS, begun_with, cache_too_large
 from edgespec.errors import BackendError, MemoryBudgetError
-from edgespec.files import size_text
-from edgespec.heap import give_back
+from edgespec.files import format_bytes
+from edgespec.heap import release_free_memory
 
 __all__ = ["cache_form", "check_growth", "first_plan", "remake", "turning_tokens"]
 
@@ -63,8 +63,8 @@ def check_growth(
     available = int(psutil.virtual_memory().available)
     if wanted > available and in_main_memory(options):
         raise MemoryBudgetError(
-            f"a context of {after[0].tokens} tokens takes {size_text(wanted)} of memory"
-            f" and {size_text(available)} are free",
+            f"a context of {after[0].tokens} tokens takes {format_bytes(wanted)} of memory"
+            f" and {format_bytes(available)} are free",
             "close other programs or use a smaller --context",
         )
 
@@ -94,7 +94,7 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
         raise
     # The former memory and the copy: the heap would keep them beside the new one.
     saved = ()
-    give_back()
+    release_free_memory()
 
 
 def _fill(

@@ -9,7 +9,6 @@ import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import threads_for
 from edgespec.backends.llamacpp.kv_types import (
     FEW_ROWS,
     KvTypes,
@@ -18,6 +17,7 @@ from edgespec.backends.llamacpp.kv_types import (
     kv_bytes_per_token,
     reads_otherwise,
 )
+from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
 from edgespec.backends.replay import MAX_CHECKPOINTS

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from edgespec.errors import BackendError, NoMemoryError
+from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = [
     "bound_freed_buffers",
@@ -32,7 +32,9 @@ def translated(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
         text = " ".join(str(error).split())
         if "alloc" in text.lower() or "memory" in text.lower():
-            raise NoMemoryError(f"{what}: {text}", "free some memory or use a smaller --context") from error
+            raise OutOfMemoryError(
+                f"{what}: {text}", "free some memory or use a smaller --context"
+            ) from error
         raise BackendError(f"{what}: {text}", "try another model, or report this one") from error
 
 

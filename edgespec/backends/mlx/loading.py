@@ -14,7 +14,7 @@ from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, contex
 from edgespec.backends.mlx.build_info import core
 from edgespec.backends.mlx.weight_loading import Checkpoint, open_checkpoint
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.heap import return_large_buffers
+from edgespec.heap import unmap_freed_buffers
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
@@ -37,7 +37,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     core()  # says so where mlx is missing; what is imported from here on needs it
     from edgespec.backends.mlx.evaluation import bound_freed_buffers, leave_thread
 
-    return_large_buffers()
+    unmap_freed_buffers()
     bound_freed_buffers()
     try:
         return _load(path, name, options, progress)

@@ -23,12 +23,12 @@ from filelock import FileLock, Timeout
 from edgespec.backends.base import Snapshot
 from edgespec.files import (
     data_folder,
-    mark,
-    private_folder,
-    reason_of,
-    regular_bytes,
-    removed,
-    write_private,
+    delete_files,
+    error_reason,
+    make_private_folder,
+    regular_file_bytes,
+    touch_private,
+    write_private_file,
 )
 from edgespec.memory.prefix_cache.headers import packed, read_header, sums_of
 from edgespec.memory.prefix_cache.segments import Tokens
@@ -159,19 +159,19 @@ class PrefixCacheDisk:
         if size_bytes > self.quota_bytes:
             return False
         try:
-            private_folder(self._root)
+            make_private_folder(self._root)
             with self._lock():
                 if self.forgotten:
                     return False
                 self._clear_litter()
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
-                private_folder(self.folder)
-                write_private(self._path(name), *parts)
+                make_private_folder(self.folder)
+                write_private_file(self._path(name), *parts)
         except (Timeout, NotImplementedError):  # the latter: a file system without locks
             return False
         except (OSError, MemoryError) as error:
-            self.notice = f"what was read is not kept in {self._root}: {reason_of(error)}"
+            self.notice = f"what was read is not kept in {self._root}: {error_reason(error)}"
             return False
         self.notice = ""
         return True
@@ -278,13 +278,13 @@ def forget_kept(folder: Path | None = None) -> int:
     Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or kept_folder()
-    mark(folder / _FORGOTTEN)
+    touch_private(folder / _FORGOTTEN)
     # Who writes just now may not have heard, and ends first.
     lock = _lock(folder, _PATIENCE_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
     try:
-        return removed([*_files(folder), *folder.glob("*/.*.tmp")])
+        return delete_files([*_files(folder), *folder.glob("*/.*.tmp")])
     finally:
         lock.release()
 
@@ -295,7 +295,7 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 def _opened(path: Path) -> BinaryIO:
     """A file to read once: another process may put another one in its place. Raises OSError."""
-    regular_bytes(path)
+    regular_file_bytes(path)
     return path.open("rb")
 
 

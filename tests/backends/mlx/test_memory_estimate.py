@@ -109,11 +109,11 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 
 def held(name):
     gc.collect()
-    give_back()
+    release_free_memory()
     status = Path("/proc/self/status").read_text().split()
     return 1024 * int(status[status.index(name + ":") + 1])
 

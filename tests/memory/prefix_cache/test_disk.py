@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends.base import Snapshot
 from edgespec.corpus.saved_replies import forget_replies
-from edgespec.files import write_private
+from edgespec.files import write_private_file
 from edgespec.memory.prefix_cache import PrefixCacheDisk, disk_bound, forget_kept
 from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
 
@@ -252,13 +252,13 @@ def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
     def slowly(path: Path, *payload: bytes) -> None:
         begun.set()
         forgotten.wait(0.5)
-        write_private(path, *payload)
+        write_private_file(path, *payload)
 
     monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", slowly)
     writer = Thread(target=put, args=(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT))
     writer.start()
     begun.wait()
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private_file)
     forget_kept(tmp_path)
     forgotten.set()
     writer.join()

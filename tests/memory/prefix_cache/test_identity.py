@@ -71,7 +71,9 @@ def test_what_some_threads_read_is_not_what_one_goes_on_with(
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
     for threads in (2, 1):
-        monkeypatch.setattr("edgespec.backends.llamacpp.files.default_threads", lambda _, some=threads: some)
+        monkeypatch.setattr(
+            "edgespec.backends.llamacpp.loading.default_threads", lambda _, some=threads: some
+        )
         first, fresh = run(), run(keep="none")
         assert first == (0, fresh[1])
         assert run()[0] >= KEPT

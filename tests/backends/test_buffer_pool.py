@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.kv_cells import Cells
 from edgespec.backends.llamacpp.merged_kv import join
 
 __all__ = ["TargetParts"]

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import of_gguf
+from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.folder_metadata import of_folder
 from edgespec.catalog.known import Known
-from edgespec.catalog.metadata import ModelInfo, of_gguf
-from edgespec.catalog.tokens import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.drafters.vocabularies import compare
 from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip

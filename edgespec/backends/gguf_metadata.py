@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
-from edgespec.catalog.tokens import tokens_of_header
+from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["Kind", "ModelInfo", "first_of_halves", "of_gguf", "of_halves"]
-
-Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
-"""What is in a file: a language model, or something that needs one or is none."""
+__all__ = ["first_of_halves", "of_gguf", "of_halves"]
 
 # Architectures of llama.cpp that embed or encode text and write none.
 _EMBEDDING = (
@@ -27,35 +25,6 @@ _EMBEDDING = (
 # Architectures that draft from another model's hidden states.
 _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
 _F16_BYTES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Facts of a model from its metadata. 0 and empty texts stand for what the files do not say.
-
-    family: the name the model was given by its maker. size_bytes: of all its files. pass_bytes: weights that
-    one token reads: of experts those that are used, of an embedding table next to nothing. kv_bytes: of one
-    token in an f16 cache, layers with a window counted like the others. vocabulary: equal where every token
-    means the same (see `TokenList.digest`). experts: of a mixture, and experts_used for one token. heads:
-    what can draft on its hidden states, such as MTP.
-    """
-
-    kind: Kind
-    family: str
-    architecture: str
-    parameters: int
-    quantisation: str
-    size_bytes: int
-    pass_bytes: int
-    kv_bytes: int
-    context_tokens: int
-    vocab_size: int
-    vocabulary: str
-    chat_template: bool
-    licence: str
-    experts: int = 0
-    experts_used: int = 0
-    heads: tuple[str, ...] = ()
 
 
 def of_gguf(path: Path) -> ModelInfo:

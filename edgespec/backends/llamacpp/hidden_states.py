@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import load_weights, threads_for
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
+from edgespec.backends.llamacpp.loading import load_weights, threads_for
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.sizing import plan_context
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
+from edgespec.backends.llamacpp.kv_cells import Cells
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["LowerHalf"]

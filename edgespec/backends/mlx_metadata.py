@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.backends.checkpoint_names import WEIGHTS
-from edgespec.catalog.metadata import Kind, ModelInfo
-from edgespec.catalog.tokens import tokens_of_folder
+from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 
 __all__ = ["of_folder"]
