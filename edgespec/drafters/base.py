@@ -141,10 +141,10 @@ class Drafter(ABC):
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
-        """No reply is being made: improve while `should_continue()` stays true.
+        """Improve the drafter between replies, until `should_continue()` returns False.
 
-        It runs in a thread that ends soon. `should_continue` is asked before every step, and a step is short: a
-        reply that begins waits for it. The target may be used, its memory is left as it is.
+        Called from the idle thread. `should_continue` is called before every step, and steps are short
+        because a new reply waits for the running step. The target may run, but its cache must not change.
         """
 
     def reset(self) -> None:  # noqa: B027

@@ -151,7 +151,7 @@ class TestTheSearch:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 2)
-            monkeypatch.setattr(SwiftDrafter, "rest", lambda drafter, wanted: None)
+            monkeypatch.setattr(SwiftDrafter, "run_idle_work", lambda drafter, should_continue: None)
             monkeypatch.setattr(SkipSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
