@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from edgespec.auto.curve import CostCurve
 from edgespec.bench.figures import Figures, Hindsight, figures, hindsights
 from edgespec.bench.plan import Plan
 from edgespec.bench.runs import Ending, Measured, Row
+from edgespec.costs.curve import CostCurve
 from edgespec.runtime import Runtime
 
 __all__ = ["Report", "report"]

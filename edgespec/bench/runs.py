@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Literal
 
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.plan import Plan, Round, Way
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
@@ -163,7 +163,7 @@ class _Bench:
         what = f"{each.prompt.name}, {way.name}, temperature {each.temperature:g}"
         self._tell(what)
         # Every reply is to read its prompt.
-        self._runtime.forget()
+        self._runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
         reply = self._reply(what, each.prompt, each.temperature, way, self._plan.max_tokens)

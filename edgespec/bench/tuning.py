@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from edgespec.auto.curve import CostCurve
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
@@ -66,7 +66,7 @@ class Tuning:
 
     target: str
     draft: str | None
-    plain_step_seconds: float
+    target_step_seconds: float
     passes: tuple[PassCost, ...]
     drafters: tuple[DrafterFound, ...]
     limit: float
@@ -110,7 +110,7 @@ def tune(
     return Tuning(
         runtime.target.name,
         runtime.draft.name if runtime.draft else None,
-        curve.plain_step_seconds,
+        curve.target_step_seconds,
         passes,
         drafters,
         limit,
@@ -180,7 +180,7 @@ def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: C
     def speed_up(length: int) -> float:
         """S(k), where rounds without a guess, as lookups have them, are plain ones."""
         drafts, tokens = share / rounds, round(breadth * length)
-        pass_seconds = curve.v(tokens + 1) * curve.plain_step_seconds
+        pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
         return (drafts * _tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
@@ -189,7 +189,7 @@ def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: C
         name,
         _speed_up(replies, plain),
         acceptance,
-        token_seconds / curve.plain_step_seconds,
+        token_seconds / curve.target_step_seconds,
         best,
         speed_up(best),
         int(drafted),

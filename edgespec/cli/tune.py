@@ -88,7 +88,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 def _print(tuning: Tuning) -> None:
     click.echo(
         f"target {tuning.target}, draft {tuning.draft or 'none'},"
-        f" plain step {tuning.plain_step_seconds * 1e3:.3g} ms"
+        f" plain step {tuning.target_step_seconds * 1e3:.3g} ms"
     )
     print_table(
         ("TOKENS", "MS", "V", "LIMIT", "BREAK-EVEN"),

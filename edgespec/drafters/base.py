@@ -9,9 +9,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.auto.ledger import Account
+from edgespec.auto.loss_limit import ControllerReport
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
-from edgespec.drafters.growth import Growth
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -83,7 +83,7 @@ class Drafter(ABC):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
 
-    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> Drafter:
+    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> Drafter:
         """Another way to draft with the same model and cache, of which a reply uses one: as far as pays.
 
         growth_for: what decides that for a draft model able to do so much. Itself where no model drafts, or
@@ -125,7 +125,7 @@ class Drafter(ABC):
         """Names of those whose guesses were in the last proposal that had any."""
         return (self.name,)
 
-    def account(self) -> Account | None:
+    def account(self) -> ControllerReport | None:
         """How the reply stands, where somebody keeps a ledger of it."""
         return None
 

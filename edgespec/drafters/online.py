@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
 from edgespec.drafters.base import Drafter, Extra
-from edgespec.drafters.growth import Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.online_training import OnlineTrainer
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -36,7 +36,7 @@ class OnlineDrafter(Drafter):
         self._proposed: TokenTree | None = None
         self._seen: tuple[TokenTree, Logits] | None = None
 
-    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> OnlineDrafter:
+    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
         return OnlineDrafter(self._drafter.growing(growth_for), self.pupil)
 
     @property

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.auto.curve import Curve, gentle
 from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
+from edgespec.costs.curve import Curve, gentle
+from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.notes import Notes
 from edgespec.drafters.swift_search import Found, SkipSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -48,7 +48,7 @@ class SwiftDrafter(Drafter):
         self,
         target: Skippable,
         *,
-        notes: Notes | None = None,
+        notes: ArrayStore | None = None,
         pass_cost: Curve = gentle,
         min_confidence: float = 0.0,
         seed: int = 0,
@@ -129,7 +129,7 @@ class SwiftDrafter(Drafter):
             if tried and self._notes:
                 self._notes.save(self._search.to_keep())
         finally:
-            self._target.leave_thread()
+            self._target.release_thread_state()
 
     def note(self) -> str:
         return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))

@@ -47,7 +47,7 @@ class Skippable(TabularModel):
         self.asked.append(tuple(layers))
         return max(0.0, self.base - self.harm * len(set(layers) - set(GOOD)))
 
-    def leave_thread(self) -> None:
+    def release_thread_state(self) -> None:
         self.left += 1
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from edgespec import Runtime, idle
-from edgespec.drafters.combined import CombinedDrafter
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.errors import BackendError, CancelledError
 from edgespec.session import Session
 from tests.tables import PROMPT, Saying, table, with_drafter
