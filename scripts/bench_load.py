@@ -224,7 +224,7 @@ def _since(started: float, answer: Answer) -> Answer:
 
 def _answer(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], told: Told) -> Answer:
     """One reply, by the clock; its moments are not counted from anything yet."""
-    runtime.forget()
+    runtime.clear_cache()
     stream = runtime.stream_tokens(prompt, seed=1, **_options(told))
     moments: list[tuple[float, int]] = []
     drafted = drafting_rounds = 0

@@ -141,7 +141,7 @@ def load_draft(
 
     Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
     """
-    context_tokens = target.facts.most_context_tokens
+    context_tokens = target.facts.max_context_tokens
     drafting = for_draft(options, how, context_tokens, _left(options, target.facts))
     if how.draft_kv_type:
         drafting = replace(drafting, kv_type=how.draft_kv_type)
@@ -158,7 +158,7 @@ def load_draft(
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
-        now, most = draft.facts.context_tokens, draft.facts.most_context_tokens
+        now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
         if window:  # it never grows
             draft.resize(most)
         elif compared.translation is not None:

@@ -167,7 +167,7 @@ class ModelFacts:
     cache_form: str = ""
 
     @property
-    def most_context_tokens(self) -> int:
+    def max_context_tokens(self) -> int:
         """How large the context is to become, if it has to."""
         return max(self.grows_to_tokens, self.context_tokens)
 

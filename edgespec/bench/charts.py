@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.auto.curve import CostCurve
 from edgespec.bench.figures import PHASES, MethodFigures
 from edgespec.bench.report import Report
+from edgespec.costs.curve import CostCurve
 
 __all__ = ["Bar", "bar_chart", "charts"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from edgespec.auto.curve import CostCurve
 from edgespec.bench.figures import MethodFigures, OracleComparison, figures, oracle_comparisons
 from edgespec.bench.plan import BenchPlan
 from edgespec.bench.runs import BenchRun, Ending, Measurement
+from edgespec.costs.curve import CostCurve
 from edgespec.runtime import Runtime
 
 __all__ = ["Report", "make_report"]

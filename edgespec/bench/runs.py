@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Literal
 
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
 from edgespec.bench.plan import BenchPlan, BenchRound, MethodConfig
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
@@ -187,7 +187,7 @@ class _Bench:
         description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
         self._report_progress(description)
         # Without this the prefix cache would spare later methods the prefill of the same prompt.
-        self._runtime.forget()
+        self._runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
         reply = self._reply(description, each.prompt, each.temperature, config, self._plan.max_tokens)

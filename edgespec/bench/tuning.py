@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from edgespec.auto.curve import CostCurve
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
@@ -77,7 +77,7 @@ class Tuning:
 
     target: str
     draft: str | None
-    plain_step_seconds: float
+    target_step_seconds: float
     passes: tuple[PassCost, ...]
     drafters: tuple[DrafterResult, ...]
     limit: float
@@ -133,7 +133,7 @@ def tune(
     return Tuning(
         runtime.target.name,
         runtime.draft.name if runtime.draft else None,
-        curve.plain_step_seconds,
+        curve.target_step_seconds,
         passes,
         drafters,
         limit,
@@ -214,7 +214,7 @@ def _drafter_result(
     def speed_up(length: int) -> float:
         """Return the expected speed-up at this draft length. Rounds without a draft count as target steps."""
         drafts, tokens = share / rounds, round(breadth * length)
-        pass_seconds = curve.v(tokens + 1) * curve.plain_step_seconds
+        pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
         return (drafts * _expected_tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
@@ -223,7 +223,7 @@ def _drafter_result(
         name,
         _speed_up(replies, plain),
         acceptance,
-        token_seconds / curve.plain_step_seconds,
+        token_seconds / curve.target_step_seconds,
         best,
         speed_up(best),
         int(drafted),

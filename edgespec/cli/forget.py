@@ -36,14 +36,14 @@ def command(what: str, as_json: bool) -> int:
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
     learnt    drafts trained with --learn, layers that swift found, what passes cost, and how often
               guesses came true
-    kept      what models have read of chats (a chat keeps it, or --keep disk): they are read again
+    kept      what models have read of chats (a chat keeps it, or --prefix-cache disk): they are read again
     all       all three [default]
 
     Saved chats stay, and so does what `edgespec prepare` made.
     """
     import edgespec
 
-    freed_bytes = edgespec.forget(what)  # type: ignore[arg-type]
+    freed_bytes = edgespec.delete_data(what)  # type: ignore[arg-type]
     if as_json:
         print_json({"forgotten": what, "freed_bytes": freed_bytes})
     else:

@@ -95,7 +95,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 def _print(tuning: Tuning) -> None:
     click.echo(
         f"target {tuning.target}, draft {tuning.draft or 'none'},"
-        f" {tuning.plain_step_seconds * 1e3:.3g} ms per token without speculation"
+        f" {tuning.target_step_seconds * 1e3:.3g} ms per token without speculation"
     )
     print_table(
         ("WIDTH", "MS", "V", "LIMIT", "BREAK-EVEN"),

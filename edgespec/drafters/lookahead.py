@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgespec.auto.curve import CostCurve
-from edgespec.auto.window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
 from edgespec.backends.base import Capabilities
+from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.lookahead_window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
 from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgespec.auto.curve import Curve, gentle
 from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
+from edgespec.costs.curve import Curve, gentle
+from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.notes import Notes
 from edgespec.drafters.swift_search import Found, SkipSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -42,13 +42,13 @@ class SwiftDrafter(Drafter):
     """
 
     name = "swift"
-    rests = True
+    has_idle_work = True
 
     def __init__(
         self,
         target: Skippable,
         *,
-        notes: Notes | None = None,
+        notes: ArrayStore | None = None,
         pass_cost: Curve = gentle,
         min_confidence: float = 0.0,
         seed: int = 0,
@@ -111,14 +111,14 @@ class SwiftDrafter(Drafter):
         self._proposed = None
         self._tokens.extend(tokens)
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Try other sets on the end of the text, first the best known again, however many were tried."""
         window = self._tokens[: self._target.length][-WINDOW_TOKENS:]
         if len(window) < _FEWEST_TOKENS:
             return
         tried = 0
         try:
-            while tried < MOST_IN_A_REST and wanted():
+            while tried < MOST_IN_A_REST and should_continue():
                 best = self._search.best
                 if tried and self._search.tried >= MOST_TRIED:
                     break
@@ -129,7 +129,7 @@ class SwiftDrafter(Drafter):
             if tried and self._notes:
                 self._notes.save(self._search.to_keep())
         finally:
-            self._target.leave_thread()
+            self._target.release_thread_state()
 
     def note(self) -> str:
         return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))

@@ -20,7 +20,7 @@ class Stats:
     draft, verify, sampling and rollback. `growth_seconds` went into making the context larger, before and
     between the rounds, and is no part of them nor of `prefill_seconds`. `ttft_seconds` runs from the request
     to the first token.
-    `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
+    `target_step_seconds` is the last known cost of a plain step of this target (0: unknown).
     `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
     that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
     `draft_weight_bytes`, `draft_kv_bytes` and `draft_other_bytes` are what drafting keeps in memory beside
@@ -43,7 +43,7 @@ class Stats:
     prefill_seconds: float = 0.0
     growth_seconds: float = 0.0
     ttft_seconds: float | None = None
-    plain_step_seconds: float = 0.0
+    target_step_seconds: float = 0.0
     ledger_credit_seconds: float | None = None
     worst_case_loss: float | None = None
     draft_weight_bytes: int = 0
@@ -98,19 +98,19 @@ class Stats:
     @property
     def speedup_estimate(self) -> float | None:
         """How many times faster than plain decoding, by the last known cost of a plain step."""
-        if not self.generated_tokens or not self.plain_step_seconds:
+        if not self.generated_tokens or not self.target_step_seconds:
             return None
-        return self.generated_tokens * self.plain_step_seconds / self.decode_seconds
+        return self.generated_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
         """What plain decoding would have taken for these tokens, by the last known cost of a plain step."""
-        return self.generated_tokens * self.plain_step_seconds or None
+        return self.generated_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
         """Every count, time and rate by name."""
         counted = asdict(self)
-        del counted["plain_step_seconds"]
+        del counted["target_step_seconds"]
         return counted | {
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_target_pass": self.tokens_per_target_pass,

@@ -12,7 +12,7 @@ from edgespec.tui.settings import FIELDS, default_text, shown
 if TYPE_CHECKING:
     from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, PrefixCacheUsage, Stats
     from edgespec.tui.model import RuntimeLike
-    from edgespec.tui.session import Session
+    from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
 
@@ -43,7 +43,7 @@ def notices(runtime: RuntimeLike) -> list[str]:
 
 
 def show_rows(
-    runtime: RuntimeLike, session: Session, method: MethodReport, stats: Stats | None
+    runtime: RuntimeLike, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
     """The answer to /show: the models, how replies are made, settings not at their default, the others.
 
@@ -61,14 +61,12 @@ def show_rows(
         ("takes back", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
-        ("system", session.system or "none"),
+        ("system", chat.system or "none"),
     ]
     rows += [
-        (field.name, shown(session.settings[field.name]))
-        for field in FIELDS
-        if field.name in session.settings
+        (field.name, shown(chat.settings[field.name])) for field in FIELDS if field.name in chat.settings
     ]
-    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in session.settings]
+    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
     return [*rows, ("defaults", ", ".join(rest))]
 
 
@@ -80,7 +78,7 @@ def _context(most_tokens: int, tokens_now: int) -> str:
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """The answer to /memory."""
-    kept = use.kept
+    kept = use.prefix_cache
     rows = [
         ("weights", format_bytes(use.weight_bytes)),
         ("caches", format_bytes(use.kv_bytes)),
@@ -95,7 +93,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         )
         rows.append(("on disk", disk))
     rows.append(
-        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
+        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.reused_tokens, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
@@ -110,11 +108,11 @@ def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """How large the context is by now, what is free, and what other programs were given."""
     rows = []
     if use.context_tokens:
-        rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
+        rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", format_bytes(use.available_bytes)))
-    if use.given_way:
-        rows.append(("gave way", f"{format_bytes(use.given_way_bytes)} so far; {use.given_way}"))
+    if use.last_reclaim:
+        rows.append(("gave way", f"{format_bytes(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
     return rows
 
 
@@ -127,7 +125,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
         name = "planned" if pool == "memory" else "on cards"
         rows.append((name, f"{format_bytes(taken)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))

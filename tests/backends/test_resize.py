@@ -47,7 +47,7 @@ def emptied(twins: Twins) -> Twins:
 def test_it_begins_small_and_is_told(twins: Twins) -> None:
     facts = emptied(twins).model.facts
     assert facts.context_tokens == SMALL == twins.model.room
-    assert (twins.whole.facts.context_tokens, twins.whole.facts.most_context_tokens) == (LARGE, LARGE)
+    assert (twins.whole.facts.context_tokens, twins.whole.facts.max_context_tokens) == (LARGE, LARGE)
     twins.model.resize(LARGE)
     assert twins.model.facts.kv_bytes == twins.whole.facts.kv_bytes >= facts.kv_bytes
     assert twins.model.room == LARGE
@@ -56,7 +56,7 @@ def test_it_begins_small_and_is_told(twins: Twins) -> None:
 @pytest.mark.parametrize("name", LLAMA)
 def test_what_is_to_come_is_told_and_its_types_are_chosen_by_it(name: str, tmp_path: Path) -> None:
     small, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
-    assert small.facts.most_context_tokens == LARGE
+    assert small.facts.max_context_tokens == LARGE
     assert small.facts.most_kv_bytes == whole.facts.kv_bytes
     assert small.facts.kv_bytes < whole.facts.kv_bytes or name == "mamba"
     small.close()

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.curve import CostCurve
 from edgespec.bench import MethodConfig, Report
 from edgespec.bench.charts import Bar, bar_chart, charts
 from edgespec.bench.figures import figures, oracle_comparisons
 from edgespec.bench.plots import check_plots, save_plots
+from edgespec.costs.curve import CostCurve
 from edgespec.errors import BackendMissingError
 from tests.bench.making import row
 

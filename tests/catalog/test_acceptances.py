@@ -45,7 +45,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
     os.utime(pair[1][0], (1, 1))
     assert Acceptances().of(*pair) is None
-    assert edgespec.forget("learnt") > 0
+    assert edgespec.delete_data("learnt") > 0
     assert not data.exists()
 
 
@@ -101,7 +101,7 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
         add_to_lmstudio(folder, f"{name}-GGUF/{name}.gguf", models_folder() / f"demo-{file}-q8_0.gguf")
     target = resolve("maker/Large-GGUF", allow_download=False)
     assert choose_draft(target).why.endswith("plain decoding may be expected, assumed")
-    options = {"context": 512, "threads": 1, "keep": "none"}
+    options = {"context": 512, "threads": 1, "prefix_cache": "none"}
     guesses = true = 0
     with edgespec.load("maker/Large-GGUF", method="model", **options) as runtime:  # type: ignore[arg-type]
         while guesses < 200:
@@ -123,5 +123,5 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
     choice = choose_draft(target)
     assert choice.draft is None
     assert "plain decoding may be expected" in choice.why
-    edgespec.forget("learnt")
+    edgespec.delete_data("learnt")
     assert choose_draft(target).draft is not None

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from edgespec import Runtime, bench
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
 from edgespec.cli.bench import _duration, _Progress
 from edgespec.cli.interrupt import Stop
 from edgespec.cli.screen import ProgressLine
+from edgespec.costs.curve import CostCurve
 from tests.cli.conftest import Run, json_of, one_line_error
 
 LINES = (

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.tabular import TabularModel
 from edgespec.bench.tuning import DrafterResult, _drafter_result, _verdict, break_even, tune
+from edgespec.costs.curve import CostCurve
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
 from edgespec.losslessness import read_prompts
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport, Reply
 from edgespec.runtime import Runtime
 from tests.cli.conftest import Run, json_of, one_line_error
@@ -102,7 +102,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     target.facts = replace(
         target.facts, capabilities=replace(target.facts.capabilities, reason="its memory cannot be cut back")
     )
-    with Runtime(target, None, Drafters(target, None, why_no_draft="none")) as runtime:
+    with Runtime(target, None, DrafterSet(target, None, why_no_draft="none")) as runtime:
         told = tune(runtime, read_prompts()[:1], max_tokens=4)
     assert told.verdict == "Speculation cannot be used with this model: its memory cannot be cut back."
     assert [each.width for each in told.passes] == [1]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Chance, Rejection
 from edgespec.engine.loop import decode

@@ -16,9 +16,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
 from edgespec.engine.chain import SamplingParams

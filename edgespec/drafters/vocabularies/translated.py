@@ -36,7 +36,7 @@ class TranslatedModel(BaseModel):
         self.facts: ModelFacts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
-            grows_to_tokens=max(0, model.facts.most_context_tokens - self._margin),
+            grows_to_tokens=max(0, model.facts.max_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
             capabilities=replace(able, max_width=able.max_width - self._margin, cuts=False, learns=False),

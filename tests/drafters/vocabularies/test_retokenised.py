@@ -358,11 +358,11 @@ class TestInARuntime:
 
 def test_it_can_stand_where_a_draft_model_stands() -> None:
     """A runtime is given it in place of the draft model's drafter."""
-    from edgespec.methods import Drafters
+    from edgespec.methods import DrafterSet
     from edgespec.runtime import Runtime
 
     target, draft = speaking(TARGET, 1), speaking(DRAFT, 2)
-    drafters = Drafters(target, None, others={"model": drafter_of(draft)})
+    drafters = DrafterSet(target, None, others={"model": drafter_of(draft)})
     with Runtime(target, draft, drafters) as pair:
         got = pair.generate("abcd", method="model", seed=1, max_tokens=20)
         assert got.method.effective == "model"
@@ -378,7 +378,7 @@ def test_what_was_forgotten_is_said_again() -> None:
     prompt = TARGET.tokenize("abc d", special=False, start=False)
     drafter.begin(prompt)
     said = propose(drafter, prompt, 3)
-    drafter.forget()
+    drafter.reset()
     assert model.length == 0
     drafter.begin(prompt)
     assert propose(drafter, prompt, 3) == said
