@@ -22,7 +22,7 @@ from edgespec.assembly.prefix_cache_options import (
 )
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import PairRecord
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter

@@ -11,9 +11,9 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
-from edgespec.catalog.known import Known
+from edgespec.catalog.metadata_cache import Known
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelved, info_of, look
+from edgespec.catalog.installed import Shelved, info_of, look
 from edgespec.catalog.smaller import smaller_forms, smaller_models
 
 __all__ = [

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.backends.model_info import ModelInfo
-from edgespec.catalog.acceptances import Acceptances
+from edgespec.catalog.acceptance_history import Acceptances
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
-from edgespec.catalog.expected import expected_speedup
-from edgespec.catalog.known import Known
-from edgespec.catalog.own_names import pair_of
+from edgespec.catalog.speedup_estimate import expected_speedup
+from edgespec.catalog.metadata_cache import Known
+from edgespec.catalog.aliases import pair_of
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
+from edgespec.catalog.installed import Shelf, Shelved, info_of, look
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.files import format_bytes
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, choose_files, listed
-from edgespec.catalog.stored import GgufModel, Stored, child, files_below, holds, models_among
+from edgespec.catalog.stored_models import GgufModel, Stored, child, files_below, holds, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.catalog.stored import Stored, child, files_below
+from edgespec.catalog.stored_models import Stored, child, files_below
 from edgespec.files import error_reason, regular_file_bytes
 
 __all__ = ["ollama_model", "ollama_models"]

@@ -20,9 +20,9 @@ from edgespec.catalog.catalogue import (
 from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_files import is_quantisation
 from edgespec.catalog.ollama import ollama_model
-from edgespec.catalog.stored import Stored
-from edgespec.catalog.stores import elsewhere, in_ollama, in_store, on_path, same_model
-from edgespec.catalog.typed import (
+from edgespec.catalog.stored_models import Stored
+from edgespec.catalog.other_programs import elsewhere, in_ollama, in_store, on_path, same_model
+from edgespec.catalog.reference_parsing import (
     HubReference,
     NameReference,
     PathReference,

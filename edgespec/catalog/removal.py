@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.catalog.hub_store import hub_cache
+from edgespec.catalog.hub_cache import hub_cache
 from edgespec.catalog.reference import Resolved
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import delete_files, error_reason

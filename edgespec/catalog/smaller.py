@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelf, Shelved, info_of
+from edgespec.catalog.installed import Shelf, Shelved, info_of
 from edgespec.errors import EdgespecError
 
 __all__ = ["smaller_forms", "smaller_models"]

@@ -225,7 +225,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
     `edgespec models remove NAME` forgets it.
     """
-    from edgespec.catalog.own_names import check_alias
+    from edgespec.catalog.aliases import check_alias
     from edgespec.cli.own_names import write_name
 
     remark = check_alias(name.strip(), reference.strip())
@@ -249,7 +249,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
     """Choose DRAFT (or none) as what `--draft auto` takes for the target REF."""
-    from edgespec.catalog.own_names import check_pair
+    from edgespec.catalog.aliases import check_pair
     from edgespec.cli.own_names import write_name
 
     if (draft is None) != remove:

@@ -146,7 +146,7 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     """Names of the user, the catalogue, Ollama and LM Studio; files when none begins like that."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.stores import names_here
+    from edgespec.catalog.other_programs import names_here
     from edgespec.errors import EdgespecError
 
     try:

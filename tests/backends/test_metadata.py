@@ -23,7 +23,7 @@ from edgespec.backends.mlx_metadata import of_folder
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.known import Known
+from edgespec.catalog.metadata_cache import Known
 from edgespec.drafters.vocabularies import compare
 from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip

@@ -16,9 +16,9 @@ import edgespec
 from edgespec.backends.gguf_header import read_header
 from edgespec.catalog import DraftChoice, DraftOption, catalogue, choose_draft, drafts_for, look, resolve
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.expected import expected_acceptance, expected_speedup
+from edgespec.catalog.speedup_estimate import expected_acceptance, expected_speedup
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio
+from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio
 
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 

@@ -11,7 +11,7 @@ from typing import Literal
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.catalog.lmstudio import lmstudio_file, lmstudio_model, lmstudio_models
 from edgespec.catalog.ollama import ollama_model, ollama_models
-from edgespec.catalog.stored import Stored
+from edgespec.catalog.stored_models import Stored
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["elsewhere", "in_ollama", "in_store", "names_here", "on_path", "same_model"]

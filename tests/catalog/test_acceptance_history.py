@@ -11,9 +11,9 @@ import pytest
 
 import edgespec
 from edgespec.catalog import choose_draft, drafts_for, look, resolve
-from edgespec.catalog.acceptances import Acceptances, Model, PairRecord
+from edgespec.catalog.acceptance_history import Acceptances, Model, PairRecord
 from edgespec.catalog.catalogue import models_folder
-from tests.catalog.stores import add_to_lmstudio
+from tests.catalog.fake_stores import add_to_lmstudio
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
 def test_it_is_bounded_and_what_came_last_counts_most(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
-    monkeypatch.setattr("edgespec.catalog.acceptances._MOST_PAIRS", 2)
+    monkeypatch.setattr("edgespec.catalog.acceptance_history._MOST_PAIRS", 2)
     kept = Acceptances()
     one, other = pair
     for mine in ((one, other), (other, one), (one, one)):

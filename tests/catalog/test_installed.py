@@ -14,11 +14,11 @@ from edgespec.catalog import catalogue, look, resolve, stored
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.hub_files import HubFile
 from edgespec.catalog.lmstudio import lmstudio_models
-from edgespec.catalog.stored import GgufModel, models_among
+from edgespec.catalog.stored_models import GgufModel, models_among
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_llama
-from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
+from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 
 DRAFT = models_folder() / "demo-draft-q8_0.gguf"
 MLX = models_folder() / "demo-mlx-draft"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, snapshots
-from edgespec.catalog.stored import Stored, files_below, models_among
+from edgespec.catalog.stored_models import Stored, files_below, models_among
 from edgespec.errors import ModelFileError
 
 __all__ = ["hub_cache", "hub_models"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.catalog.catalogue import ModelFormat
-from edgespec.catalog.known import state_of
+from edgespec.catalog.metadata_cache import state_of
 from edgespec.errors import ModelFileError
 from edgespec.files import (
     data_folder,

@@ -10,12 +10,12 @@ from typing import Literal
 
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.catalog.hub_store import hub_models
-from edgespec.catalog.known import Known
+from edgespec.catalog.hub_cache import hub_models
+from edgespec.catalog.metadata_cache import Known
 from edgespec.catalog.lmstudio import lmstudio_models
 from edgespec.catalog.ollama import ollama_models
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.stored import Stored
+from edgespec.catalog.stored_models import Stored
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.prepare.store import Prepared, every
 

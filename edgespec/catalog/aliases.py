@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from edgespec.catalog import catalogue
-from edgespec.catalog.known import Known
+from edgespec.catalog.metadata_cache import Known
 from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
-from edgespec.catalog.shelf import info_of
+from edgespec.catalog.installed import info_of
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 
 __all__ = ["check_alias", "check_pair", "pair_of"]
