@@ -174,9 +174,9 @@ class PairEstimator:
         """The context of a low-bit copy: as large as the target's, or its window and the drafts after it."""
         if not choice.draft_window:
             return target_tokens
-        from edgespec.backends.llamacpp.lowbit import COPY_ROOM_TOKENS
+        from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
 
-        return min(target_tokens, self._how.sink_tokens + choice.draft_window + COPY_ROOM_TOKENS)
+        return min(target_tokens, self._how.sink_tokens + choice.draft_window + WINDOW_EXTRA_TOKENS)
 
 
 def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:

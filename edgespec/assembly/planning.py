@@ -70,7 +70,8 @@ class LoadPlan:
     """What to load, and how. options: for both models together. float32: see `PlanChoice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
-    turning_tokens: see `begun_with`. draft_window: what the draft sees of the text; None where that is all.
+    longrope_switch_tokens: see `begun_with`.
+    draft_window: what the draft sees of the text; None where that is all.
     """
 
     pair: Pair
@@ -80,7 +81,7 @@ class LoadPlan:
     plan: MemoryPlan
     advice: str = ""
     trained_tokens: int = 0
-    turning_tokens: int = 0
+    longrope_switch_tokens: int = 0
     draft_window: AttentionWindow | None = None
 
     @property
@@ -103,7 +104,7 @@ class LoadPlan:
         if self.pair.target.format == "mlx":
             return 0
         tokens, first = self.plan.context_tokens, self.options.first_tokens
-        return tokens if first is None else begun_with(tokens, first, self.turning_tokens)
+        return tokens if first is None else begun_with(tokens, first, self.longrope_switch_tokens)
 
     @property
     def notice(self) -> str:
@@ -187,7 +188,10 @@ def plan_pair(
         grows = options.first_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
-        trained_tokens, turning_tokens = pairs.target.trained_context_tokens, pairs.target.turning_tokens
+        trained_tokens, switch_tokens = (
+            pairs.target.trained_context_tokens,
+            pairs.target.longrope_switch_tokens,
+        )
         chosen, window = pairs.options_of(choice), pairs.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
@@ -205,7 +209,7 @@ def plan_pair(
     beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
     chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
-    return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens, window)
+    return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, switch_tokens, window)
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

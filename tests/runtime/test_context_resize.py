@@ -177,7 +177,7 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
         made: dict[LlamaContext, int] = {}
-        make, free = LlamaContext.make, LlamaContext._free
+        make, free = LlamaContext.allocate, LlamaContext._free
 
         def freed(context: LlamaContext) -> None:
             made.pop(context, None)
@@ -190,7 +190,7 @@ class Memory:
             make(context, plan)
             made[context] = plan.tokens
 
-        monkeypatch.setattr(LlamaContext, "make", limited)
+        monkeypatch.setattr(LlamaContext, "allocate", limited)
         monkeypatch.setattr(LlamaContext, "_free", freed)
 
 

@@ -10,12 +10,12 @@ import psutil
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_types import (
-    FEW_ROWS,
+    SMALL_KERNEL_MAX_ROWS,
     KvTypes,
     choose_kv_types,
     has_latent_attention,
     kv_bytes_per_token,
-    reads_otherwise,
+    prefill_kernel_differs,
 )
 from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.native import library
@@ -50,7 +50,7 @@ _CELL_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one sequence remembers: a state of fixed size, and keys and values for each token.
+    """What one sequence has_memory: a state of fixed size, and keys and values for each token.
 
     keeps_earlier: the library can keep the states after the last few tokens of a pass.
     """
@@ -90,8 +90,8 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.rows)
-        if reads_otherwise(types, options, threads_for(weights, options)) and not options.draft:
-            plan = _with_rows(plan, min(FEW_ROWS, plan.rows))
+        if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.draft:
+            plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
         return replace(
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )

@@ -106,7 +106,7 @@ class MlxMemoryEstimator:
     """The metadata of the MLX model in a folder. Raises what loading it would: see `load_model`."""
 
     layers = 0
-    turning_tokens = 0
+    longrope_switch_tokens = 0
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
