@@ -286,14 +286,14 @@ class Runtime:
         """
         self._session.save_prefix_cache()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 
         They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
-        another thread asks for a reply.
+        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
+        when another thread asks for a reply.
         """
-        self._session.rest(wanted)
+        self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""
