@@ -21,7 +21,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.idle import Idle, resting_parts
+from edgespec.idle import IdleWorker, drafters_with_idle_work
 from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
@@ -62,8 +62,8 @@ class Session:
         self._stopping = False
         self._closing = self._closed = False
         # Between replies these improve; they belong to the last reply, whose tokens are cached.
-        self._idle = Idle()
-        self._resting: Sequence[Drafter] = ()
+        self._idle_worker = IdleWorker()
+        self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
         self._text = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
@@ -116,7 +116,7 @@ class Session:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._current is not None:
                 raise BusyError("another reply is still being produced", "finish or close that one first")
-            self._idle.stop()
+            self._idle_worker.stop()
             self._current, self._stopping = request, False
 
     @contextmanager
@@ -125,7 +125,7 @@ class Session:
         self._start(object())
         try:
             with self._working:
-                self._resting = ()
+                self._idle_drafters = ()
                 self._text.distrust()
                 self.target.truncate(0)
                 yield self.target
@@ -135,7 +135,7 @@ class Session:
     def clear_cache(self) -> None:
         """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
-            self.drafters.forget()
+            self.drafters.reset()
             if self.prefix_cache:
                 self.prefix_cache.store.forget()
 
@@ -151,14 +151,16 @@ class Session:
                 self._text.settle()
                 self._interrupt(False)
             self._current = None
-            if not self._closing and (self._resting or self._text.saved or self.memory_pressure.anything):
-                self._idle.start(self._use_quiet, self._give_way)
+            if not self._closing and (
+                self._idle_drafters or self._text.saved or self.memory_pressure.anything
+            ):
+                self._idle_worker.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
         self.save_prefix_cache(wanted)
-        if self._resting:
-            self.rest(wanted)
+        if self._idle_drafters:
+            self.run_idle_work(wanted)
 
     def _give_way(self, wanted: Callable[[], bool]) -> bool:
         """Give memory to other programs while nobody asks; False where nothing is left to give."""
@@ -178,14 +180,15 @@ class Session:
                 self._text.keep()
         self.prefix_cache.store.write(wanted)
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
-        """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Run the idle work of the last reply's drafters in this thread.
 
-        What fails there is no error of a reply: see `note`.
+        It ends when `should_continue()` returns False or a reply begins. A failure is no error of a reply:
+        see `note`.
         """
         with self._working:
-            fine = self._idle.take_turns(
-                self._resting, lambda: not self._closing and self._current is None and wanted()
+            fine = self._idle_worker.run_drafters(
+                self._idle_drafters, lambda: not self._closing and self._current is None and should_continue()
             )
             if self._closed:
                 return
@@ -204,7 +207,7 @@ class Session:
         memory = (self.context.notice, self.memory_pressure.notice)
         if drafter is None:
             return replace(report, note=" · ".join(filter(None, memory)))
-        trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
+        trouble = (self._idle_worker.failures.get(part.name, "") for part in drafter.parts)
         notes = (drafter.note(), *trouble, *memory)
         report = replace(report, note=" · ".join(filter(None, notes)))
         if account := drafter.account():
@@ -228,7 +231,7 @@ class Session:
     ) -> Iterator[Step]:
         """Prefill, then rounds. `tokens` grows with what is emitted."""
         drafter, _ = self.drafters.choose(request.how.method)
-        self._resting = ()
+        self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
@@ -265,7 +268,7 @@ class Session:
         if drafter:
             drafter.begin(tokens)
             _count_memory(stats, drafter)
-            self._resting = resting_parts(drafter)
+            self._idle_drafters = drafters_with_idle_work(drafter)
 
     def _rounds(
         self,
@@ -303,7 +306,7 @@ class Session:
     def cancel(self, request: Request | None = None) -> None:
         """End the running reply within one round, from any thread; with a request, only if it is that one."""
         with self._state:
-            self._idle.stop()
+            self._idle_worker.stop()
             if (
                 self._current is not None
                 and (request is None or request is self._current)
@@ -325,7 +328,7 @@ class Session:
                     self._text.keep()
                 self.drafters.close()
                 self.target.close()
-        self._idle.join()
+        self._idle_worker.join()
         if self.prefix_cache:
             self.prefix_cache.store.write()
 

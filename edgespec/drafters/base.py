@@ -57,7 +57,7 @@ class Drafter(ABC):
     """
 
     name: str
-    rests: bool = False
+    has_idle_work: bool = False
     read_seconds: float = 0.0
     lookup: bool = False
     adapts: bool = False
@@ -140,14 +140,14 @@ class Drafter(ABC):
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
         return ""
 
-    def rest(self, wanted: Callable[[], bool]) -> None:  # noqa: B027
-        """No reply is being made: improve while `wanted()` stays true.
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
+        """Improve the drafter between replies, until `should_continue()` returns False.
 
-        It runs in a thread that ends soon. `wanted` is asked before every step, and a step is short: a
-        reply that begins waits for it. The target may be used, its memory is left as it is.
+        Called from the idle thread. `should_continue` is called before every step, and steps are short
+        because a new reply waits for the running step. The target may run, but its cache must not change.
         """
 
-    def forget(self) -> None:  # noqa: B027
+    def reset(self) -> None:  # noqa: B027
         """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027

@@ -197,7 +197,7 @@ class ModelDrafter(Drafter):
             probs, drawn = grown.looked_at[node]
             self._growth.learn(probs, drawn.index(token) if token in drawn else None)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._model.truncate(0)
 
     def interrupt(self, enabled: bool) -> None:

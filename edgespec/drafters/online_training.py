@@ -127,11 +127,11 @@ class OnlineTrainer:
             position, tokens[order].astype(np.int64), (weights / weights.sum()).astype(np.float32)
         )
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Judge the last reply, then learn from it, one lesson a step."""
         try:
             self._collect()
-            while self._pending and wanted():
+            while self._pending and should_continue():
                 lesson, first = self._pending.popleft()
                 if self._steps:
                     self._judge(lesson.tokens, first)
@@ -139,10 +139,10 @@ class OnlineTrainer:
                     self._lessons.append(lesson)
                     self._learnt_from += len(lesson.rows)
                     self._due = min(self._due + _STEPS_A_LESSON, _MOST_STEPS)
-            changed = self._learn(wanted)
+            changed = self._learn(should_continue)
             self._choose(changed)
-            if self._stale and wanted():
-                self._compute_again(wanted)
+            if self._stale and should_continue():
+                self._compute_again(should_continue)
         finally:
             self._trainer.release_thread_state()
 

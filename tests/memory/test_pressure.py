@@ -296,7 +296,7 @@ def test_a_limit_that_is_really_there_is_noticed() -> None:
 
 
 def watcher_of(runtime: Runtime) -> threading.Thread:
-    thread = runtime._session._idle._thread
+    thread = runtime._session._idle_worker._thread
     assert thread
     return thread
 

@@ -169,7 +169,7 @@ class TestReplies:
             ):
                 options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
                 got = chat.ask(text, draft_length=4, **options)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
                 assert got.stats.drafted_tokens
             assert "steps on" in runtime._session.report("model").note
@@ -183,7 +183,7 @@ class TestReplies:
                 for text in ASKED:
                     stats = runtime.generate(text, temperature=0.0, max_tokens=64, draft_length=3).stats
                     turn = (turn[0] + stats.accepted_tokens, turn[1] + stats.drafted_tokens)
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                 accepted.append(turn)
         rates = [right / drafted for right, drafted in accepted]
         assert rates[-1] > rates[0] + 0.04, rates
@@ -205,7 +205,7 @@ class TestReplies:
             trainer.set_adapted(True)
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             before, after, tokens = drafter.pupil.judged
             assert tokens >= 16
             assert after < before
@@ -225,7 +225,7 @@ class TestReplies:
             assert isinstance(drafter, OnlineDrafter)
             drafter.pupil._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.pupil.judged == (stats.generated_tokens,) * 3
 
@@ -238,7 +238,7 @@ class TestReplies:
             for text in ASKED[:2]:
                 stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
                 counted.append((stats.draft_weight_bytes, stats.draft_kv_bytes, stats.draft_other_bytes))
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
         logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
@@ -263,7 +263,7 @@ class TestReplies:
         with Runtime(target, None, Chosen(target, grown)) as runtime:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert usual.note().startswith("the draft took")
             kept = grown.kept()
             assert kept
@@ -276,7 +276,7 @@ class TestReplies:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             weights = drafter.pupil._trainer.adapter_weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
@@ -342,7 +342,7 @@ class TestSwift:
                     got = runtime.generate(text, draft_length=4, **options)
                     drafted[temperature] += got.stats.drafted_tokens
                     cached = target.length
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                     assert target.length == cached
                     again = runtime.generate(text, method="none", **options)
                     assert again.tokens == got.tokens
@@ -356,6 +356,6 @@ class TestSwift:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for seed in range(3):
                 got = runtime.generate("the files", seed=seed, max_tokens=40, draft_length=4)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 plain = runtime.generate("the files", seed=seed, max_tokens=40, method="none")
                 assert got.tokens == plain.tokens
