@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.auto.curve import Curve, gentle
-from edgespec.auto.limits import Limits
-from edgespec.drafters.growth import Children, Growth
-from edgespec.drafters.record import Mean, Tally
+from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.pass_limits import PassLimits
+from edgespec.drafters.running_stats import AcceptanceCounts, RunningMean
+from edgespec.drafters.tree_growth import Children, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
 
-class AdaptiveTreeGrowth(Growth):
+class AdaptiveTreeGrowth(TreeGrowth):
     """Grows where a node's chance of acceptance pays for its row and for the draft's own passes.
 
     Each level weighs its possible children together with what may follow them: of all sets of the
@@ -38,19 +38,19 @@ class AdaptiveTreeGrowth(Growth):
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: PassLimits | None = None,
         curve: Curve = gentle,
         siblings: int = 4,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or PassLimits()
         self.siblings = siblings if limits.max_branches > 1 else 1
         self._rows = min(limits.max_width, _MOST_ROWS)
         self._branches = limits.max_branches
         self._curve = curve
         self._chances = _Chances(self.siblings)
         self._clock = clock
-        self._pass_seconds, self._plain_seconds = Mean(), Mean()
+        self._pass_seconds, self._plain_seconds = RunningMean(), RunningMean()
         self._dares = False
         self._round = _Round(0, 0.0, np.ones(1), 0.0)
 
@@ -216,9 +216,9 @@ class _Chances:
 
     def __init__(self, ranks: int) -> None:
         nothing = np.zeros((ranks, len(self._PRIOR)))
-        self._seen = Tally(nothing, nothing)
+        self._seen = AcceptanceCounts(nothing, nothing)
         # Whatever the draft's probability was.
-        self._any = Tally(nothing[:, 0], nothing[:, 0])
+        self._any = AcceptanceCounts(nothing[:, 0], nothing[:, 0])
 
     def of(self, rank: int, prob: float) -> float:
         """The chance of the child of this rank, where the draft gives its `rank`-th best token `prob`."""

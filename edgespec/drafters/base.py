@@ -9,9 +9,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.auto.ledger import Account
+from edgespec.auto.loss_limit import ControllerReport
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
-from edgespec.drafters.growth import Growth
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -57,7 +57,7 @@ class Drafter(ABC):
     """
 
     name: str
-    rests: bool = False
+    has_idle_work: bool = False
     read_seconds: float = 0.0
     lookup: bool = False
     adapts: bool = False
@@ -83,7 +83,7 @@ class Drafter(ABC):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
 
-    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> Drafter:
+    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> Drafter:
         """Another way to draft with the same model and cache, of which a reply uses one: as far as pays.
 
         growth_for: what decides that for a draft model able to do so much. Itself where no model drafts, or
@@ -125,7 +125,7 @@ class Drafter(ABC):
         """Names of those whose guesses were in the last proposal that had any."""
         return (self.name,)
 
-    def account(self) -> Account | None:
+    def account(self) -> ControllerReport | None:
         """How the reply stands, where somebody keeps a ledger of it."""
         return None
 
@@ -140,17 +140,17 @@ class Drafter(ABC):
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
         return ""
 
-    def rest(self, wanted: Callable[[], bool]) -> None:  # noqa: B027
-        """No reply is being made: improve while `wanted()` stays true.
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
+        """Improve the drafter between replies, until `should_continue()` returns False.
 
-        It runs in a thread that ends soon. `wanted` is asked before every step, and a step is short: a
-        reply that begins waits for it. The target may be used, its memory is left as it is.
+        Called from the idle thread. `should_continue` is called before every step, and steps are short
+        because a new reply waits for the running step. The target may run, but its cache must not change.
         """
 
-    def forget(self) -> None:  # noqa: B027
+    def reset(self) -> None:  # noqa: B027
         """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
 
-    def interrupt(self, wanted: bool) -> None:  # noqa: B027
+    def interrupt(self, enabled: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
 
     def close(self) -> None:  # noqa: B027

@@ -16,7 +16,7 @@ from edgespec.drafters.base import Drafter, Extra, check_rollback
 from edgespec.drafters.draft_cache import DraftMemory
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
-from edgespec.drafters.growth import FixedShape, Growth
+from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -32,7 +32,7 @@ class ModelDrafter(Drafter):
     """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
 
     branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain. A
-    Growth, of this drafter alone, decides as it goes; it has to know what both models take.
+    TreeGrowth, of this drafter alone, decides as it goes; it has to know what both models take.
     min_confidence: stop below a drafted token of less probability. The token itself is kept: dropping
     it would bias rejection mode.
     vocab_size: the target's; ids beyond it are never drafted. memory: of the same model, where another
@@ -44,7 +44,7 @@ class ModelDrafter(Drafter):
         model: LanguageModel,
         vocab_size: int,
         *,
-        branches: tuple[int, ...] | Growth = (),
+        branches: tuple[int, ...] | TreeGrowth = (),
         min_confidence: float = 0.0,
         name: str = "model",
         memory: DraftMemory | None = None,
@@ -56,7 +56,7 @@ class ModelDrafter(Drafter):
         if isinstance(branches, tuple):
             branches = branches if model.facts.capabilities.tree else ()
             self._single = set(branches) <= {1}
-            self._growth: Growth = FixedShape(branches)
+            self._growth: TreeGrowth = FixedShape(branches)
         else:
             self._single = branches.siblings == 1
             self._growth = branches
@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
         self.memory = memory or DraftMemory(model)
         self._grown: DraftTree | None = None
 
-    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> ModelDrafter:
+    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:
         return ModelDrafter(
             self._model,
             self._vocab_size,
@@ -106,7 +106,7 @@ class ModelDrafter(Drafter):
     def warm(self) -> None:
         if self._model.length == 0:
             # As much as a first reading and a first guess run: passes of a shape that is new take longer.
-            self._model.prefill([0] * min(_WARM_TOKENS, self._model.room - 1))
+            self._model.prefill([0] * min(_WARM_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
 
@@ -117,7 +117,7 @@ class ModelDrafter(Drafter):
         memory = self.memory
         if memory.unread:
             memory.read()
-        widest = min(self._model.room, self._model.facts.capabilities.max_width)
+        widest = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
         if memory.behind > min(2, widest):
             return TokenTree.chain(memory.shown[-1])
         if not self._growth.begins(draft_length):
@@ -130,7 +130,7 @@ class ModelDrafter(Drafter):
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
             self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(grown.ran.tree(), first).limited(self._vocab_size)
+            logits = self._model.verify(grown.ran.tree(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
             if not frontier or len(grown.ran) > widest:
                 break
@@ -197,11 +197,11 @@ class ModelDrafter(Drafter):
             probs, drawn = grown.looked_at[node]
             self._growth.learn(probs, drawn.index(token) if token in drawn else None)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._model.truncate(0)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._model.close()

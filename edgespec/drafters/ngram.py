@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.drafters.base import Drafter, Extra
-from edgespec.drafters.cost import Cost
+from edgespec.drafters.host_cost import HostCost
 from edgespec.drafters.token_buffer import GrowingText
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -28,7 +28,7 @@ class NgramDrafter(Drafter):
     lookup = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
-        self.cost = Cost()
+        self.cost = HostCost()
         self._longest, self._shortest = longest, shortest
         self._text = GrowingText()
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
 from edgespec.drafters.base import Drafter, Extra
-from edgespec.drafters.growth import Growth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.online_training import OnlineTrainer
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -26,7 +26,7 @@ __all__ = ["OnlineDrafter"]
 class OnlineDrafter(Drafter):
     """Drafts as `drafter` does, and tells its model, the pupil, where it was wrong."""
 
-    rests = True
+    has_idle_work = True
 
     def __init__(self, drafter: ModelDrafter, pupil: OnlineTrainer) -> None:
         self.name = drafter.name
@@ -36,7 +36,7 @@ class OnlineDrafter(Drafter):
         self._proposed: TokenTree | None = None
         self._seen: tuple[TokenTree, Logits] | None = None
 
-    def growing(self, growth_for: Callable[[Capabilities], Growth]) -> OnlineDrafter:
+    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
         return OnlineDrafter(self._drafter.growing(growth_for), self.pupil)
 
     @property
@@ -90,15 +90,15 @@ class OnlineDrafter(Drafter):
     def note(self) -> str:
         return self.pupil.note()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Judge the last reply, then learn from it, one lesson a step."""
-        self.pupil.rest(wanted)
+        self.pupil.run_idle_work(should_continue)
 
-    def forget(self) -> None:
-        self._drafter.forget()
+    def reset(self) -> None:
+        self._drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()

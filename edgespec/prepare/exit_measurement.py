@@ -9,13 +9,13 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.auto.curve import measure
-from edgespec.auto.exits import EXIT_WIDTHS, ExitTable, exit_table
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.hidden_states import hidden_states
+from edgespec.costs.curve import measure
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_tokens, greedy_reply
+from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
 from edgespec.prepare.gguf_parts import Source
 
 __all__ = ["measure_exits"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from edgespec import losslessness
-from edgespec.auto.curve import CostCurve
-from edgespec.costs import TargetCosts
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.target_costs import TargetCosts
 from tests.cli.conftest import Run, json_of, one_line_error
 
 QUICK = ("--temperatures", "0,0.8", "--draft-lengths", "3", "-n", "8")

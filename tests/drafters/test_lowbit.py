@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from edgespec import Runtime
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, LowBit
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from tests.runtime.asking import HOWTO, REPEATS, equal

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.drafters.searching import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter
@@ -184,7 +184,7 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
         drafter.begin(begins)
         assert drafter.reading.tokens == read
-    drafter.forget()
+    drafter.reset()
     drafter.begin([0, 1, 2, 0, 1, 2])
     assert drafter.reading.tokens == 12
     assert tree(drafter, 2).drafted

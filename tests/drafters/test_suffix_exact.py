@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgespec.drafters.combined import CombinedDrafter
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
 from edgespec.engine.acceptance import Rejection

@@ -33,21 +33,21 @@ class Skippable(TabularModel):
     def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
         super().__init__(table(1)._table)
         self.facts = replace(
-            self.facts, capabilities=Capabilities(True, True, self_drafts=frozenset({"swift"}))
+            self.facts, capabilities=Capabilities(True, True, self_draft_methods=frozenset({"swift"}))
         )
         self.layer_count = LAYERS
         self.harm, self.base = harm, base
         self.asked: list[Layers] = []
         self.left = 0
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         if not 0 < min(layers) <= max(layers) < LAYERS - 1:
             raise OptionError(f"{layers} cannot be skipped")
         assert list(tokens) == self._tokens[-len(tokens) :]
         self.asked.append(tuple(layers))
         return max(0.0, self.base - self.harm * len(set(layers) - set(GOOD)))
 
-    def leave_thread(self) -> None:
+    def release_thread_state(self) -> None:
         self.left += 1
 
 
@@ -68,7 +68,7 @@ class Kept:
 def rest(runtime: Any, times: int) -> None:
     for _ in range(times):
         runtime.generate(PROMPT * 8, seed=1, max_tokens=8)
-        runtime._session.rest(lambda: True)
+        runtime._session.run_idle_work(lambda: True)
 
 
 class TestTheSearch:
@@ -151,7 +151,7 @@ class TestTheSearch:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 2)
-            monkeypatch.setattr(SwiftDrafter, "rest", lambda drafter, wanted: None)
+            monkeypatch.setattr(SwiftDrafter, "run_idle_work", lambda drafter, should_continue: None)
             monkeypatch.setattr(SkipSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
@@ -197,7 +197,7 @@ class TestDrafting:
             for seed in range(4):
                 got = runtime.generate(PROMPT, seed=seed, acceptance=acceptance, **options)
                 drafted += got.stats.drafted_tokens
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 plain = runtime.generate(PROMPT, seed=seed, method="none", **options)
                 if acceptance == "invariant" or temperature == 0.0:
                     assert got.tokens == plain.tokens

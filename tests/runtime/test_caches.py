@@ -12,7 +12,7 @@ from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.errors import BackendError, BusyError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.runtime.asking import HOWTO, REPEATS
 from tests.tables import PROMPT, near, runtime, table
 
@@ -38,7 +38,7 @@ class TestCacheReuse:
         options = LoadOptions(context_tokens=1024)
         target: Any = Recording(llamacpp.load(str(demo_target), "target", options))
         draft: Any = Recording(llamacpp.load(str(demo_draft), "draft", options))
-        with Runtime(target, draft, Drafters(target, draft)) as runtime:
+        with Runtime(target, draft, DrafterSet(target, draft)) as runtime:
             yield runtime, target, draft
 
     @pytest.mark.parametrize("method", ["model", "model+ngram"])

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from edgespec.drafters.base import Drafter, Extra
-from edgespec.drafters.cost import Cost
+from edgespec.drafters.host_cost import HostCost
 from edgespec.drafters.suffix.scoring import Guess, Rule, combined
 from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
 from edgespec.drafters.suffix.suffix_array import TextIndex
@@ -66,7 +66,7 @@ class SuffixDrafter(Drafter):
         rule: Rule = _RULE,
         is_end: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.cost, self.reading = Cost(), Cost()
+        self.cost, self.reading = HostCost(), HostCost()
         self._rule = rule
         self._is_end = lru_cache(1 << 14)(is_end)
         self._make_known: Callable[[], Known] | None = known
@@ -150,7 +150,7 @@ class SuffixDrafter(Drafter):
             self._said.extend(self._known.replies.add(self._reply, self._prompt))
         self._prompt, self._reply = (), []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._chat.automaton.hold(())
 
     def close(self) -> None:
