@@ -11,7 +11,7 @@ from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
-from edgespec.drafters.windowed import AttentionWindow, window_for
+from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     PROCESS_BYTES,
@@ -138,7 +138,7 @@ class PairEstimator:
         return self._translated[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
@@ -195,14 +195,14 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
     automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
     if pair.target.format == "mlx" or not (asked or automatic):
         return None
-    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+    from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
-    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    prepared = find_lowbit(pair.target.path) if asked else find_valid_lowbit(pair.target.path)
     if prepared is None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
-        pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
+        pair.target, name=f"{pair.target.name} at low bits", path=lowbit_file(prepared), format="gguf"
     )
 
 

@@ -17,7 +17,7 @@ from edgespec.catalog.ollama import ollama_models
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.stored import Stored
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.prepare.store import Prepared, every
+from edgespec.prepare.store import PreparedModel, list_prepared
 
 __all__ = ["Shelf", "Shelved", "Skipped", "info_of", "look"]
 
@@ -56,7 +56,7 @@ class Shelf:
     """What is on this machine. prepared: what `edgespec prepare` made. known: keeps what was looked up."""
 
     models: tuple[Shelved, ...]
-    prepared: tuple[Prepared, ...]
+    prepared: tuple[PreparedModel, ...]
     skipped: tuple[Skipped, ...]
     known: Known = field(compare=False, repr=False)
 
@@ -80,7 +80,7 @@ def look(*, embedded: bool = False) -> Shelf:
         except (EdgespecError, OSError) as error:
             skipped.append(Skipped(stored.names[0], str(error)))
     known.keep()
-    return Shelf(tuple(models), tuple(every()), tuple(skipped), known)
+    return Shelf(tuple(models), tuple(list_prepared()), tuple(skipped), known)
 
 
 def info_of(found: Resolved, known: Known) -> ModelInfo:

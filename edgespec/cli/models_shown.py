@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         Resolved,
         Shelved,
     )
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = [
     "Shown",
@@ -170,7 +170,7 @@ def shelved_json(shelved: Shelved) -> dict[str, Any]:
     }
 
 
-def prepared_json(prepared: Prepared) -> dict[str, Any]:
+def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
     """What `edgespec prepare` made."""
     return {
         "kind": prepared.kind,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import Drafter, Extra, check_rollback
-from edgespec.drafters.draft_cache import DraftMemory
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
         branches: tuple[int, ...] | TreeGrowth = (),
         min_confidence: float = 0.0,
         name: str = "model",
-        memory: DraftMemory | None = None,
+        memory: DraftCache | None = None,
     ) -> None:
         check_rollback(model)
         self.name = name
@@ -64,7 +64,7 @@ class ModelDrafter(Drafter):
         # The best token of each pass is the next one to run, and nothing has to be known in between.
         self._straight = branches == ()
         self._min_confidence = min_confidence
-        self.memory = memory or DraftMemory(model)
+        self.memory = memory or DraftCache(model)
         self._grown: DraftTree | None = None
 
     def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:

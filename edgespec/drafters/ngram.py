@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from edgespec.drafters.base import Drafter, Extra
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.token_buffer import GrowingText
+from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -30,7 +30,7 @@ class NgramDrafter(Drafter):
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.cost = HostCost()
         self._longest, self._shortest = longest, shortest
-        self._text = GrowingText()
+        self._text = TokenBuffer()
 
     @property
     def extra(self) -> Extra:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.token_buffer import GrowingText
+from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
@@ -70,7 +70,7 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
 def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
-    grown = GrowingText(most)
+    grown = TokenBuffer(most)
     grown.restart(start)
     everything = list(start)
     for emitted in rounds:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import Drafter, Extra, check_rollback
 from edgespec.drafters.draft_model import is_sure
-from edgespec.drafters.vocabularies.incremental import Reading
-from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.prefix import common_prefix
@@ -42,7 +42,7 @@ class RetokenisedDrafter(Drafter):
         self,
         model: LanguageModel,
         vocabulary: Vocabulary,
-        translation: Translation,
+        translation: TokenTranslation,
         *,
         min_confidence: float = 0.0,
     ) -> None:
@@ -72,7 +72,7 @@ class RetokenisedDrafter(Drafter):
         self._behind = len(self._lag())
 
     def _begin_reading(self) -> None:
-        self._reading, self._whole = Reading(self._vocabulary, self._translation), True
+        self._reading, self._whole = IncrementalRetokeniser(self._vocabulary, self._translation), True
 
     @property
     def unread(self) -> int:

@@ -30,7 +30,7 @@ from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.saved_arrays import SavedArrays, forget_learnt
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -285,7 +285,7 @@ class TestReplies:
         adapted = [later.pupil._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
-        forget_learnt(tmp_path)
+        delete_saved_arrays(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
         anew = online(target, loaded, notes)
         adapted.append(anew.pupil._trainer.adapted)
