@@ -107,4 +107,4 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
     assert drafter.note() == "ngram costs 12 µs a token"
-    assert 0 < drafter.extra.other_bytes < 2_000_000
+    assert 0 < drafter.memory_use.other_bytes < 2_000_000

@@ -233,20 +233,20 @@ def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
     tokens = [0, 1, 2, 3, 4] * 60
     drafter.begin(tokens)
     assert model.length == 0
-    assert drafter.unread == drafter.unread_whole > 100
-    drafter.read(40)
+    assert drafter.pending_tokens == drafter.full_pending_tokens > 100
+    drafter.prefill(40)
     assert 20 < model.length <= 40
-    assert (drafter.unread, drafter.unread_whole) == (0, len(tokens))
+    assert (drafter.pending_tokens, drafter.full_pending_tokens) == (0, len(tokens))
     said = propose(drafter, tokens, 3)
     drafter.commit((5, 6))
     tokens += [5, 6]
-    assert drafter.unread == 0
+    assert drafter.pending_tokens == 0
     assert propose(drafter, tokens, 3)
-    drafter.read(len(tokens))
+    drafter.prefill(len(tokens))
     whole = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 12))
     whole.begin(tokens)
     assert propose(drafter, tokens, 3) == propose(whole, tokens, 3)
-    assert drafter.unread_whole == whole.unread_whole == 0
+    assert drafter.full_pending_tokens == whole.full_pending_tokens == 0
     whole.begin(tokens[:-2])
     assert propose(whole, tokens[:-2], 3) == said
 
