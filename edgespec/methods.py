@@ -188,10 +188,10 @@ class DrafterSet:
         held = self._policy is not None and self._policy.everywhere  # then they end where it pays
         return self._chains if method == "model" and not held else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let every drafter give up what it holds of the last text."""
         for drafter in self._made.values():
-            drafter.forget()
+            drafter.reset()
 
     def interrupt(self, wanted: bool) -> None:
         """Pass an interrupt on to every drafter."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
@@ -73,8 +73,8 @@ class Runtime:
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
-        kept: PrefixCache | None = None,
-        record: PairRecord | None = None,
+        prefix_cache: PrefixCache | None = None,
+        record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
@@ -95,7 +95,7 @@ class Runtime:
         self._mapped = mapped
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters, kept, draft)
+        self._session = Session(target, drafters, prefix_cache, draft)
 
     @property
     def target(self) -> ModelFacts:
@@ -153,24 +153,24 @@ class Runtime:
     def memory(self) -> MemoryUse:
         """What takes memory now, and what is kept of other texts than the last. May be asked at any time."""
         drafts = self.draft
-        kept = self._session.kept
+        cache = self._session.prefix_cache
         return MemoryUse(
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            prefix_cache=kept.use() if kept else PrefixCacheUsage(),
+            prefix_cache=cache.use() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
             max_context_tokens=self.context_tokens,
-            available_bytes=self._session.giving.available(),
-            reclaimed_bytes=self._session.giving.given_bytes,
-            last_reclaim=self._session.giving.said,
+            available_bytes=self._session.memory_pressure.available(),
+            reclaimed_bytes=self._session.memory_pressure.given_bytes,
+            last_reclaim=self._session.memory_pressure.said,
         )
 
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """The texts that are kept, as tokens: the very ones that were read and drawn."""
-        kept = self._session.kept
-        return [tokens.tolist() for tokens in kept.texts()] if kept else []
+        cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in cache.texts()] if cache else []
 
     def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
         """The whole reply to a prompt.
@@ -286,14 +286,14 @@ class Runtime:
         """
         self._session.save_prefix_cache()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 
         They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
-        another thread asks for a reply.
+        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
+        when another thread asks for a reply.
         """
-        self._session.rest(wanted)
+        self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""

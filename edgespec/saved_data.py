@@ -8,7 +8,7 @@ from typing import Literal
 from edgespec.corpus import forget_replies
 from edgespec.errors import EdgespecError
 from edgespec.files import error_reason
-from edgespec.memory.prefix_cache import forget_kept
+from edgespec.memory.prefix_cache import delete_cached_prefixes
 from edgespec.saved_arrays import forget_learnt
 
 __all__ = ["KINDS", "delete_data"]
@@ -17,7 +17,7 @@ KINDS = ("replies", "learnt", "kept")
 _FORGET: dict[str, Callable[[], int]] = {
     "replies": forget_replies,
     "learnt": forget_learnt,
-    "kept": forget_kept,
+    "kept": delete_cached_prefixes,
 }
 
 

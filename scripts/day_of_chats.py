@@ -67,12 +67,12 @@ def main() -> int:
 def _day(asked: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"draft": asked.draft, "context": asked.context, "method": asked.method}
     options |= {"kv_type": asked.kv_type, "exact": asked.exact}
-    with edgespec.load(asked.target, keep="none", **options) as fresh:
+    with edgespec.load(asked.target, prefix_cache="none", **options) as fresh:
         three = 3 * asked.longest * fresh.target.kv_bytes // fresh.target.context_tokens
-        room: dict[str, Any] = {"keep_memory": three}
+        room: dict[str, Any] = {"prefix_cache_memory": three}
         if asked.budget and fresh.plan:
-            room = {"memory": fresh.plan.taken_bytes("memory") + three}
-        with edgespec.load(asked.target, keep="disk", **room, **options) as runtime:
+            room = {"memory": fresh.plan.planned_bytes("memory") + three}
+        with edgespec.load(asked.target, prefix_cache="disk", **room, **options) as runtime:
             told = _talked(runtime, fresh, asked)
             kept = runtime.memory().prefix_cache
             return {**told, "memory_for_texts_bytes": kept.memory_limit_bytes}

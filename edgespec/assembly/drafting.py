@@ -282,10 +282,10 @@ class _Maker:
         from edgespec.drafters.online import OnlineDrafter
         from edgespec.drafters.online_training import OnlineTrainer
 
-        learner = cast(Trainable, draft).learner()
+        trainer = cast(Trainable, draft).trainer()
         notes = SavedArrays("online", identity_of(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, learner, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
 
 
 def _not_asked(name: str) -> MissingDrafter:

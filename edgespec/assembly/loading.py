@@ -11,19 +11,24 @@ from pathlib import Path
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.exact import hold_to_exact
-from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
-from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
+from edgespec.assembly.planning import LoadPlan, PlanRequest, budget_for, check_fits, plan_pair
+from edgespec.assembly.prefix_cache_options import (
+    PrefixCacheOptions,
+    create_prefix_cache,
+    file_states,
+    model_files,
+)
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
-from edgespec.memory.context_resize import FIRST_TOKENS
+from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
 from edgespec.prepare.lowbit import copy_path, find_lowbit
 from edgespec.request import Defaults
@@ -74,9 +79,9 @@ def load(
     learn: bool = False,
     max_loss: float | None = None,
     measure_costs: bool = True,
-    keep: str = "memory",
-    keep_memory: str | int | None = None,
-    keep_disk: str | int | None = None,
+    prefix_cache: str = "memory",
+    prefix_cache_memory: str | int | None = None,
+    prefix_cache_disk: str | int | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
@@ -93,10 +98,10 @@ def load(
     far as that makes no difference. methods: those that replies may ask for besides `method`; what they need
     is loaded as well.
     draft_branches to measure_costs: see `Drafting`.
-    keep: where what was read of other texts than the last is kept, so that going back to one reads it no
-    more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
-    default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the
-    free disk.
+    prefix_cache: where the KV caches of earlier prompts and replies are kept for reuse: "none", "memory", or
+    "disk", which also keeps them for later runs. prefix_cache_memory: its size limit in memory; by default a
+    quarter of the memory that the plan leaves free, and at most 4 GiB. prefix_cache_disk: its size limit on
+    disk; by default 4 GiB, or a tenth of the free disk.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
@@ -127,7 +132,9 @@ def load(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None if check_boolean("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
+        first_tokens=None
+        if check_boolean("reserve_full_context", reserve_full_context)
+        else INITIAL_CONTEXT_TOKENS,
         threads=threads,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
@@ -137,19 +144,21 @@ def load(
         adapter=adapter,
         exact=exact,
     )
-    keeping = Keeping.read(keep, keep_memory, keep_disk)
+    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, prefix_cache_disk)
     check_room_to_plan()
     pair = find_pair(target, draft, how, progress, options)
-    wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
+    wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
     planned = plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes)
     check_fits(planned)
     return _loaded(planned, defaults, keeping, progress)
 
 
-def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None) -> Runtime:
+def _loaded(
+    planned: LoadPlan, defaults: Defaults, keeping: PrefixCacheOptions, progress: Progress | None
+) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
-    seen = files_seen(pair.target.path, options.adapter)
+    seen = file_states(pair.target.path, options.adapter)
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
@@ -184,7 +193,9 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
             record=_record_of(pair, how),
-            kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan, seen),
+            prefix_cache=create_prefix_cache(
+                keeping, model, planned.target_options, costs, planned.plan, seen
+            ),
             mapped=_mapped(pair, options, copied=isinstance(made.others["lowbit"], Drafter)),
         )
         undo.pop_all()
@@ -197,15 +208,15 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     for each in (pair.target, pair.draft):
         if each and each.format != "mlx" and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += files_of(each.path)
+                paths += model_files(each.path)
     copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
     if copy:
         paths.append(copy_path(copy))
     return MappedFiles(paths)
 
 
-def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:
+def _record_of(pair: Pair, how: Drafting) -> AcceptanceRecorder | None:
     """Where guesses are counted; not of drafts that change, or guess when sure or several at once."""
     if pair.draft is None or how.branches or how.confidence or how.learn:
         return None
-    return PairRecord((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

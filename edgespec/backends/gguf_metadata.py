@@ -34,19 +34,27 @@ def of_gguf(path: Path) -> ModelInfo:
 
 def of_halves(folder: Path) -> ModelInfo:
     """The facts of a model in two halves, whose own file may be gone. Raises ModelFileError."""
-    from edgespec.backends.llamacpp import layerskip as halves  # with all that loads them
+    from edgespec.backends.llamacpp import layerskip_files  # with all that loads them
 
-    firsts = [folder / name for name in (halves.LOWER_FIRST, halves.UPPER_FIRST)]
-    info = _of_parts([*firsts, *(folder / name for name in (halves.SHARED, halves.LOWER, halves.UPPER))])
+    firsts = [folder / name for name in (layerskip_files.LOWER_FIRST, layerskip_files.UPPER_FIRST)]
+    info = _of_parts(
+        [
+            *firsts,
+            *(
+                folder / name
+                for name in (layerskip_files.SHARED, layerskip_files.LOWER, layerskip_files.UPPER)
+            ),
+        ]
+    )
     # Each half says what it is, and has its own layers only.
     return replace(info, kv_bytes=sum(_kv_bytes(read_header(first)) for first in firsts))
 
 
 def first_of_halves(folder: Path) -> Path:
     """The file of a prepared model that says what it is, and which tokens it has."""
-    from edgespec.backends.llamacpp import layerskip as halves
+    from edgespec.backends.llamacpp import layerskip_files
 
-    return folder / halves.LOWER_FIRST
+    return folder / layerskip_files.LOWER_FIRST
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:

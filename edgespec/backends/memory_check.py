@@ -38,14 +38,14 @@ class _Limited(Protocol):
     def room(self) -> int: ...
 
 
-def begun_with(whole_tokens: int, first_tokens: int, turning_tokens: int) -> int:
+def begun_with(whole_tokens: int, first_tokens: int, longrope_switch_tokens: int) -> int:
     """The size that a context begins with, `first_tokens` where it may, to become as large as the whole.
 
-    turning_tokens: contexts larger than this remember otherwise, so that none may come to be; 0 where all
-    remember alike.
+    longrope_switch_tokens: contexts larger than this remember otherwise, so that none may come to be;
+    0 where all remember alike.
     """
-    if turning_tokens < whole_tokens:
-        first_tokens = max(first_tokens, turning_tokens + 1)
+    if longrope_switch_tokens < whole_tokens:
+        first_tokens = max(first_tokens, longrope_switch_tokens + 1)
     return min(whole_tokens, in_blocks(first_tokens))
 
 

@@ -53,7 +53,7 @@ class TokenList:
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MOST_PADDING
 
-    def shared_share(self, draft: TokenList) -> float:
+    def shared_token_fraction(self, draft: TokenList) -> float:
         """Of these tokens, the share that `draft` has too, under whatever id; see `Translation`."""
         mine, its = set(self._bytes()), set(draft._bytes())
         return len(mine & its) / max(1, len(mine))

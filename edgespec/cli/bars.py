@@ -44,8 +44,8 @@ def picture(preview: Preview) -> RenderableType:
     if preview.draft_window:
         parts.append(_line(f"of a longer text the draft sees {preview.draft_window.seen}"))
     for pool in plan.pools:
-        kept = plan.kept_bytes if pool == "memory" else 0
-        taken = f"{format_bytes(plan.taken_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"
+        kept = plan.prefix_cache_bytes if pool == "memory" else 0
+        taken = f"{format_bytes(plan.planned_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"
         more = f", and up to {format_bytes(kept)} for kept texts" if kept else ""
         parts += [
             Text(),
@@ -84,7 +84,7 @@ def _line(words: str, style: str = "") -> Text:
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
     """The items of one memory side by side; what is free after them, or what is too much."""
-    taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
+    taken, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(taken, budget, 1)
     text = Text()
     end, columns = 0, 0

@@ -193,7 +193,7 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
     "get",
     cls=HelpfulCommand,
     short_help="Print one value.",
-    examples=("edgespec config get target", "edgespec config get chat.keep --json"),
+    examples=("edgespec config get target", "edgespec config get chat.prefix-cache --json"),
 )
 @click.argument("key", shell_complete=_complete_key)
 @json_option

@@ -18,7 +18,7 @@ from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.machine import Machine
+    from edgespec.machine import MachineInfo
 
 __all__ = ["Check", "command"]
 
@@ -63,7 +63,7 @@ def command(as_json: bool) -> int:
     return DONE if demo.ok else FAILED
 
 
-def _hardware(machine: Machine) -> list[Check]:
+def _hardware(machine: MachineInfo) -> list[Check]:
     threads = machine.llama_cpp.default_threads
     cores = f"{machine.physical_cores} cores, {machine.logical_cores} threads" + (
         f"; edgespec computes with {threads}" if threads else ""
@@ -79,7 +79,7 @@ def _hardware(machine: Machine) -> list[Check]:
     ]
 
 
-def _libraries(machine: Machine) -> list[Check]:
+def _libraries(machine: MachineInfo) -> list[Check]:
     library = machine.llama_cpp
     if library.problem:
         llama = Check("llama.cpp", False, library.problem, "see `edgespec doctor --json` for all facts")
@@ -100,7 +100,7 @@ def _libraries(machine: Machine) -> list[Check]:
     return [llama, gpu, _mlx(machine)]
 
 
-def _mlx(machine: Machine) -> Check:
+def _mlx(machine: MachineInfo) -> Check:
     library = machine.mlx
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
     install = f'pip install "edgespec[{extra}]"'
@@ -117,7 +117,7 @@ def _mlx(machine: Machine) -> Check:
     return Check("mlx", True, says)
 
 
-def _folders(machine: Machine) -> list[Check]:
+def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
     return [
         Check("models", True, str(folders.models)),

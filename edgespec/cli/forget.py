@@ -36,7 +36,7 @@ def command(what: str, as_json: bool) -> int:
     replies   replies and prompts that guesses are looked up in (a chat keeps them, or --remember)
     learnt    drafts trained with --learn, layers that swift found, what passes cost, and how often
               guesses came true
-    kept      what models have read of chats (a chat keeps it, or --keep disk): they are read again
+    kept      what models have read of chats (a chat keeps it, or --prefix-cache disk): they are read again
     all       all three [default]
 
     Saved chats stay, and so does what `edgespec prepare` made.

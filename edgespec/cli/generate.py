@@ -13,16 +13,16 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import check_sampling, loaded
 from edgespec.cli.options import (
-    KEEPING_NAMES,
     METHOD_NAMES,
     MODEL_NAMES,
+    PREFIX_CACHE_NAMES,
     SAMPLING_NAMES,
     drafting_options,
     json_option,
-    keeping_options,
     method_options,
     model_options,
     pick,
+    prefix_cache_options,
     reply_options,
     sampling_options,
 )
@@ -51,7 +51,7 @@ __all__ = ["command"]
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @json_option
 @model_options
-@keeping_options(keep="memory")
+@prefix_cache_options(default="memory")
 @drafting_options()
 @method_options
 @sampling_options()
@@ -97,7 +97,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load, write the reply out while it comes, and return it."""
-    with loaded(stop, **pick(options, (*MODEL_NAMES, *KEEPING_NAMES, *METHOD_NAMES))) as runtime:
+    with loaded(stop, **pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES))) as runtime:
         progress = ProgressLine(stop)
         stream = runtime.stream(
             prompt,

@@ -52,7 +52,7 @@ class Drafter(ABC):
 
     A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
     without `propose`, and a proposal may be cut or joined with others before it is verified.
-    rests: it has something to do in `rest`.
+    has_idle_work: `run_idle_work` has something to do.
 
     Attributes:
         is_lookup: Drafts are looked up without running a model. Any part of such a draft may be verified
@@ -61,9 +61,9 @@ class Drafter(ABC):
     """
 
     name: str
-    rests: bool = False
     is_lookup: bool = False
     chooses_length: bool = False
+    has_idle_work: bool = False
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
@@ -103,14 +103,14 @@ class Drafter(ABC):
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
         return ""
 
-    def rest(self, wanted: Callable[[], bool]) -> None:  # noqa: B027
-        """No reply is being made: improve while `wanted()` stays true.
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
+        """Improve the drafter between replies, until `should_continue()` returns False.
 
-        It runs in a thread that ends soon. `wanted` is asked before every step, and a step is short: a
-        reply that begins waits for it. The target may be used, its memory is left as it is.
+        Called from the idle thread. `should_continue` is called before every step, and steps are short
+        because a new reply waits for the running step. The target may run, but its cache must not change.
         """
 
-    def forget(self) -> None:  # noqa: B027
+    def reset(self) -> None:  # noqa: B027
         """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
 
     def interrupt(self, wanted: bool) -> None:  # noqa: B027

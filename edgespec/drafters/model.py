@@ -197,7 +197,7 @@ class ModelDrafter(BudgetedDrafter):
             probs, drawn = grown.looked_at[node]
             self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._model.truncate(0)
 
     def interrupt(self, wanted: bool) -> None:

@@ -26,7 +26,7 @@ __all__ = ["OnlineDrafter"]
 class OnlineDrafter(BudgetedDrafter):
     """Drafts as `drafter` does, and tells its model, the pupil, where it was wrong."""
 
-    rests = True
+    has_idle_work = True
 
     def __init__(self, drafter: ModelDrafter, pupil: OnlineTrainer) -> None:
         self.name = drafter.name
@@ -90,12 +90,12 @@ class OnlineDrafter(BudgetedDrafter):
     def note(self) -> str:
         return self.pupil.note()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Judge the last reply, then learn from it, one lesson a step."""
-        self.pupil.rest(wanted)
+        self.pupil.run_idle_work(should_continue)
 
-    def forget(self) -> None:
-        self._drafter.forget()
+    def reset(self) -> None:
+        self._drafter.reset()
 
     def interrupt(self, wanted: bool) -> None:
         self._drafter.interrupt(wanted)

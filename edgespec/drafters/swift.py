@@ -42,7 +42,7 @@ class SwiftDrafter(Drafter):
     """
 
     name = "swift"
-    rests = True
+    has_idle_work = True
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class SwiftDrafter(Drafter):
         self._proposed = None
         self._tokens.extend(tokens)
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Try other sets on the end of the text, first the best known again, however many were tried."""
         window = self._tokens[: self._target.length][-WINDOW_TOKENS:]
         if len(window) < _FEWEST_TOKENS:
             return
         tried = 0
         try:
-            while tried < MOST_IN_A_REST and wanted():
+            while tried < MOST_IN_A_REST and should_continue():
                 best = self._search.best
                 if tried and self._search.tried >= MOST_TRIED:
                     break
@@ -129,7 +129,7 @@ class SwiftDrafter(Drafter):
             if tried and self._notes:
                 self._notes.save(self._search.to_keep())
         finally:
-            self._target.leave_thread()
+            self._target.release_thread_state()
 
     def note(self) -> str:
         return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))

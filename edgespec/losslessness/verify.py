@@ -167,7 +167,7 @@ class _Proof:
     def _rest(self) -> None:
         """Let the drafters of the last reply learn from it, until they have or the time is up."""
         end = monotonic() + self._rest_seconds
-        self._runtime.rest(lambda: monotonic() < end and self._wanted())
+        self._runtime.run_idle_work(lambda: monotonic() < end and self._wanted())
 
     def check(
         self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int

@@ -9,7 +9,7 @@ from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import RESERVE_BYTES, Copies
+from edgespec.memory.prefix_cache import RESERVE_BYTES, SegmentStore
 
 __all__ = ["MemoryPressure"]
 
@@ -33,7 +33,7 @@ class MemoryPressure:
     def __init__(
         self,
         context: ResizableContext,
-        copies: Copies | None = None,
+        copies: SegmentStore | None = None,
         available: Callable[[], int] = available_bytes,
     ) -> None:
         self.notice = self.said = ""

@@ -9,7 +9,7 @@ from edgespec.backends.base_model import part_of
 from edgespec.engine.prefix import common_prefix
 from edgespec.engine.stats import Stats
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import PIECE_TOKENS, PrefixCache, sure_tokens
+from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, PrefixCache, reusable_tokens
 from edgespec.memory.pressure import MemoryPressure
 
 __all__ = ["TargetCache"]
@@ -96,7 +96,7 @@ class TargetCache:
         return held
 
     def _sure(self, length: int) -> int:
-        return sure_tokens(self._target.facts.capabilities, length)
+        return reusable_tokens(self._target.facts.capabilities, length)
 
     def _drop_unsure(self) -> None:
         """Drop what a reading of all would not have left as it is: what was written, and the last piece."""
@@ -118,7 +118,7 @@ class TargetCache:
     def _read(self, end: int, progress: Progress | None) -> None:
         """Read on, to the first `end` tokens."""
         begin, started = self._target.length, now()
-        size = end - begin if self._continues else PIECE_TOKENS
+        size = end - begin if self._continues else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):
             stop = min(end, start + size)
             told = progress and part_of(

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.llamacpp import layerskip as halves
-from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp import layerskip_files, load
+from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.builder import Workbench, make, unfinished
@@ -125,14 +125,14 @@ def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progre
     shared = source.shared()
     count, architecture = source.layer_count, source.architecture
     extra: dict[str, int | str] = {
-        halves.SHARED_BYTES: sum(tensor.size_bytes for tensor in shared),
-        halves.PARAMETERS: sum(tensor.parameters for tensor in source.tensors),
-        halves.DESCRIPTION: description,
+        layerskip_files.SHARED_BYTES_KEY: sum(tensor.size_bytes for tensor in shared),
+        layerskip_files.PARAMETERS_KEY: sum(tensor.parameters for tensor in source.tensors),
+        layerskip_files.DESCRIPTION_KEY: description,
     }
     for name, tensors, number in (
-        (halves.SHARED, shared, 1),
-        (halves.LOWER, source.layers(0, exit_layer), 2),
-        (halves.UPPER, source.layers(exit_layer, count), 2),
+        (layerskip_files.SHARED, shared, 1),
+        (layerskip_files.LOWER, source.layers(0, exit_layer), 2),
+        (layerskip_files.UPPER, source.layers(exit_layer, count), 2),
     ):
         bench.file(
             name,
@@ -142,8 +142,8 @@ def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progre
             progress,
         )
     for name, begin, end in (
-        (halves.LOWER_FIRST, 0, exit_layer),
-        (halves.UPPER_FIRST, exit_layer, count),
+        (layerskip_files.LOWER_FIRST, 0, exit_layer),
+        (layerskip_files.UPPER_FIRST, exit_layer, count),
     ):
         tensor_count = len(shared) + len(source.layers(begin, end))
         metadata = source.metadata(begin, end)
@@ -178,7 +178,7 @@ def _asked_whole(path: Path, progress: Progress | None) -> tuple[NDArray[np.floa
 def _prove(folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None) -> None:
     """Raises CapabilityError unless the halves say what the whole model says."""
     try:
-        model = halves.load_layerskip(str(folder), path.name, _options(), progress)
+        model = load_layerskip(str(folder), path.name, _options(), progress)
     except ModelFileError as error:
         raise CapabilityError(f"{path.name} cannot be run in two halves: {error.what}") from error
     try:

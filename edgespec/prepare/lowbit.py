@@ -40,10 +40,10 @@ def prepare_lowbit(
     type that needs an importance matrix, or a model whose memory is a state), ModelFileError (a file that
     cannot be read, too small a disk), BackendError and CancelledError; after any of them there is no copy.
     """
-    from edgespec.backends.llamacpp.lowbit import check_lends
-    from edgespec.backends.llamacpp.quantise import file_type, quantise
+    from edgespec.backends.llamacpp.lowbit import check_can_share_cache
+    from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise
 
-    type_name = file_type(type_name)
+    type_name = parse_quantisation_type(type_name)
     if path.is_dir():
         there = find_lowbit(path, type_name)
         if to is None and there is not None and _is_right(there, path):
@@ -54,7 +54,7 @@ def prepare_lowbit(
             path = halves.source
     source_bytes = sum(part.stat().st_size for part in source_files(path))
     if not path.is_dir():
-        check_lends(path)
+        check_can_share_cache(path)
     size = _size(path, type_name)
     facts: Mapping[str, Any] = {
         "type": type_name,
@@ -87,7 +87,7 @@ def prepare_lowbit(
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
     """What a copy will take. Raises what `prepare_lowbit` does where it should not be made."""
-    from edgespec.backends.llamacpp.quantise import needs_matrix, quantised_size
+    from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
         with TemporaryDirectory() as folder, _whole(path, Path(folder), outline=True) as outline:
@@ -96,8 +96,8 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
         raise ModelFileError(
             f"the header of {path} cannot be written: {error_reason(error)}", "make room for temporary files"
         ) from error
-    if size.needs_matrix:
-        raise needs_matrix(type_name)
+    if size.needs_importance_matrix:
+        raise importance_matrix_error(type_name)
     if size.copy_bytes >= size.source_bytes:
         raise OptionError(
             f"a {type_name} copy would take {size.copy_bytes:,} bytes,"
@@ -137,9 +137,9 @@ def find_lowbit(path: Path, type_name: str | None = None) -> Prepared | None:
     """
     settings = None
     if type_name is not None:
-        from edgespec.backends.llamacpp.quantise import file_type
+        from edgespec.backends.llamacpp.quantise import parse_quantisation_type
 
-        settings = {"type": file_type(type_name)}
+        settings = {"type": parse_quantisation_type(type_name)}
     found = find("lowbit", path, settings)
     if found is None and path.is_dir():
         halves = read(path)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from edgespec.backends.base import Progress
-from edgespec.backends.llamacpp import layerskip as halves
+from edgespec.backends.llamacpp import layerskip_files
 from edgespec.prepare.gguf_parts import Source, write_whole
 
 __all__ = ["whole_file"]
@@ -21,8 +21,18 @@ def whole_file(
 
     outline: only what its header says, and no tensors. Raises ModelFileError, OSError and CancelledError.
     """
-    lower = Source([folder / name for name in (halves.LOWER_FIRST, halves.SHARED, halves.LOWER)])
-    upper = Source([folder / name for name in (halves.UPPER_FIRST, halves.SHARED, halves.UPPER)])
+    lower = Source(
+        [
+            folder / name
+            for name in (layerskip_files.LOWER_FIRST, layerskip_files.SHARED, layerskip_files.LOWER)
+        ]
+    )
+    upper = Source(
+        [
+            folder / name
+            for name in (layerskip_files.UPPER_FIRST, layerskip_files.SHARED, layerskip_files.UPPER)
+        ]
+    )
     below, above = lower.layer_count, upper.layer_count
     tensors = [*lower.shared(), *lower.layers(0, below), *upper.layers(0, above, first=below)]
     try:

@@ -93,7 +93,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         )
         rows.append(("on disk", disk))
     rows.append(
-        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
+        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.reused_tokens, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
@@ -125,7 +125,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
         name = "planned" if pool == "memory" else "on cards"
         rows.append((name, f"{format_bytes(taken)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.chain import SamplingParams
 from edgespec.engine.tree import TokenTree
@@ -63,7 +63,7 @@ class Cell:
         """What `edgespec.plan` and `edgespec.load` are both given."""
         named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
         drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
-        return {"target": self.target, "draft": self.draft, "keep": "none", **named, **drafting}
+        return {"target": self.target, "draft": self.draft, "prefix_cache": "none", **named, **drafting}
 
 
 def planned(cell: Cell) -> dict[str, Any]:
@@ -78,11 +78,13 @@ def measured(cell: Cell) -> dict[str, Any]:
 
     Where loading was refused, why, and what the process held afterwards and at most meanwhile.
     """
-    with edgespec.load(cell.warm, "none", method="none", keep="none", context=_WARM_TOKENS) as smallest:
+    with edgespec.load(
+        cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS
+    ) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
         _read(smallest._target, cell)
     with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
-        edgespec.load(cell.warm, "none", memory="1MiB", method="none", keep="none").close()
+        edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
     _forget_unused()
     _forget_peak()
     before = _status()
@@ -186,16 +188,16 @@ def _fill_cells(model: Any, room: int) -> None:
     part = (room - _LAST_TOKENS) // (len(others) + 1)
     model.prefill(_text(part))
     # Of a sequence the library copies no cell that lies before a window: those are copied window by window.
-    parts = [context.state()] if context.plan.recurrent else context.lift(0, 0, part)
+    parts = [context.export_sequence()] if context.plan.recurrent else context.export_cells(0, 0, part)
     for sequence in others:
         whole = context.plan.recurrent
-        if not (context.set_state(parts[0], sequence) if whole else _put(context, parts, sequence)):
+        if not (context.import_sequence(parts[0], sequence) if whole else _put(context, parts, sequence)):
             raise SystemExit("the cells of a sequence could not be copied")
         if whole:
             _hold(context, sequence, part)
     # No text is ever copied like that: what the copy was written to is no part of a plan.
     del parts
-    context._copies = ReusedBytes()
+    context._copies = BufferPool()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
@@ -238,11 +240,11 @@ def _read_turns(model: ReplayModel, room: int) -> None:
 
 
 def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
-    """As `LlamaContext.put_down`, in another sequence than the first."""
+    """As `LlamaContext.import_cells`, in another sequence than the first."""
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)
-        if not context.set_state(part, context._spare):
+        if not context.import_sequence(part, context._spare):
             return False
         context.copy(context._spare, sequence, start, stop)
         context.drop(context._spare, 0)

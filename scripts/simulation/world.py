@@ -78,7 +78,7 @@ class World:
         """So many tokens are kept."""
         self._length += 1 + len(path)
 
-    def model(self, growth: TreeGrowth) -> Drafter:
+    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
         """A draft model whose drafts grow so."""
         return _Model(self, growth)
 

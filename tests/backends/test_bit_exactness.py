@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -153,8 +154,10 @@ def test_a_model_is_held_to_what_agrees(
     assert now.rollback or now.reason
 
 
-def _found(target: Path | str, **options: object) -> Agreement:
-    with edgespec.load(str(target), "none", method="none", keep="none", context=512, **options) as runtime:  # type: ignore[arg-type]
+def _found(target: Path | str, **options: Any) -> Agreement:
+    with edgespec.load(
+        str(target), "none", method="none", prefix_cache="none", context=512, **options
+    ) as runtime:
         model: LanguageModel
         with runtime.borrowed_target() as model:
             return find_agreement(model)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
-from edgespec.backends.llamacpp import sizing
+from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.layerskip import SHARED_BYTES, LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.drafters.base import MemoryUse
@@ -67,7 +68,7 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
 def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
     """As with a large vocabulary: the lower half has a few rows in a pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_UNREAD_BYTES", 0)
+        patch.setattr(context_planning, "_UNREAD_BYTES", 0)
         model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
     assert model._lower.context.max_width == 16
     yield model
@@ -133,7 +134,7 @@ class TestTheWhole:
     ) -> None:
         monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
         monkeypatch.setattr("edgespec.backends.llamacpp.devices.sys.platform", system)
-        shared = int(metadata(both.halves._weights[0], SHARED_BYTES) or 0)
+        shared = int(metadata(both.halves._weights[0], SHARED_BYTES_KEY) or 0)
         assert shared > 1_000_000
         model = load_layerskip(str(folders[4]), "demo", _options(**options))
         assert model.facts.weight_bytes == both.whole.facts.weight_bytes + (times - 1) * shared
@@ -190,17 +191,17 @@ class TestInPieces:
         narrow.prefill(tokens)
         expected = step(narrow, 4)
         narrow.truncate(20)
-        run_to_tap = LlamaContext.run_to_tap
+        run_to_hook = LlamaContext.run_to_hook
 
         def once(self: LlamaContext, *given: Any) -> None:
-            run_to_tap(self, *given)
+            run_to_hook(self, *given)
             narrow.interrupt(True)
 
-        monkeypatch.setattr(LlamaContext, "run_to_tap", once)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", once)
         with pytest.raises(CancelledError):
             narrow.prefill(tokens[20:])
         narrow.interrupt(False)
-        monkeypatch.setattr(LlamaContext, "run_to_tap", run_to_tap)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", run_to_hook)
         assert narrow.length == 20
         narrow.prefill(tokens[20:])
         np.testing.assert_array_equal(step(narrow, 4), expected)
@@ -211,7 +212,7 @@ class TestInPieces:
         """And it is small, whatever the vocabulary."""
         facts, below = both.halves.facts, both.halves._lower.context
         logits_bytes = 4 * facts.vocab_size * below.max_width
-        assert logits_bytes <= sizing._UNREAD_BYTES
+        assert logits_bytes <= context_planning._UNREAD_BYTES
         enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
         # The files' bytes are checked too, before anything is loaded.
         assert enough > facts.file_bytes
@@ -270,13 +271,13 @@ class TestTakingOver:
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
         run: list[tuple[int, ...]] = []
-        run_to_tap = LlamaContext.run_to_tap
+        run_to_hook = LlamaContext.run_to_hook
 
         def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
             run.append(tuple(tokens))
-            run_to_tap(self, tokens, *rest)
+            run_to_hook(self, tokens, *rest)
 
-        monkeypatch.setattr(LlamaContext, "run_to_tap", watched)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
         halves.verify(TokenTree.chain(5, [6, 7, 8]))
         assert run == [(8,)]
         halves.commit((1, 2, 3))
@@ -291,7 +292,7 @@ class TestTakingOver:
         below.drop(0, 3)
         below.run([4], [3], [[0]])
         below.drop(0, 3)
-        below.run_to_tap([5], [3], [[0]])
+        below.run_to_hook([5], [3], [[0]])
         # Where its logits would be, there is what earlier passes left.
         assert not np.array_equal(below._logits[:1], whole)
 

@@ -12,7 +12,7 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp import context as context_module
-from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.vocabularies import compare
@@ -106,7 +106,7 @@ class TestFiles:
 
 class TestMapping:
     def _buffers(self, path: Path, **options: object) -> str:
-        with overheard() as lines:
+        with captured_log() as lines:
             load(path, **options).close()
         return "\n".join(line for line in lines if "model buffer size" in line)
 

@@ -121,20 +121,20 @@ def check_equal(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -
 
 def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
     """Every cell that the view may look at is the target's, and there is none in between."""
-    lent, held = target._lent(), _context(view)  # type: ignore[attr-defined]
+    lent, held = target._shared_target(), _context(view)  # type: ignore[attr-defined]
     length = target.length
     begin = 0
     # With a window about as large as the context it looks at everything.
     if how.window_tokens and held.plan.tokens < lent.plan.tokens:
         # It moves on by 64 tokens at once.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
-    nothing = held.lift(0, CONTEXT + 1, CONTEXT + 2)
+    nothing = held.export_cells(0, CONTEXT + 1, CONTEXT + 2)
     for position in range(length):
-        there = held.lift(0, position, position + 1)
+        there = held.export_cells(0, position, position + 1)
         if min(how.sink_tokens, begin) <= position < begin:
             assert there == nothing
         else:
-            assert there == lent.lift(position, position + 1)
+            assert there == lent.export_cells(position, position + 1)
 
 
 def _context(model: LanguageModel) -> LlamaContext:
@@ -244,18 +244,18 @@ class TestHandingOver:
 
     def test_only_new_cells_are_handed_over(self, full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         handed: list[tuple[int, int]] = []
-        lift = LlamaContext.lift
+        export_cells = LlamaContext.export_cells
 
         def counted(self: LlamaContext, source: int, start: int, end: int) -> list[memoryview]:
             handed.append((start, end))
-            return lift(self, source, start, end)
+            return export_cells(self, source, start, end)
 
         target = full.target
         target.truncate(0)
         view = full.view(sinks=2, window=10)
         whole = full.view()
         target.prefill(tokens_for(target, 400))
-        monkeypatch.setattr(LlamaContext, "lift", counted)
+        monkeypatch.setattr(LlamaContext, "export_cells", counted)
         view.verify(TokenTree.chain(3))
         assert handed == [(0, 2), (386, 400)]
         whole.verify(TokenTree.chain(3))
@@ -275,7 +275,7 @@ class TestHandingOver:
     def test_stopped_while_handing_over(
         self, full: Pair, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, put_down = full.target, LlamaContext.put_down
+        target, import_cells = full.target, LlamaContext.import_cells
         target.truncate(0)
         view = full.view(4, window)
         target.prefill(tokens_for(target, 300))
@@ -284,10 +284,10 @@ class TestHandingOver:
         target.prefill(tokens_for(target, 400, 1))
 
         def stopped(*_: object) -> bool:
-            monkeypatch.setattr(LlamaContext, "put_down", put_down)
+            monkeypatch.setattr(LlamaContext, "import_cells", import_cells)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(LlamaContext, "put_down", stopped)
+        monkeypatch.setattr(LlamaContext, "import_cells", stopped)
         with pytest.raises(KeyboardInterrupt):
             view.verify(TokenTree.chain(3))
         check_equal(full, view, LowBit(str(full.copy), 4, window), tree_of(target, TREES["binary"]))

@@ -177,7 +177,7 @@ def test_a_pass_that_was_cancelled_half_way_leaves_nothing(
     decode = native._lib.llama_decode
 
     def interrupted(context: object, batch: object) -> int:
-        native.interrupt.wanted = True
+        native.interrupt.requested = True
         return int(decode(context, batch))
 
     with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from tests.backends.resizable import KINDS, LARGE, LLAMA, SMALL, Twins, check_st
 
 def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """No context can be made that is larger."""
-    make = LlamaContext.make
+    make = LlamaContext.allocate
 
     def limited(self: LlamaContext, plan: ContextPlan) -> None:
         if plan.tokens > tokens:
@@ -28,7 +28,7 @@ def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
             raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
         make(self, plan)
 
-    monkeypatch.setattr(LlamaContext, "make", limited)
+    monkeypatch.setattr(LlamaContext, "allocate", limited)
 
 
 class TestNoMemory:
@@ -69,7 +69,7 @@ class TestNoMemory:
         model = load("full", tmp_path, first_tokens=SMALL)
         model.prefill(tokens_for(model, 100))
         with monkeypatch.context() as patch:
-            patch.setattr(LlamaContext, "state", no_memory)
+            patch.setattr(LlamaContext, "export_sequence", no_memory)
             with pytest.raises(MemoryBudgetError, match="a copy of 100"):
                 model.resize(512)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
@@ -104,7 +104,7 @@ class TestNoMemory:
         model = load(name, tmp_path, first_tokens=SMALL)
         model.prefill(tokens_for(model, 100))
         made = 0
-        make = LlamaContext.make
+        make = LlamaContext.allocate
 
         def failed(self: LlamaContext, plan: ContextPlan) -> None:
             nonlocal made
@@ -115,7 +115,7 @@ class TestNoMemory:
             raise MemoryBudgetError("no memory at all", "close other programs")
 
         with monkeypatch.context() as patch:
-            patch.setattr(LlamaContext, "make", failed)
+            patch.setattr(LlamaContext, "allocate", failed)
             if failing == 2 and not name.startswith("halves"):
                 model.resize(512)
                 assert model.length == 100
@@ -177,7 +177,7 @@ class TestInterrupted:
         program = (
             "import signal, sys, time\n"
             "from edgespec.backends.llamacpp.loading import load_vocabulary\n"
-            "from edgespec.backends.llamacpp.native import library, overheard\n"
+            "from edgespec.backends.llamacpp.native import library, captured_log\n"
             "library()\n"
             # Who is started in the background may have it ignored.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

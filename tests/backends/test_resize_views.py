@@ -73,7 +73,7 @@ class TestViews:
         view = target.self_draft(LowBit(str(tmp_path / "copy.gguf")))
         target.prefill(tokens_for(target, 200))
         lent = view._context  # type: ignore[attr-defined]
-        make = LlamaContext.make
+        make = LlamaContext.allocate
 
         def limited(self: LlamaContext, plan: ContextPlan) -> None:
             if self is lent and plan.tokens > SMALL:
@@ -81,7 +81,7 @@ class TestViews:
                 raise MemoryBudgetError("no memory", "use fewer")
             make(self, plan)
 
-        monkeypatch.setattr(LlamaContext, "make", limited)
+        monkeypatch.setattr(LlamaContext, "allocate", limited)
         target.resize(512)
         assert (view.room, target.room) == (56, 312)
         view.verify(TokenTree.chain(4))

@@ -19,7 +19,7 @@ KINDS = {".replies", ".npz", ".json", ".kept"}
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A data folder with a remembered reply, something learnt, what was read, and a chat."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    with edgespec.load("demo", "none", context=256, threads=1, remember=True, keep="disk") as runtime:
+    with edgespec.load("demo", "none", context=256, threads=1, remember=True, prefix_cache="disk") as runtime:
         runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
     SavedArrays("swift", "a model").save({"layers": np.arange(3)})
     chat = data_folder() / "chats" / "one.json"

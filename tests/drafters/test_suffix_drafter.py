@@ -184,7 +184,7 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
         drafter.begin(begins)
         assert drafter.reading.tokens == read
-    drafter.forget()
+    drafter.reset()
     drafter.begin([0, 1, 2, 0, 1, 2])
     assert drafter.reading.tokens == 12
     assert tree(drafter, 2).drafted

@@ -47,7 +47,7 @@ class Skippable(TabularModel):
         self.asked.append(tuple(layers))
         return max(0.0, self.base - self.harm * len(set(layers) - set(GOOD)))
 
-    def leave_thread(self) -> None:
+    def release_thread_state(self) -> None:
         self.left += 1
 
 
@@ -68,7 +68,7 @@ class Kept:
 def rest(runtime: Any, times: int) -> None:
     for _ in range(times):
         runtime.generate(PROMPT * 8, seed=1, max_tokens=8)
-        runtime._session.rest(lambda: True)
+        runtime._session.run_idle_work(lambda: True)
 
 
 class TestTheSearch:
@@ -151,7 +151,7 @@ class TestTheSearch:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 2)
-            monkeypatch.setattr(SwiftDrafter, "rest", lambda drafter, wanted: None)
+            monkeypatch.setattr(SwiftDrafter, "run_idle_work", lambda drafter, should_continue: None)
             monkeypatch.setattr(SkipSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
@@ -197,7 +197,7 @@ class TestDrafting:
             for seed in range(4):
                 got = runtime.generate(PROMPT, seed=seed, acceptance=acceptance, **options)
                 drafted += got.stats.drafted_tokens
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 plain = runtime.generate(PROMPT, seed=seed, method="none", **options)
                 if acceptance == "invariant" or temperature == 0.0:
                     assert got.tokens == plain.tokens

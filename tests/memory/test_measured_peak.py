@@ -62,7 +62,7 @@ def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_
     path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
     options = LoadOptions(context_tokens=1024, threads=2)
     blueprint = GgufMemoryEstimator(str(path), "wide")
-    planned = blueprint.footprint(options)
+    planned = blueprint.estimate(options)
     blueprint.close()
     # Of Q4_0 what the processor arranges anew is no page of the file.
     weights = planned.of("weights") if quantisation == "Q4_0" else 0
@@ -122,7 +122,7 @@ def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     options = LoadOptions(context_tokens=512)
     blueprint = MlxMemoryEstimator(str(path), "large", options)
-    planned = blueprint.footprint(options).of("vocabulary")
+    planned = blueprint.estimate(options).of("vocabulary")
     blueprint.close()
     program = [sys.executable, "-c", _VOCABULARIES, str(small), str(path), str(tokens)]
     done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=_SCRIPTS.parent)

@@ -216,7 +216,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     session.target = target
     if "swift" in row.drafters or row.learn:  # it looks for layers, or learns, between replies
         reply_to(runtime, ASKED[0], row.method)
-        session.rest(lambda: True)
+        session.run_idle_work(lambda: True)
     replies = [reply_to(runtime, ask, row.method) for ask in ASKED]
     for ask, reply, tokens in zip(ASKED, replies, plain, strict=True):
         assert reply.tokens == tokens, f"{row.title} of {tiny.path}: {ask}"

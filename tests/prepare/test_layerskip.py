@@ -17,14 +17,8 @@ import numpy as np
 import pytest
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.layerskip import (
-    LOWER,
-    LOWER_FIRST,
-    SHARED,
-    UPPER,
-    UPPER_FIRST,
-    load_layerskip,
-)
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.layerskip_files import LOWER, LOWER_FIRST, SHARED, UPPER, UPPER_FIRST
 from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
 from edgespec.prepare.exit_measurement import measure_exits

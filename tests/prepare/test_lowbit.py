@@ -17,7 +17,7 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp import quantise as quantise_module
-from edgespec.backends.llamacpp.quantise import file_type, quantise, quantised_size
+from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise, quantised_size
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.lowbit import copy_path, find_lowbit, prepare_lowbit
 from edgespec.prepare.store import check, store_folder
@@ -88,7 +88,7 @@ def test_types_that_are_not_smaller_or_not_there_are_refused(source: Path, tmp_p
         prepare_lowbit(small, "Q2_K")
     with pytest.raises(OptionError, match="the type is 'Q9'; choose one of IQ3_M"):
         prepare_lowbit(source, "Q9")
-    assert file_type("q3_k") == "Q3_K_M"
+    assert parse_quantisation_type("q3_k") == "Q3_K_M"
     assert in_store() == []
 
 

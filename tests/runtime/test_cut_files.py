@@ -19,7 +19,8 @@ import os, sys
 import edgespec
 
 target, draft = sys.argv[1:]
-with edgespec.load(target, draft, method="none", threads=1, measure_costs=False, keep="none") as runtime:
+options = {"method": "none", "threads": 1, "measure_costs": False, "prefix_cache": "none"}
+with edgespec.load(target, draft, **options) as runtime:
     said = runtime.generate("the file", raw=True, max_tokens=2, seed=1).tokens
     for path in (target, draft):
         whole = open(path, "rb").read()
@@ -38,7 +39,7 @@ COPY = """
 import os, sys
 import edgespec
 
-options = {"method": "lowbit", "threads": 1, "measure_costs": False, "keep": "none", "context": 256}
+options = {"method": "lowbit", "threads": 1, "measure_costs": False, "prefix_cache": "none", "context": 256}
 with edgespec.load("demo", "none", **options) as runtime:
     runtime.generate("the file", raw=True, max_tokens=2, seed=1)
     os.truncate(sys.argv[1], 4096)

@@ -47,8 +47,8 @@ def day(
     replies = []
     with (
         eagerly(),
-        edgespec.load(target, keep="none", **options) as fresh,
-        edgespec.load(target, methods=methods, keep_memory="64MiB", **options) as runtime,
+        edgespec.load(target, prefix_cache="none", **options) as fresh,
+        edgespec.load(target, methods=methods, prefix_cache_memory="64MiB", **options) as runtime,
     ):
         random = np.random.default_rng(1)
         vocab = runtime.target.vocab_size
@@ -137,7 +137,7 @@ def test_what_a_failing_commit_leaves_behind_is_in_no_later_text(monkeypatch: py
         model.prefill(list(range(20, 120)))
         model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
         with monkeypatch.context() as patch:
-            patch.setattr(LlamaContext, "state", no_memory)
+            patch.setattr(LlamaContext, "export_sequence", no_memory)
             with pytest.raises(MemoryError):
                 model.commit((2,))
         model.truncate(0)

@@ -60,7 +60,7 @@ async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(
 
     def load(progress: object) -> edgespec.Runtime:
         assert progress
-        return edgespec.load("demo", "none", method="none", keep="disk", threads=1, context=512)
+        return edgespec.load("demo", "none", method="none", prefix_cache="disk", threads=1, context=512)
 
     settings: dict[str, str | int | float | bool | list[str]] = {"max_tokens": 24, "seed": 1}
     async with driving(load, tmp_path, settings=settings, system="Be brief.") as d:

@@ -14,7 +14,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, Texts, read_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["check_asserted"]
+__all__ = ["check_header"]
 
 # LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _MOST_LAYERS = 512
@@ -47,7 +47,7 @@ _TWICE_AS_WIDE = ("jamba", "granitehybrid")
 _ALIGNMENT_BYTES = 32
 
 
-def check_asserted(path: Path) -> None:
+def check_header(path: Path) -> None:
     """Raises ModelFileError for a header that llama.cpp would abort on, and where there is no file.
 
     path: of a model in several files, its first; all are looked at.

@@ -1,6 +1,6 @@
-"""A context of another size that remembers the same: saved, made anew, put back.
+"""A context of another size that has_memory the same: saved, made anew, put back.
 
-The library cannot make a context larger. What a sequence remembers does not depend on the size, so it comes
+The library cannot make a context larger. What a sequence has_memory does not depend on the size, so it comes
 back to the bit. The memory is freed before the new one is made: both are never there at once.
 """
 
@@ -20,23 +20,23 @@ from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
 
-__all__ = ["cache_form", "check_growth", "first_plan", "remake", "turning_tokens"]
+__all__ = ["cache_form", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
 
 
-def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
+def initial_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
     """The context to begin with, of one that is to become as large as `whole`."""
     if options.first_tokens is None:
         return whole
-    return whole.sized(begun_with(whole.tokens, options.first_tokens, turning_tokens(weights)))
+    return whole.with_tokens(begun_with(whole.tokens, options.first_tokens, longrope_switch_tokens(weights)))
 
 
 def cache_form(weights: Any, whole: ContextPlan) -> str:
     """What a context that is to become as large as `whole` holds in another form than one of another size."""
-    turning = turning_tokens(weights)
+    turning = longrope_switch_tokens(weights)
     return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
 
 
-def turning_tokens(weights: Any) -> int:
+def longrope_switch_tokens(weights: Any) -> int:
     """With LongRoPE (arXiv 2402.13753) a context beyond this turns keys by other factors; 0 for other models.
 
     What is cached was turned by those of its time: a context must not come to be beyond it.
@@ -47,7 +47,7 @@ def turning_tokens(weights: Any) -> int:
     return int(metadata(weights, f"{arch}.rope.scaling.original_context_length") or 0)
 
 
-def check_growth(
+def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
     """Raises MemoryBudgetError when contexts that are to be made larger do not fit the memory."""
@@ -69,19 +69,21 @@ def check_growth(
         )
 
 
-def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False) -> None:
+def rebuild_context(
+    context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
+) -> None:
     """Give a context, whose sequence 0 holds `length` tokens, the size of `plan`; all other sequences go.
 
     Whatever goes wrong, it has its former size and content again. Raises MemoryBudgetError. Where there is
     no memory for that either the context is lost, as it says.
     """
     former = context.plan
-    if plan == former and not context.lost:
+    if plan == former and not context.is_lost:
         return
     saved: Sequence[memoryview] = ()
     if length:
         try:
-            saved = [context.state()] if recurrent else context.lift(0, 0, length)
+            saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
         except MemoryError as error:
             raise MemoryBudgetError(
                 f"there is no memory for a copy of {length} cached tokens",
@@ -100,6 +102,8 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
 def _fill(
     context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
 ) -> None:
-    context.make(plan)
-    if saved and not (context.set_state(saved[0]) if recurrent else context.put_down(saved, 0, length)):
+    context.allocate(plan)
+    if saved and not (
+        context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
+    ):
         raise BackendError(f"{length} cached tokens could not be put back", "send the message again")

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.evaluation import evaluated, launched
+from edgespec.backends.mlx.evaluation import evaluate, start_evaluation
 from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import HostLogits, best_drawn
 from edgespec.engine.noise import Stream, key
@@ -84,9 +84,9 @@ class DeviceLogits:
         asked = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if started is not None:
             # All that is waited for is queued first, or it would be computed after the next step.
-            launched(*asked)
+            start_evaluation(*asked)
             started(tokens[-1], self)
-        evaluated(*asked)
+        evaluate(*asked)
         self.waited_seconds += now() - asked_at
         found: Any = tokens.tolist()
         if started is not None:
@@ -138,7 +138,7 @@ class DeviceLogits:
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
         started = now()
-        evaluated(array)
+        evaluate(array)
         self.waited_seconds += now() - started
         return np.array(array)
 

@@ -150,7 +150,7 @@ class SuffixDrafter(Drafter):
             self._said.extend(self._known.replies.add(self._reply, self._prompt))
         self._prompt, self._reply = (), []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._chat.automaton.hold(())
 
     def close(self) -> None:

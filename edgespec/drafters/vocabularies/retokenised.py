@@ -177,7 +177,7 @@ class RetokenisedDrafter(BudgetedDrafter):
             return whole[len(before) :]
         return spell(said)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._model.truncate(0)
         self._tokens, self._run, self._read = [], [], 0
         self._begin_reading()

@@ -33,7 +33,7 @@ from edgespec.files import (
 from edgespec.memory.prefix_cache.headers import packed, read_header, sums_of
 from edgespec.memory.prefix_cache.segments import Tokens
 
-__all__ = ["PrefixCacheDisk", "StoredSegment", "disk_bound", "forget_kept", "kept_folder"]
+__all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
 _LOCK_SECONDS = 1.0
@@ -68,7 +68,7 @@ def kept_folder() -> Path:
     return data_folder() / "kept"
 
 
-def disk_bound(folder: Path | None = None) -> int:
+def default_disk_bytes(folder: Path | None = None) -> int:
     """The bytes that may be kept on disk unless the user says: 4 GiB, or a tenth of what is free if less."""
     folder = folder or kept_folder()
     try:
@@ -89,7 +89,7 @@ class PrefixCacheDisk:
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
         self._root = folder or kept_folder()
         self.folder = self._root / identity[:32]
-        self.quota_bytes = disk_bound(self._root) if quota_bytes is None else quota_bytes
+        self.quota_bytes = default_disk_bytes(self._root) if quota_bytes is None else quota_bytes
         self.notice = ""
         self._identity = identity
         self._forgotten_ns = self._last_forgotten_ns()
@@ -272,7 +272,7 @@ class PrefixCacheDisk:
         return _lock(self._root, _LOCK_SECONDS)
 
 
-def forget_kept(folder: Path | None = None) -> int:
+def delete_cached_prefixes(folder: Path | None = None) -> int:
     """Delete what is kept of every model, and make running programs drop what they would write.
 
     Gives the bytes that were freed. Raises OSError.

@@ -28,7 +28,7 @@ _KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
 def _told(path: Path, options: LoadOptions) -> MemoryEstimate:
     planned = MlxMemoryEstimator(str(path), "model", options)
     try:
-        return planned.footprint(options)
+        return planned.estimate(options)
     finally:
         planned.close()
 
@@ -162,9 +162,9 @@ def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "llama", "llama")
     tiny = MlxMemoryEstimator(str(path), "tiny", LoadOptions())
     with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
-        tiny.footprint(LoadOptions(kv_type="q8_0"))
+        tiny.estimate(LoadOptions(kv_type="q8_0"))
     with pytest.raises(OptionError, match="with MLX choose one of"):
-        tiny.footprint(LoadOptions(kv_type="q5_0"))
+        tiny.estimate(LoadOptions(kv_type="q5_0"))
 
 
 @pytest.mark.parametrize("said", [-5, 0, 10**30])

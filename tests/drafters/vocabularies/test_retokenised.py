@@ -378,7 +378,7 @@ def test_what_was_forgotten_is_said_again() -> None:
     prompt = TARGET.tokenize("abc d", special=False, start=False)
     drafter.begin(prompt)
     said = propose(drafter, prompt, 3)
-    drafter.forget()
+    drafter.reset()
     assert model.length == 0
     drafter.begin(prompt)
     assert propose(drafter, prompt, 3) == said

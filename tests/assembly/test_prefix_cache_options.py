@@ -12,23 +12,29 @@ import pytest
 
 import edgespec
 from edgespec.assembly import loading
-from edgespec.assembly.keeping import Keeping, _identity, files_seen
 from edgespec.assembly.pairing import load_target
+from edgespec.assembly.prefix_cache_options import PrefixCacheOptions, _identity, file_states
 from edgespec.backends.base import LoadOptions
 from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
 from edgespec.files import sampled_sha256
-from edgespec.memory.prefix_cache import Worth
+from edgespec.memory.prefix_cache import ReuseCosts
 from tests.tables import table
 
 PROMPT = "How do I list files by size? " * 4
-OPTIONS: dict[str, Any] = {"draft": "none", "method": "none", "threads": 1, "context": 512, "keep": "disk"}
+OPTIONS: dict[str, Any] = {
+    "draft": "none",
+    "method": "none",
+    "threads": 1,
+    "context": 512,
+    "prefix_cache": "disk",
+}
 
 
 @pytest.fixture(autouse=True)
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
 
 
 def held(target: Path, **options: Any) -> int:
@@ -42,7 +48,12 @@ def test_only_the_same_model_run_in_the_same_way_goes_on(demo_target: Path, tmp_
     shutil.copyfile(demo_target, copy)
     assert held(copy) == 0
     assert held(copy) > 20
-    for options in ({"kv_type": "q8_0"}, {"flash_attention": "off"}, {"threads": 2}, {"keep": "memory"}):
+    for options in (
+        {"kv_type": "q8_0"},
+        {"flash_attention": "off"},
+        {"threads": 2},
+        {"prefix_cache": "memory"},
+    ):
         assert held(copy, **options) == 0
     assert held(copy, context=256) > 20
     # One byte of the weights, somewhere.
@@ -171,30 +182,30 @@ def test_files_are_told_apart_by_what_changes_with_them(folder: bool, tmp_path: 
     path = tmp_path / "model.gguf"
     model = tmp_path if folder else path
     path.write_bytes(b"GGUF one")
-    seen = [files_seen(model, None)]
+    seen = [file_states(model, None)]
     os.utime(path, ns=(1, 1))
-    seen.append(files_seen(model, None))
+    seen.append(file_states(model, None))
     path.write_bytes(b"GGUF one two")
     os.utime(path, ns=(1, 1))
-    seen.append(files_seen(model, None))
+    seen.append(file_states(model, None))
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapters.safetensors").write_bytes(b"one")
-    seen.append(files_seen(path, str(adapter)))
+    seen.append(file_states(path, str(adapter)))
     assert all(seen)
     assert len(set(seen)) == 4
     path.unlink()
-    assert files_seen(path, None) == ()
+    assert file_states(path, None) == ()
 
 
 def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:
     for place in ("none", "memory"):
-        held(demo_target, keep=place)
+        held(demo_target, prefix_cache=place)
     assert not list((tmp_path / "data").rglob("*.kept"))
 
 
 def test_a_place_or_size_that_makes_no_sense_is_refused() -> None:
     for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
         with pytest.raises(OptionError):
-            Keeping.read(*wrong)
-    assert Keeping.read("disk", "1GiB", 5000) == Keeping("disk", 1 << 30, 5000)
+            PrefixCacheOptions.read(*wrong)
+    assert PrefixCacheOptions.read("disk", "1GiB", 5000) == PrefixCacheOptions("disk", 1 << 30, 5000)

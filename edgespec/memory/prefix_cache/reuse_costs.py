@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Worth"]
+__all__ = ["ReuseCosts"]
 
 # Fewer tokens are read sooner than anything is looked up.
 _FEW_TOKENS = 16
@@ -11,7 +11,7 @@ _COPY_BYTES_PER_SECOND = 2e9
 _WEIGHT_OF_NEW = 0.3
 
 
-class Worth:
+class ReuseCosts:
     """Weighs tokens that would be read again against bytes that would be copied twice, away and back.
 
     read_seconds: what reading a token takes; until some were read, what somebody guesses.

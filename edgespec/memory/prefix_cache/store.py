@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from edgespec.backends.base import Snapshot
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.eviction import Worth
+from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, digest_of
 
-__all__ = ["RESERVE_BYTES", "Copies", "copy_bound", "memory_bound"]
+__all__ = ["RESERVE_BYTES", "SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 
 _MOST_BYTES = 4 * 2**30
 _SHARE_OF_LEFT = 0.25
@@ -22,17 +22,17 @@ RESERVE_BYTES = 512 * 2**20
 _FRESH_SECONDS = 60.0
 
 
-def memory_bound(left_bytes: int) -> int:
+def default_memory_bytes(free_bytes: int) -> int:
     """The bytes that may be kept in memory unless the user says: a quarter of what is left, at most 4 GiB."""
-    return min(_MOST_BYTES, max(0, int(left_bytes * _SHARE_OF_LEFT)))
+    return min(_MOST_BYTES, max(0, int(free_bytes * _SHARE_OF_LEFT)))
 
 
-def copy_bound(left_bytes: int) -> int:
+def max_copy_bytes(free_bytes: int) -> int:
     """The bytes that one copy may take, of what is left while none is kept."""
-    return max(0, left_bytes) // _COPIES
+    return max(0, free_bytes) // _COPIES
 
 
-class Copies:
+class SegmentStore:
     """The pieces of a model's texts, and their copies. Any thread may ask; `lock` is held meanwhile.
 
     most_bytes: of copies in memory; what is over that goes to disk, or is dropped where there is none.
@@ -41,25 +41,25 @@ class Copies:
     """
 
     def __init__(
-        self, most_bytes: int, disk: PrefixCacheDisk | None, available: Callable[[], int], worth: Worth
+        self, most_bytes: int, disk: PrefixCacheDisk | None, available: Callable[[], int], worth: ReuseCosts
     ) -> None:
-        self.forest = SegmentTree()
+        self.tree = SegmentTree()
         self.lock = threading.RLock()
         self.most_bytes = most_bytes
         self.disk = disk
         self._available = available
         self._worth = worth
         for stored in disk.stored() if disk else ():
-            parent = self.forest.named(f"{stored.after}-") if stored.after else None
+            parent = self.tree.named(f"{stored.after}-") if stored.after else None
             piece = Segment(stored.name, parent, stored.tokens, stored.data_bytes, None, True)
             piece.used = stored.used
-            self.forest.add(piece)
+            self.tree.add(piece)
 
     @property
     def held_bytes(self) -> int:
         """What copies in memory take now."""
         with self.lock:
-            return sum(piece.size_bytes for piece in self.forest if piece.snapshot)
+            return sum(piece.size_bytes for piece in self.tree if piece.snapshot)
 
     def room_for(self, size_bytes: float) -> bool:
         """Whether the system has so much free beside its reserve."""
@@ -82,19 +82,19 @@ class Copies:
 
     def remove(self, piece: Segment) -> None:
         """Give up a piece and all that goes on from it, on disk too."""
-        names = [one.name for one in self.forest.remove(piece) if one.on_disk]
+        names = [one.name for one in self.tree.remove(piece) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
 
     def forget(self) -> None:
         """Give up all pieces; what is on disk is not looked at any more."""
         with self.lock:
-            self.forest = SegmentTree()
+            self.tree = SegmentTree()
 
     def write(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Put on disk what is in memory only, while `wanted()`."""
         with self.lock:
-            waiting = [piece for piece in self.forest if piece.snapshot and not piece.on_disk]
+            waiting = [piece for piece in self.tree if piece.snapshot and not piece.on_disk]
         for piece in waiting:
             if not wanted():
                 return
@@ -114,14 +114,14 @@ class Copies:
         written = disk.write(piece.name, after, piece.tokens, snapshot, seconds)
         with self.lock:
             piece.on_disk = written
-            if written and piece not in self.forest:
+            if written and piece not in self.tree:
                 disk.remove([piece.name])
             self._miss(disk)
         return written
 
     def _miss(self, disk: PrefixCacheDisk) -> None:
         """Give up what is in memory no more and was deleted on disk, for its quota or by another program."""
-        for piece in list(self.forest):
+        for piece in list(self.tree):
             if piece.on_disk and not disk.has(piece.name):
                 piece.on_disk = False
                 if piece.snapshot is None:
@@ -140,7 +140,7 @@ class Copies:
 
     def make_room(self, write: bool = True) -> None:
         """Take copies out of memory, what is worth least first, until the others are within bounds."""
-        copies = [piece for piece in self.forest if piece.snapshot]
+        copies = [piece for piece in self.tree if piece.snapshot]
         total = sum(piece.size_bytes for piece in copies)
         limit = min(self.most_bytes, total + self._available() - RESERVE_BYTES)
         if total <= limit:

@@ -13,8 +13,8 @@ from edgespec.backends.base import LanguageModel, Snapshot
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.methods import DrafterSet
-from tests.memory.prefix_cache.keeping import PLENTY, Always, ask, keeping
-from tests.memory.prefix_cache.test_texts import CHATS, words
+from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
+from tests.memory.prefix_cache.test_cache import CHATS, words
 from tests.tables import table
 
 
@@ -40,8 +40,8 @@ def test_what_is_too_large_for_one_copy_is_kept_in_several(
         return made
 
     monkeypatch.setattr(model, "snapshot", copied)
-    with keeping(model, tmp_path, most_bytes=most_bytes, most_copied_bytes=300) as runtime:
-        kept = runtime._session.kept
+    with keeping(model, tmp_path, most_bytes=most_bytes, max_copied_bytes=300) as runtime:
+        kept = runtime._session.prefix_cache
         ask(runtime, words(5, 180), max_tokens=5)
         ask(runtime, [*words(5, 90), *words(6, 60)], max_tokens=5)
         chat = words(7, 700)
@@ -97,7 +97,7 @@ def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
         ask(runtime, words(7, 700), max_tokens=5)
     model = sized(3)
     made = copies_of(model, monkeypatch)
-    with keeping(model, tmp_path, most_copied_bytes=300) as runtime:
+    with keeping(model, tmp_path, max_copied_bytes=300) as runtime:
         reply = ask(runtime, [*words(7, 400), *words(5, 30)], max_tokens=5)
         assert reply.stats.cached_prompt_tokens >= 400
         ask(runtime, words(8, 40), max_tokens=5)
@@ -118,10 +118,10 @@ def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: 
 
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     model = table(1)
-    kept = PrefixCache(model, 1 << 20, worth=Always(), most_copied_bytes=0)
-    with Runtime(model, None, DrafterSet(model, None), kept=kept) as runtime:
+    kept = PrefixCache(model, 1 << 20, worth=Always(), max_copied_bytes=0)
+    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         # A table's memory takes nothing, so that tokens have no size before there is one of another.
-        kept.copies.forest.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
+        kept.store.tree.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
         ask(runtime, CHATS[1], max_tokens=5)
         assert runtime.memory().prefix_cache.memory_bytes == 0

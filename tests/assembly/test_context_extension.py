@@ -10,10 +10,10 @@ import pytest
 import edgespec
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import find_pair
-from edgespec.assembly.planning import Planned, Wishes, plan_pair
+from edgespec.assembly.planning import LoadPlan, PlanRequest, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.memory import Budget
-from edgespec.memory.context_resize import FIRST_TOKENS, room_to_grow
+from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
 from edgespec.request import Defaults, make_request
 from tests.backends.tiny_models import WORDS, write_llama
 
@@ -29,14 +29,14 @@ def planned(
     *,
     budget_bytes: int = 1 << 40,
     context: int | None = None,
-    first: int | None = FIRST_TOKENS,
+    first: int | None = INITIAL_CONTEXT_TOKENS,
     kept_bytes: int | None = None,
     **how: Any,
-) -> Planned:
+) -> LoadPlan:
     options = LoadOptions(context_tokens=context, first_tokens=first)
     drafting = Drafting(**how)
     pair = find_pair(str(target), str(draft) if draft else "none", drafting, None)
-    wishes = Wishes.read("speed", options, str(draft) if draft else None, kept_bytes)
+    wishes = PlanRequest.read("speed", options, str(draft) if draft else None, kept_bytes)
     return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), wishes)
 
 
@@ -68,7 +68,7 @@ def test_it_is_what_the_model_was_trained_for(trained: int, context: int, tmp_pa
     assert found.plan.decisions == ()
     assert found.plan.fits
     assert found.trained_tokens == trained
-    assert found.first_tokens == min(context, FIRST_TOKENS)
+    assert found.first_tokens == min(context, INITIAL_CONTEXT_TOKENS)
 
 
 def test_it_is_the_usual_one_where_all_is_taken_at_once(target: Path) -> None:
@@ -79,7 +79,7 @@ def test_it_is_the_usual_one_where_all_is_taken_at_once(target: Path) -> None:
 
 def test_it_takes_nothing_from_anything_else(target: Path) -> None:
     usual, whole = planned(target, first=None), planned(target)
-    most, least = (each.plan.total_bytes - each.plan.kept_bytes for each in (whole, usual))
+    most, least = (each.plan.total_bytes - each.plan.prefix_cache_bytes for each in (whole, usual))
     seen = []
     for step in range(7):
         budget_bytes = least + (3 * most - least) * (6 - step) // 6
@@ -88,11 +88,11 @@ def test_it_takes_nothing_from_anything_else(target: Path) -> None:
         assert found.plan.fits
         assert found.plan.decisions == without.plan.decisions == ()
         assert found.plan.kv_type == without.plan.kv_type
-        assert found.plan.kept_bytes == without.plan.kept_bytes
+        assert found.plan.prefix_cache_bytes == without.plan.prefix_cache_bytes
         assert found.plan.context_tokens in {1 << power for power in range(13, 18)}
         if found.plan.context_tokens > USUAL:
-            assert room_to_grow(found.plan)
-            assert found.options.first_tokens == FIRST_TOKENS
+            assert has_room_to_resize(found.plan)
+            assert found.options.first_tokens == INITIAL_CONTEXT_TOKENS
         seen.append(found.plan.context_tokens)
     assert seen == sorted(seen, reverse=True)
     assert (seen[0], seen[-1]) == (LONG, USUAL)
@@ -132,7 +132,7 @@ def test_load_and_plan_agree(target: Path) -> None:
         with edgespec.load(str(target), "none", memory=memory, method="none", threads=1) as runtime:
             assert runtime.plan == preview.plan
             assert runtime.context_tokens == preview.plan.context_tokens > USUAL
-            assert runtime.target.context_tokens == preview.first_context_tokens == FIRST_TOKENS
+            assert runtime.target.context_tokens == preview.first_context_tokens == INITIAL_CONTEXT_TOKENS
             assert len(runtime.generate("the file", raw=True, seed=1, max_tokens=4).tokens) <= 4
     with edgespec.load(str(target), "none", method="none", reserve_full_context=True) as runtime:
         assert runtime.target.context_tokens == runtime.context_tokens == USUAL
@@ -172,13 +172,13 @@ def test_a_draft_with_other_tokens_follows(
     words: tuple[str, ...], others: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins smaller than the longest text, and what is said is the same."""
-    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", 256)
     monkeypatch.setattr("edgespec.assembly.pairing._OTHER_TOKENS", 512)
-    for module in ("memory.growing", "session"):
-        monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
+    for module in ("memory.context_resize", "session"):
+        monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     target = write_llama(tmp_path / "target.gguf", words=words, template=None, context=LONG)
     draft = write_llama(tmp_path / "draft.gguf", words=others, template=None, context=LONG, seed=1)
-    with edgespec.load(str(target), str(draft), context=2048, threads=1, keep="none") as runtime:
+    with edgespec.load(str(target), str(draft), context=2048, threads=1, prefix_cache="none") as runtime:
         assert runtime.draft is not None
         assert runtime.draft.context_tokens <= 512
         assert replies(runtime, "model") == replies(runtime, "none")

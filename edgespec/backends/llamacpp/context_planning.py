@@ -10,12 +10,12 @@ import psutil
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.kv_types import (
-    FEW_ROWS,
+    SMALL_KERNEL_MAX_ROWS,
     KvTypes,
     choose_kv_types,
     has_latent_attention,
     kv_bytes_per_token,
-    reads_otherwise,
+    prefill_kernel_differs,
 )
 from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.native import library
@@ -25,13 +25,13 @@ from edgespec.backends.replay import MAX_CHECKPOINTS
 __all__ = [
     "UNDO_TOKENS",
     "States",
-    "halves_options",
+    "choose_context",
+    "choose_split_contexts",
     "kv_bytes",
     "plan_context",
-    "plan_halves",
+    "plan_split_contexts",
     "remembers_by_state",
-    "wished_context",
-    "wished_halves",
+    "split_load_options",
     "work_bytes",
 ]
 
@@ -50,7 +50,7 @@ _CELL_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one sequence remembers: a state of fixed size, and keys and values for each token.
+    """What one sequence has_memory: a state of fixed size, and keys and values for each token.
 
     keeps_earlier: the library can keep the states after the last few tokens of a pass.
     """
@@ -66,7 +66,7 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     Raises MemoryBudgetError when it does not fit what is there for it, OptionError for an unknown kv_type.
     """
     states = _measured(weights, options) if remembers_by_state(weights) else None
-    plan = wished_context(weights, options, states)
+    plan = choose_context(weights, options, states)
     fixed = _fixed_bytes(states, plan)
     asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
     _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
@@ -78,7 +78,7 @@ def remembers_by_state(weights: Any) -> bool:
     return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
 
 
-def wished_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
+def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
     """What context to make wherever there is room for it. states: None for a memory of keys and values only.
 
     Raises OptionError for an unknown kv_type.
@@ -90,8 +90,8 @@ def wished_context(weights: Any, options: LoadOptions, states: States | None) ->
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.rows)
-        if reads_otherwise(types, options, threads_for(weights, options)) and not options.draft:
-            plan = _with_rows(plan, min(FEW_ROWS, plan.rows))
+        if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.draft:
+            plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
         return replace(
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
@@ -119,14 +119,14 @@ def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     return in_blocks(tokens) * kv_bytes_per_token(weights, types)
 
 
-def plan_halves(
+def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
     """What contexts to make for a model in two halves, the same as for the whole one; see `plan_context`.
 
     weight_bytes: of both halves, what they share counted once.
     """
-    plans = wished_halves(lower, upper, options)
+    plans = choose_split_contexts(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
     asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
     beside = weight_bytes + work_bytes(lower, options)
@@ -134,8 +134,8 @@ def plan_halves(
     return plans
 
 
-def wished_halves(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
-    """`wished_context` for both halves of a model."""
+def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
+    """`choose_context` for both halves of a model."""
     wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
@@ -156,7 +156,7 @@ def work_bytes(lower: Any, options: LoadOptions) -> int:
     return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
-def halves_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
+def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
     """For each half, with as many rows as its passes have at most: the upper one gives logits of them all."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)

@@ -19,11 +19,11 @@ from edgespec import Runtime
 from edgespec.backends.base import LanguageModel, Progress, Snapshot
 from edgespec.backends.tabular import TabularModel
 from edgespec.errors import BackendError
-from edgespec.memory.prefix_cache import PrefixCache, Worth, forget_kept, memory_bound
+from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.methods import DrafterSet
 from tests.backends.rewindable import StateModel, replayed_table
-from tests.memory.prefix_cache.keeping import ask, keeper, keeping
+from tests.memory.prefix_cache.helpers import ask, keeper, keeping
 from tests.tables import table
 
 
@@ -63,12 +63,12 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
     history=acts,
     most_bytes=st.sampled_from([0, 1200, 1 << 20]),
     quota_bytes=st.sampled_from([None, 4000, 1 << 20]),
-    most_copied_bytes=st.sampled_from([None, 400, 1500]),
+    max_copied_bytes=st.sampled_from([None, 400, 1500]),
 )
-@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None, most_copied_bytes=None)
-@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20, most_copied_bytes=400)
+@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None, max_copied_bytes=None)
+@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20, max_copied_bytes=400)
 def test_every_reply_is_that_of_a_fresh_run(
-    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None, most_copied_bytes: int | None
+    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
     """The memory is looked into besides: what comes out of most depends on its last tokens only."""
     plain = Runtime(inner := MADE[make](), None, DrafterSet(inner, None))
@@ -80,7 +80,7 @@ def test_every_reply_is_that_of_a_fresh_run(
 
         def begun() -> Runtime:
             bounds = {"most_bytes": most_bytes, "quota_bytes": quota_bytes or 0}
-            return keeping(MADE[make](), folder, most_copied_bytes=most_copied_bytes, **bounds)
+            return keeping(MADE[make](), folder, max_copied_bytes=max_copied_bytes, **bounds)
 
         runtime = begun()
         for i, act in enumerate(history):
@@ -174,7 +174,7 @@ def test_no_more_is_read_than_is_new(folder: bool, tmp_path: Path) -> None:
                 known.append(list(chat))
         use = runtime.memory().prefix_cache
         assert use.hits >= 8
-        assert use.tokens_not_read > 8 * 150
+        assert use.reused_tokens > 8 * 150
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -185,10 +185,10 @@ def test_what_texts_begin_with_is_there_once() -> None:
     with keeping(table(1)) as runtime:
         for chat in (*CHATS, CHATS[0]):
             ask(runtime, chat, max_tokens=5, seed=1)
-        kept = runtime._session.kept
+        kept = runtime._session.prefix_cache
         assert kept
         own = [len(text) - len(SYSTEM) for text in kept.texts()]
-        assert sum(len(piece.tokens) for piece in kept.copies.forest) == len(SYSTEM) + sum(own)
+        assert sum(len(piece.tokens) for piece in kept.store.tree) == len(SYSTEM) + sum(own)
         assert len(own) == 4
 
 
@@ -223,15 +223,15 @@ def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from()
     with keeping(Rounding()) as runtime:
         for text in texts:
             ask(runtime, text, max_tokens=5, seed=1)
-        kept = runtime._session.kept
+        kept = runtime._session.prefix_cache
         assert kept
         for shared, goes_on in ((200, 0), (300, 256), (511, 256), (590, 512)):
             before = kept.use()
             reply = ask(runtime, [*texts[0][:shared], *words(shared, 40)], max_tokens=5, seed=1)
             assert reply.stats.cached_prompt_tokens == goes_on
             after = kept.use()
-            assert after.tokens_not_read - before.tokens_not_read in (goes_on, 0)
-            assert after.hits - before.hits == (after.tokens_not_read > before.tokens_not_read)
+            assert after.reused_tokens - before.reused_tokens in (goes_on, 0)
+            assert after.hits - before.hits == (after.reused_tokens > before.reused_tokens)
             ask(runtime, texts[1], max_tokens=5, seed=1)
 
 
@@ -250,11 +250,11 @@ def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
 def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
     model = table(1)
     kept = keeper(model, tmp_path, available=1 << 40)
-    with Runtime(model, None, DrafterSet(model, None), kept=kept) as runtime:
+    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
         assert kept.use().memory_bytes > 0
-        kept.copies._available = lambda: 100 << 20
+        kept.store._available = lambda: 100 << 20
         reply = ask(runtime, [*CHATS[1], 3], max_tokens=5)
         assert reply.stats.cached_prompt_tokens > len(CHATS[1]) - 2
         assert kept.use().memory_bytes == 0
@@ -284,7 +284,7 @@ class TestWrongSnapshots:
     def visited(runtime: Runtime) -> PrefixCache:
         for chat in CHATS[:3]:
             ask(runtime, chat, max_tokens=5, seed=1)
-        kept = runtime._session.kept
+        kept = runtime._session.prefix_cache
         assert kept
         return kept
 
@@ -292,13 +292,13 @@ class TestWrongSnapshots:
         prompt = [*CHATS[0], 3]
         reply = ask(runtime, prompt, max_tokens=5, seed=1)
         assert reply.stats.cached_prompt_tokens == cached
-        assert wrong not in kept.copies.forest
+        assert wrong not in kept.store.tree
         assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
 
     def test_one_that_begins_elsewhere(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
-            piece, shared = kept.copies.forest.longest(np.array(CHATS[0], np.int32))
+            piece, shared = kept.store.tree.longest(np.array(CHATS[0], np.int32))
             assert piece
             assert piece.snapshot
             assert (piece.start, shared) == (len(SYSTEM), len(CHATS[0]))
@@ -308,7 +308,7 @@ class TestWrongSnapshots:
     def test_one_that_ends_elsewhere(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
-            first = next(piece for piece in kept.copies.forest if not piece.start)
+            first = next(piece for piece in kept.store.tree if not piece.start)
             data = json.dumps(SYSTEM[:-30]).encode()
             first.snapshot = Snapshot(len(SYSTEM) - 30, data)
             ask(runtime, words(77, 200), max_tokens=5)
@@ -338,7 +338,7 @@ def test_what_is_forgotten_is_read_again() -> None:
 
 
 def test_keeping_must_pay() -> None:
-    worth = Worth(1e-3)
+    worth = ReuseCosts(1e-3)
     assert worth.pays(100, 1e6)
     assert not worth.pays(8, 0)
     worth.note_read(100, 1e-4)
@@ -348,9 +348,9 @@ def test_keeping_must_pay() -> None:
 
 
 def test_memory_is_bounded_by_what_is_left() -> None:
-    assert memory_bound(-5) == 0
-    assert memory_bound(8 << 30) == 2 << 30
-    assert memory_bound(1 << 40) == 4 << 30
+    assert default_memory_bytes(-5) == 0
+    assert default_memory_bytes(8 << 30) == 2 << 30
+    assert default_memory_bytes(1 << 40) == 4 << 30
 
 
 def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: Path) -> None:
@@ -358,11 +358,11 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         ask(runtime, CHATS[1], max_tokens=5)
-        forget_kept(tmp_path)
+        delete_cached_prefixes(tmp_path)
     assert list(tmp_path.rglob("*.kept")) == []
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[1], max_tokens=5)
-        forget_kept(tmp_path)
+        delete_cached_prefixes(tmp_path)
         runtime.save_prefix_cache()
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
     kept = keeper(table(1), tmp_path).texts()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec.assembly.measuring import Models
+from edgespec.assembly.pair_estimate import PairEstimator
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.memory import Budget, Choice, MemoryPlan
-from edgespec.memory.context_resize import room_to_grow
-from edgespec.memory.prefix_cache import copy_bound
+from edgespec.memory import Budget, MemoryPlan, PlanChoice
+from edgespec.memory.context_resize import has_room_to_resize
+from edgespec.memory.prefix_cache import max_copy_bytes
 
 __all__ = ["longest"]
 
 
-def longest(choice: Choice, plan: MemoryPlan, models: Models, budget: Budget) -> tuple[Choice, MemoryPlan]:
+def longest(
+    choice: PlanChoice, plan: MemoryPlan, models: PairEstimator, budget: Budget
+) -> tuple[PlanChoice, MemoryPlan]:
     """The choice, and its plan, with the longest context that leaves everything else as it is.
 
     That is what target and draft were trained for, or a power of two. plan: of `choice`, for which nothing
@@ -32,7 +34,7 @@ def longest(choice: Choice, plan: MemoryPlan, models: Models, budget: Budget) ->
     return choice, plan
 
 
-def _lengths(choice: Choice, models: Models) -> list[int]:
+def _lengths(choice: PlanChoice, models: PairEstimator) -> list[int]:
     """Contexts to try, the longest first."""
     most = min(models.target.trained_context_tokens, models.draft_sees(choice))
     powers = (1 << exponent for exponent in reversed(range(most.bit_length())))
@@ -45,15 +47,15 @@ def _takes_nothing(longer: MemoryPlan, plan: MemoryPlan) -> bool:
     Texts of the shorter context are kept as they were: their copies find as much room.
     """
     texts = sum(item.bytes for item in plan.items if (item.role, item.kind) == ("target", "cache"))
-    copied = min(_copied_bytes(plan), texts) if plan.kept_bytes else 0
+    copied = min(_copied_bytes(plan), texts) if plan.prefix_cache_bytes else 0
     return (
         longer.fits
         and longer.kv_type == plan.kv_type
-        and room_to_grow(longer)
+        and has_room_to_resize(longer)
         and _copied_bytes(longer) >= copied
     )
 
 
 def _copied_bytes(plan: MemoryPlan) -> int:
     """What one copy of a text may take."""
-    return copy_bound(plan.left_bytes("memory") + plan.kept_bytes)
+    return max_copy_bytes(plan.free_bytes("memory") + plan.prefix_cache_bytes)

@@ -8,13 +8,13 @@ from typing import Any
 
 from edgespec import Reply, Runtime
 from edgespec.backends.base import LanguageModel
-from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, Worth
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts
 from edgespec.methods import DrafterSet
 
 PLENTY = 1 << 30
 
 
-class Always(Worth):
+class Always(ReuseCosts):
     """Everything is worth it: no test depends on how fast the machine is."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ def keeper(
     quota_bytes: int = PLENTY,
     identity: str = "a model",
     available: int = 1 << 40,
-    most_copied_bytes: int | None = None,
+    max_copied_bytes: int | None = None,
 ) -> PrefixCache:
     """Keeps what this model read, in a folder too if there is one."""
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
@@ -41,7 +41,7 @@ def keeper(
         most_bytes,
         disk,
         worth=Always(),
-        most_copied_bytes=most_copied_bytes,
+        max_copied_bytes=max_copied_bytes,
         available=lambda: available,
     )
 
@@ -49,7 +49,7 @@ def keeper(
 def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:
     """A runtime that keeps."""
     kept = keeper(model, folder, **options)
-    return Runtime(model, None, DrafterSet(model, None, others=others or {}), kept=kept)
+    return Runtime(model, None, DrafterSet(model, None, others=others or {}), prefix_cache=kept)
 
 
 def ask(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:

@@ -15,10 +15,10 @@ from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory.budget import Budget
 from edgespec.memory.plan import Decision, Item, MemoryPlan
 
-__all__ = ["Choice", "Measured", "Prefer", "StepName", "fitted"]
+__all__ = ["PairEstimate", "PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
 
-Prefer = Literal["speed", "context"]
-StepName = Literal[
+Preference = Literal["speed", "context"]
+PlanOption = Literal[
     "context",
     "kv_type",
     "draft_kv_type",
@@ -33,7 +33,7 @@ StepName = Literal[
 # A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
 _SMALL_CONTEXT_TOKENS, _LEAST_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Measured by scripts/bench_kv_types.py, against an f32 cache.
+# PairEstimate by scripts/bench_kv_types.py, against an f32 cache.
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
     "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
@@ -41,7 +41,7 @@ _QUALITY = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanChoice:
     """How a pair is loaded, as far as that may be given up.
 
     context_tokens: of the target. draft: the draft is loaded too. draft_window: None is as without a budget.
@@ -63,32 +63,32 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PairEstimate:
     """What a choice comes to."""
 
     items: tuple[Item, ...]
     target: MemoryEstimate
 
 
-Measure = Callable[[Choice], Measured]
-_Step = tuple[StepName, Choice]
+Measure = Callable[[PlanChoice], PairEstimate]
+_Step = tuple[PlanOption, PlanChoice]
 
 
-def fitted(
-    start: Choice,
+def fit_to_budget(
+    start: PlanChoice,
     measure: Measure,
     budget: Budget,
     *,
-    fixed: frozenset[StepName] = frozenset(),
-    prefer: Prefer = "speed",
+    fixed: frozenset[PlanOption] = frozenset(),
+    prefer: Preference = "speed",
     gpu_layers: int = 0,
     draft_forms: Sequence[str] = (),
-) -> tuple[Choice, MemoryPlan]:
+) -> tuple[PlanChoice, MemoryPlan]:
     """The first choice down the ladder that fits, or the last one, whose plan then does not.
 
     fixed: what was asked for and is kept. prefer: give up context before the draft, or the draft before
     context. gpu_layers: how many layers may be taken off graphics cards.
-    draft_forms: see `Choice.draft_form`, the largest first.
+    draft_forms: see `PlanChoice.draft_form`, the largest first.
     """
     ladder = _Ladder(measure, budget)
     choice = start
@@ -120,9 +120,9 @@ class _Ladder:
     def __init__(self, measure: Measure, budget: Budget) -> None:
         self._measure = measure
         self._budget = budget
-        self._plans: dict[Choice, MemoryPlan] = {}
+        self._plans: dict[PlanChoice, MemoryPlan] = {}
 
-    def plan(self, choice: Choice) -> MemoryPlan:
+    def plan(self, choice: PlanChoice) -> MemoryPlan:
         """Raises OptionError and MemoryBudgetError for what the model cannot be loaded with."""
         if choice not in self._plans:
             measured = self._measure(choice)
@@ -134,32 +134,32 @@ class _Ladder:
             )
         return self._plans[choice]
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: PlanChoice) -> bool:
         """False too where the model cannot be loaded like that."""
         try:
             return self.plan(choice).fits
         except (OptionError, MemoryBudgetError):
             return False
 
-    def frees(self, before: Choice, after: Choice) -> bool:
+    def frees(self, before: PlanChoice, after: PlanChoice) -> bool:
         """Whether a step takes less of some memory that is short."""
         try:
             old, new = self.plan(before), self.plan(after)
         except (OptionError, MemoryBudgetError):
             return False
-        short = [pool for pool in old.pools if old.left_bytes(pool) < 0]
-        return any(new.taken_bytes(pool) < old.taken_bytes(pool) for pool in short)
+        short = [pool for pool in old.pools if old.free_bytes(pool) < 0]
+        return any(new.planned_bytes(pool) < old.planned_bytes(pool) for pool in short)
 
 
-_NAMES: tuple[StepName, ...] = get_args(StepName)
+_NAMES: tuple[PlanOption, ...] = get_args(PlanOption)
 
 
-def _values(name: StepName, choice: Choice) -> dict[str, Any]:
+def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
     field = "context_tokens" if name == "context" else name
     return {field: getattr(choice, field)}
 
 
-def _steps(start: Choice, prefer: Prefer, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
+def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
     """What is given up, one after the other."""
     small = replace(start, context_tokens=min(start.context_tokens, _SMALL_CONTEXT_TOKENS))
     least = replace(start, context_tokens=min(start.context_tokens, _LEAST_CONTEXT_TOKENS))
@@ -185,9 +185,9 @@ def _steps(start: Choice, prefer: Prefer, layers: int, draft_forms: Sequence[str
     return [narrow, *cache, *forms, *none, *cards, ("context", small), ("context", least)]
 
 
-def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice:
+def _given_back(choice: PlanChoice, passed: list[PlanChoice], ladder: _Ladder) -> PlanChoice:
     """The choice without what a later, larger step made needless."""
-    undone: tuple[StepName, ...] = (
+    undone: tuple[PlanOption, ...] = (
         "float32",
         "kv_type",
         "draft_form",
@@ -204,7 +204,7 @@ def _given_back(choice: Choice, passed: list[Choice], ladder: _Ladder) -> Choice
     return choice
 
 
-def _with_most_context(choice: Choice, wanted_tokens: int, ladder: _Ladder) -> Choice:
+def _with_most_context(choice: PlanChoice, wanted_tokens: int, ladder: _Ladder) -> PlanChoice:
     """The largest context that still fits, where a shorter one had to be taken."""
     low, high = choice.context_tokens // BLOCK_TOKENS, wanted_tokens // BLOCK_TOKENS
     while low < high:
@@ -216,7 +216,7 @@ def _with_most_context(choice: Choice, wanted_tokens: int, ladder: _Ladder) -> C
     return replace(choice, context_tokens=max(choice.context_tokens, low * BLOCK_TOKENS))
 
 
-def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision, ...]:
+def _decisions(start: PlanChoice, choice: PlanChoice, ladder: _Ladder) -> tuple[Decision, ...]:
     """What was given up, each with what it frees beside the others."""
     plan = ladder.plan(choice)
     found = []
@@ -225,7 +225,7 @@ def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision
         if with_it == choice:
             continue
         before = ladder.plan(with_it)
-        freed = max(before.taken_bytes(pool) - plan.taken_bytes(pool) for pool in plan.pools)
+        freed = max(before.planned_bytes(pool) - plan.planned_bytes(pool) for pool in plan.pools)
         if not freed:  # another step made it needless, as a target's cache does where a draft's follows it
             continue
         what, why = _told(name, start, choice)
@@ -233,7 +233,7 @@ def _decisions(start: Choice, choice: Choice, ladder: _Ladder) -> tuple[Decision
     return tuple(found)
 
 
-def _told(name: StepName, start: Choice, choice: Choice) -> tuple[str, str]:
+def _told(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str, str]:
     """What was given up, and why that."""
     if name == "context":
         return (

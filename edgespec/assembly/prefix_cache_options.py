@@ -14,10 +14,10 @@ from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan
-from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, Worth, copy_bound
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
 from edgespec.saved_arrays import identity_of
 
-__all__ = ["PLACES", "Keeping", "files_of", "files_seen", "kept_texts"]
+__all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states", "model_files"]
 
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
@@ -27,23 +27,23 @@ _GUESSED_BYTES_PER_SECOND = 1e10
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
-    """place: `none`, `memory`, or `disk`, which is both. Bytes of None: see `memory_bound`, `disk_bound`."""
+class PrefixCacheOptions:
+    """Where cached prefixes are kept, and the size limits; None for the defaults."""
 
     place: str = "memory"
     memory_bytes: int | None = None
     disk_bytes: int | None = None
 
     @classmethod
-    def read(cls, place: str, memory: str | int | None, disk: str | int | None) -> Keeping:
+    def read(cls, place: str, memory: str | int | None, disk: str | int | None) -> PrefixCacheOptions:
         """From the options of `load`. Raises OptionError."""
-        if check_text("keep", place, "none, memory or disk") not in PLACES:
-            raise OptionError(f"keep is {place!r}", f"choose one of {', '.join(PLACES)}")
-        return cls(place, _size("keep_memory", memory), _size("keep_disk", disk))
+        if check_text("prefix_cache", place, "none, memory or disk") not in PLACES:
+            raise OptionError(f"prefix_cache is {place!r}", f"choose one of {', '.join(PLACES)}")
+        return cls(place, _size("prefix_cache_memory", memory), _size("prefix_cache_disk", disk))
 
     @property
     def wanted_bytes(self) -> int | None:
-        """See `Wishes.kept_bytes`."""
+        """See `PlanRequest.prefix_cache_bytes`."""
         return 0 if self.place == "none" else self.memory_bytes
 
 
@@ -51,19 +51,19 @@ def _size(name: str, given: str | int | None) -> int | None:
     return None if given is None else parse_size(name, given)
 
 
-def files_of(model: Path) -> list[Path]:
+def model_files(model: Path) -> list[Path]:
     """A model's files, in a folder or the parts of a GGUF file. Raises OSError and ModelFileError."""
     return sorted(model.iterdir()) if model.is_dir() else gguf_files(model)
 
 
-def files_seen(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """What the files of a model are like now; () where one cannot be looked at. See `kept_texts`.
+def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
+    """What the files of a model are like now; () where one cannot be looked at. See `create_prefix_cache`.
 
     Of each its name, size and times, and which file it is: not every block is looked at. Who writes into one
     changes both of its times, and only the first can be set back.
     """
     try:
-        files = files_of(target)
+        files = model_files(target)
         files += sorted(Path(adapter).iterdir()) if adapter is not None else []
         return tuple(map(_state, files))
     except (OSError, ModelFileError):
@@ -76,8 +76,8 @@ def _state(path: Path) -> str:
     return f"{path.name} {' '.join(map(str, which))}"
 
 
-def kept_texts(
-    keeping: Keeping,
+def create_prefix_cache(
+    keeping: PrefixCacheOptions,
     target: LanguageModel,
     options: LoadOptions,
     costs: PassCosts,
@@ -86,7 +86,7 @@ def kept_texts(
 ) -> PrefixCache | None:
     """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
 
-    plan: has the bytes they may take, see `plan_pair`. seen: `files_seen` before the target was loaded. Where
+    plan: has the bytes they may take, see `plan_pair`. seen: `file_states` before the load. Where
     that is not how its files are now, nobody knows which were loaded, and nothing is kept on disk.
     """
     if keeping.place == "none":
@@ -94,16 +94,16 @@ def kept_texts(
     disk, notice = None, ""
     if keeping.place == "disk":
         identity = _identity(target, options, costs, seen)
-        if seen and files_seen(Path(target.facts.path), options.adapter) == seen:
+        if seen and file_states(Path(target.facts.path), options.adapter) == seen:
             disk = PrefixCacheDisk(identity, keeping.disk_bytes)
         else:
             notice = "texts are not kept on disk: the model's files changed while they were loaded"
     return PrefixCache(
         target,
-        plan.kept_bytes,
+        plan.prefix_cache_bytes,
         disk,
-        worth=Worth(_guessed_seconds(target)),
-        most_copied_bytes=copy_bound(plan.left_bytes("memory") + plan.kept_bytes),
+        worth=ReuseCosts(_guessed_seconds(target)),
+        max_copied_bytes=max_copy_bytes(plan.free_bytes("memory") + plan.prefix_cache_bytes),
         notice=notice,
     )
 

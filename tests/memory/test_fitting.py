@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.errors import OptionError
-from edgespec.memory import Budget, Choice, Item, Measured, MemoryPlan, Prefer, StepName, fitted
+from edgespec.memory import (
+    Budget,
+    Item,
+    MemoryPlan,
+    PairEstimate,
+    PlanChoice,
+    PlanOption,
+    Preference,
+    fit_to_budget,
+)
 
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
 _WEIGHTS, _WIDENED, _DRAFT, _DRAFT_KV, _LAYERS = 50_000, 4_000, 9_000, 2, 16
-START = Choice(8192)
+START = PlanChoice(8192)
 
 
-def measure(choice: Choice) -> Measured:
+def measure(choice: PlanChoice) -> PairEstimate:
     """A target of 16 layers that may lie on a card, and a draft."""
     cache = choice.context_tokens * _KV_BYTES[choice.kv_type]
     weights = _WEIGHTS + (_WIDENED if choice.float32 else 0)
@@ -28,18 +37,18 @@ def measure(choice: Choice) -> Measured:
     if choice.draft:
         seen = min(choice.context_tokens, choice.draft_window or choice.context_tokens)
         items.append(Item("draft", "draft weights", "weights", _DRAFT + seen * _DRAFT_KV))
-    return Measured(
+    return PairEstimate(
         tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (Part("cache", cache),))
     )
 
 
 def _fit(
-    budget_bytes: int, fixed: frozenset[StepName] = frozenset(), prefer: Prefer = "speed"
-) -> tuple[Choice, MemoryPlan]:
-    return fitted(START, measure, Budget(budget_bytes, "here"), fixed=fixed, prefer=prefer)
+    budget_bytes: int, fixed: frozenset[PlanOption] = frozenset(), prefer: Preference = "speed"
+) -> tuple[PlanChoice, MemoryPlan]:
+    return fit_to_budget(START, measure, Budget(budget_bytes, "here"), fixed=fixed, prefer=prefer)
 
 
-def _total(choice: Choice) -> int:
+def _total(choice: PlanChoice) -> int:
     return sum(item.bytes for item in measure(choice).items)
 
 
@@ -68,10 +77,10 @@ def test_for_context_the_cache_is_quantised_first() -> None:
 
 def test_what_a_larger_step_made_needless_is_given_back() -> None:
     """Without its draft the target fits as it was: then nothing else is given up."""
-    fixed: frozenset[StepName] = frozenset({"context"})
+    fixed: frozenset[PlanOption] = frozenset({"context"})
     alone = replace(START, draft=False)
     least = replace(START, kv_type="q4_0", draft_window=1024)
-    only = frozenset[StepName]({"context", "kv_type", "draft_window"})
+    only = frozenset[PlanOption]({"context", "kv_type", "draft_window"})
     choice, plan = _fit(_total(alone), only)
     assert choice == alone
     assert [decision.what for decision in plan.decisions] == ["no draft model"]
@@ -83,32 +92,32 @@ def test_what_a_larger_step_made_needless_is_given_back() -> None:
 def test_an_end_that_does_not_fit_says_so() -> None:
     choice, plan = _fit(1000)
     assert not plan.fits
-    assert choice == Choice(512, "q4_0", draft=False, float32=False)
+    assert choice == PlanChoice(512, "q4_0", draft=False, float32=False)
     assert {decision.what.split()[0] for decision in plan.decisions} == {"a", "no", "16-bit"}
 
 
 def test_what_frees_nothing_beside_the_others_is_not_told() -> None:
     """The draft's cache is of the target's type, unless it has one of its own."""
 
-    def follows(choice: Choice) -> Measured:
+    def follows(choice: PlanChoice) -> PairEstimate:
         taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
         measured = measure(choice)
         return replace(measured, items=(*measured.items, Item("draft", "draft cache", "cache", taken)))
 
-    choice, plan = fitted(START, follows, Budget(1000, "here"), fixed=frozenset({"draft"}))
+    choice, plan = fit_to_budget(START, follows, Budget(1000, "here"), fixed=frozenset({"draft"}))
     assert not plan.fits
     assert choice.draft_kv_type == choice.kv_type == "q4_0"
     assert all(decision.bytes > 0 for decision in plan.decisions)
 
 
 def test_a_step_the_model_cannot_take_is_left_out() -> None:
-    def no_q8(choice: Choice) -> Measured:
+    def no_q8(choice: PlanChoice) -> PairEstimate:
         if choice.kv_type == "q8_0":
             raise OptionError("heads of 20 elements cannot be quantised")
         return measure(choice)
 
-    fixed: frozenset[StepName] = frozenset({"context", "draft", "draft_window", "float32"})
-    choice, plan = fitted(START, no_q8, Budget(_total(START) - 1, "here"), fixed=fixed)
+    fixed: frozenset[PlanOption] = frozenset({"context", "draft", "draft_window", "float32"})
+    choice, plan = fit_to_budget(START, no_q8, Budget(_total(START) - 1, "here"), fixed=fixed)
     assert plan.fits
     assert choice.kv_type == "q4_0"
 
@@ -116,36 +125,36 @@ def test_a_step_the_model_cannot_take_is_left_out() -> None:
 class TestCards:
     """Two memories: layers on the card take its memory, the others the system's."""
 
-    def _measure(self, choice: Choice) -> Measured:
+    def _measure(self, choice: PlanChoice) -> PairEstimate:
         there = _LAYERS + 1 if choice.gpu_layers is None else choice.gpu_layers
         on_card = _WEIGHTS * there // (_LAYERS + 1)
         items = (
             Item("target", "target weights", "weights", _WEIGHTS - on_card),
             Item("target", "target weights", "weights", on_card, "gpu"),
         )
-        return Measured(items, MemoryEstimate(choice.context_tokens, "f16", ()))
+        return PairEstimate(items, MemoryEstimate(choice.context_tokens, "f16", ()))
 
     @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
     def test_as_many_layers_as_fit(self, card_bytes: int) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=card_bytes)
-        choice, plan = fitted(Choice(512, draft=False), self._measure, budget, gpu_layers=_LAYERS)
+        choice, plan = fit_to_budget(PlanChoice(512, draft=False), self._measure, budget, gpu_layers=_LAYERS)
         assert plan.fits
         assert plan.pools == ("memory", "gpu")
-        assert plan.left_bytes("gpu") >= 0
+        assert plan.free_bytes("gpu") >= 0
         assert (choice.gpu_layers is None) == (card_bytes == _WEIGHTS)
         assert ("gpu_budget_bytes", card_bytes) in plan.to_json().items()
 
     def test_layers_that_were_asked_for_stay(self) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=_WEIGHTS // 2)
-        start = Choice(512, draft=False, gpu_layers=17)
-        choice, plan = fitted(
+        start = PlanChoice(512, draft=False, gpu_layers=17)
+        choice, plan = fit_to_budget(
             start, self._measure, budget, fixed=frozenset({"gpu_layers"}), gpu_layers=_LAYERS
         )
         assert choice == start
         assert not plan.fits
 
 
-_STEPS: list[StepName] = ["context", "kv_type", "draft_window", "float32", "draft"]
+_STEPS: list[PlanOption] = ["context", "kv_type", "draft_window", "float32", "draft"]
 _FIELDS = {"context": "context_tokens"}
 
 
@@ -156,16 +165,18 @@ _FIELDS = {"context": "context_tokens"}
     st.integers(1, 64),
 )
 def test_it_fits_whenever_anything_does_and_keeps_what_was_asked_for(
-    budget_bytes: int, fixed: set[StepName], prefer: Prefer, blocks: int
+    budget_bytes: int, fixed: set[PlanOption], prefer: Preference, blocks: int
 ) -> None:
-    start = Choice(blocks * 256)
-    choice, plan = fitted(start, measure, Budget(budget_bytes, "here"), fixed=frozenset(fixed), prefer=prefer)
+    start = PlanChoice(blocks * 256)
+    choice, plan = fit_to_budget(
+        start, measure, Budget(budget_bytes, "here"), fixed=frozenset(fixed), prefer=prefer
+    )
     for name in fixed:
         field = _FIELDS.get(name, name)
         assert getattr(choice, field) == getattr(start, field)
     assert plan.total_bytes == _total(choice)
     assert plan.fits == (_total(choice) <= budget_bytes)
-    least = Choice(
+    least = PlanChoice(
         start.context_tokens if "context" in fixed else min(start.context_tokens, 512),
         "auto" if "kv_type" in fixed else "q4_0",
         "draft" in fixed,
