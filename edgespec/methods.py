@@ -193,10 +193,10 @@ class DrafterSet:
         for drafter in self._made.values():
             drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """Pass an interrupt on to every drafter."""
         for drafter in self._made.values():
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         """Free every drafter."""

@@ -285,7 +285,7 @@ class Session:
         """The loop, as the request wants it and as target and drafter can do it."""
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
-        self.target.follow(self.drafters.chain_model(request.how.method))
+        self.target.pipeline_with(self.drafters.chain_model(request.how.method))
         return decode(
             self.target,
             drafter,

@@ -132,7 +132,7 @@ def load(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None
+        initial_context_tokens=None
         if check_boolean("reserve_full_context", reserve_full_context)
         else INITIAL_CONTEXT_TOKENS,
         threads=threads,

@@ -65,7 +65,7 @@ class PairEstimator:
         )
 
     def _opened_draft(self, found: Resolved) -> MemoryEstimator:
-        drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
+        drafting = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
         draft = opened(found, drafting)
         self._undo.callback(draft.close)
         return draft
@@ -114,7 +114,9 @@ class PairEstimator:
             )
             drafting = replace(
                 meant_for(found, pair.target, drafting),
-                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
+                choose_context_tokens=lambda trained: self._draft_tokens(
+                    choice, target.context_tokens, trained
+                ),
             )
             items += items_of("draft", draft.estimate(drafting))
             if translated := self._translated_bytes(found):

@@ -317,9 +317,9 @@ class CombinedDrafter(Drafter):
     def note(self) -> str:
         return "; ".join(note for drafter in self.parts if (note := drafter.note()))
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         for drafter in self.parts:
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         for drafter in self.parts:

@@ -257,7 +257,7 @@ class AutoController(Drafter):
         """
         most = self.may_lose_seconds - (self._clock() - self._started)
         rows = tree.width
-        while rows > 1 and tree.laws[rows - 1] is None and self._worst_extra(rows) > most:
+        while rows > 1 and tree.draft_probs[rows - 1] is None and self._worst_extra(rows) > most:
             rows -= 1
         return tree.pruned(1 << 62, 1 << 30, rows)
 
@@ -369,8 +369,8 @@ class AutoController(Drafter):
         trouble = self._notes.notice if self._notes else ""
         return "; ".join(filter(None, (self._drafter.note(), trouble)))
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()

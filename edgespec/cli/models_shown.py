@@ -207,7 +207,8 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
-        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
+        "capabilities": asdict(facts.capabilities)
+        | {"self_draft_methods": sorted(facts.capabilities.self_draft_methods)},
         "rollback": facts.rollback,
     }
 

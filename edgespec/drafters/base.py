@@ -113,7 +113,7 @@ class Drafter(ABC):
     def reset(self) -> None:  # noqa: B027
         """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
 
-    def interrupt(self, wanted: bool) -> None:  # noqa: B027
+    def interrupt(self, enabled: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
 
     def close(self) -> None:  # noqa: B027

@@ -106,7 +106,7 @@ class ModelDrafter(BudgetedDrafter):
     def warm_up(self) -> None:
         if self._model.length == 0:
             # As much as a first reading and a first guess run: passes of a shape that is new take longer.
-            self._model.prefill([0] * min(_WARM_TOKENS, self._model.room - 1))
+            self._model.prefill([0] * min(_WARM_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
 
@@ -117,7 +117,7 @@ class ModelDrafter(BudgetedDrafter):
         memory = self.memory
         if memory.unread:
             memory.read()
-        widest = min(self._model.room, self._model.facts.capabilities.max_width)
+        widest = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
         if memory.behind > min(2, widest):
             return TokenTree.chain(memory.shown[-1])
         if not self._growth.begin_round(draft_length):
@@ -130,7 +130,7 @@ class ModelDrafter(BudgetedDrafter):
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
             self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(grown.ran.tree(), first).limited(self._vocab_size)
+            logits = self._model.verify(grown.ran.tree(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
             if not frontier or len(grown.ran) > widest:
                 break
@@ -200,8 +200,8 @@ class ModelDrafter(BudgetedDrafter):
     def reset(self) -> None:
         self._model.truncate(0)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._model.close()

@@ -97,8 +97,8 @@ class OnlineDrafter(BudgetedDrafter):
     def reset(self) -> None:
         self._drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance, Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from scripts.simulation.machines import SimulatedMachine
@@ -33,7 +33,7 @@ class World:
     moments: of the running reply, when each token came out; seconds since it began.
     """
 
-    room = 1 << 20
+    free_tokens = 1 << 20
 
     def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
         self.machine = machine

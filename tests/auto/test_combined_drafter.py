@@ -15,10 +15,10 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from tests.engine.exact import ExactModel, Path, assert_law, random_table
@@ -38,7 +38,7 @@ class Simulation:
         self._length = 0
         self._tree = TokenTree.chain(0)
 
-    room = 1 << 20
+    free_tokens = 1 << 20
 
     def clock(self) -> float:
         return self.seconds

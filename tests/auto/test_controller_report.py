@@ -12,8 +12,8 @@ from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from tests.tables import Saying
 
 

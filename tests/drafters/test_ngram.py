@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.token_buffer import GrowingText
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 
 
 def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.drafters.searching import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter

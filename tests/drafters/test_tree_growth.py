@@ -18,8 +18,8 @@ from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal

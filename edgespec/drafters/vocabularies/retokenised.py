@@ -13,9 +13,9 @@ from edgespec.drafters.draft_model import is_sure
 from edgespec.drafters.vocabularies.incremental import Reading
 from edgespec.drafters.vocabularies.translation import Translation
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.chain import SamplingParams
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
@@ -106,7 +106,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         # Only what was said or read since is compared: a text may be long.
         self._read = min(self._read, self._reading.take_unchanged())
         same = min(self._read, self._model.length)
-        same += common_prefix(self._run[same : self._model.length], wanted[same:])
+        same += common_prefix_length(self._run[same : self._model.length], wanted[same:])
         self._model.truncate(min(same, len(wanted) - 1))
         self._read = held = self._model.length
         del self._run[held:]
@@ -115,7 +115,7 @@ class RetokenisedDrafter(BudgetedDrafter):
     def _catch_up(self) -> bool:
         """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
         lag = self._lag()
-        if not self._reading.tokens or len(lag) >= self._model.room:
+        if not self._reading.tokens or len(lag) >= self._model.free_tokens:
             return False
         if lag:
             self._model.prefill(lag)
@@ -135,7 +135,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         """What the draft goes on with for up to `count` of its tokens, and whether it ended its reply."""
         said, ended = b"", False
         chain = [self._reading.tokens[-1]]
-        most = min(count, self._model.room, self._model.facts.capabilities.max_width)
+        most = min(count, self._model.free_tokens, self._model.facts.capabilities.max_width)
         for done in range(most):
             self._model.run_ahead(done + 1 < most)
             logits = self._model.verify(TokenTree.chain(chain[0], chain[1:]), done)
@@ -182,8 +182,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._tokens, self._run, self._read = [], [], 0
         self._begin_reading()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._model.close()

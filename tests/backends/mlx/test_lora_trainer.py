@@ -41,7 +41,7 @@ ASKED = ("How do I list files by size?", "How do I list files by name?", "How do
 def load(path: Path) -> MlxModel:
     model = mlx.load(str(path), path.name, OPTIONS)
     assert isinstance(model, MlxModel)
-    assert model.facts.capabilities.learns
+    assert model.facts.capabilities.trainable
     return model
 
 
