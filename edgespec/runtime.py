@@ -10,7 +10,7 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
@@ -74,7 +74,7 @@ class Runtime:
         notice: str = "",
         plan: MemoryPlan | None = None,
         prefix_cache: PrefixCache | None = None,
-        record: PairRecord | None = None,
+        record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
@@ -84,7 +84,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.

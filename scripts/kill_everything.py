@@ -28,7 +28,7 @@ from typing import Any
 from kill_chats import forked
 
 import edgespec.backends.llamacpp  # here, so that no child has to
-from edgespec.catalog import look, resolve
+from edgespec.catalog import find_installed, resolve
 from edgespec.catalog.catalogue import load_catalogue
 from edgespec.catalog.download import fetch
 from edgespec.errors import ModelNotFoundError
@@ -200,7 +200,7 @@ def _downloads(cache: Path) -> Work:
             names = [PARTS.format(i).rpartition("/")[2] for i in (1, 2, 3)] if len(parts) > 1 else [WHOLE]
             if first and [first.with_name(name).read_bytes() for name in names] != parts:
                 wrong.append(f"{first} is used and is not whole")
-        shelf = [one.path for one in look().models if one.place == "hub"]
+        shelf = [one.path for one in find_installed().models if one.place == "hub"]
         return wrong + [f"{path} is on the shelf and is not whole" for path in shelf if not _is_demo(path)]
 
     return Work(run, seen, lambda: all(map(here, wanted)), partial(_cleared, cache))

@@ -191,7 +191,7 @@ class _Maker:
                 f"{facts.name} was not prepared for early exit",
                 f"run `edgespec prepare layerskip {self._reference}` once",
             )
-        if "layerskip" not in facts.capabilities.self_drafts:
+        if "layerskip" not in facts.capabilities.self_draft_methods:
             return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
         if self._found.format == "layerskip":
@@ -217,7 +217,7 @@ class _Maker:
         from edgespec.backends.mlx.exits import exit_facts
 
         request = calibration_prompt(self._model.vocabulary)
-        if len(request) >= self._model.room:
+        if len(request) >= self._model.free_tokens:
             raise CapabilityError(
                 f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
                 "give --exit-layer, or a larger --context",
@@ -237,7 +237,7 @@ class _Maker:
     def _lowbit(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
         copy = None
-        if "lowbit" not in facts.capabilities.self_drafts:
+        if "lowbit" not in facts.capabilities.self_draft_methods:
             return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
         if self._found.format != "mlx":
             prepared = self._lowbit_copy()
@@ -265,7 +265,7 @@ class _Maker:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_drafts:
+        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_draft_methods:
             return self._why_not(SkippedLayers((1,)))
         if self._found.format != "mlx":
             return MissingDrafter(

@@ -154,7 +154,7 @@ def load_draft(
         window = window_of(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    draft = _load_model(found, replace(options, context_for=context_of), progress)
+    draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
     try:
         window = window_of(draft.facts.trained_context_tokens)
         compared = compare_vocabularies(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
@@ -196,7 +196,7 @@ def _check_learns(
     """Raises OptionError for a draft that cannot be trained between replies."""
     if found.format != "mlx":
         why, hint = "that takes an MLX draft", "give an MLX draft"
-    elif not draft.capabilities.learns:
+    elif not draft.capabilities.trainable:
         why, hint = "it remembers by a recurrent state", "give a draft without one"
     elif not same_tokens:
         why, hint = f"it has other tokens than {target.name}", "give a draft with the same tokens"
@@ -227,7 +227,7 @@ def _left(options: LoadOptions, target: ModelFacts) -> int | None:
     """The memory that a loaded target leaves."""
     if options.memory_bytes is None:
         return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.most_kv_bytes)
+    return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
 
 
 def for_draft(
@@ -238,8 +238,8 @@ def for_draft(
         options,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
-        rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
-        draft=True,
+        max_logit_rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
+        is_draft=True,
         adapter=None,
         exact=False,
         low_bits=False,
@@ -258,5 +258,5 @@ def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> 
         flash_attention=plain.flash_attention,
         mmap=plain.mmap,
         mlock=plain.mlock,
-        kv_type=plain.kv_type if options.draft else options.kv_type,
+        kv_type=plain.kv_type if options.is_draft else options.kv_type,
     )

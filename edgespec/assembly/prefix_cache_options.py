@@ -121,10 +121,10 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
         costs.how,
         repr(stored),
         target.facts.rollback,
-        target.facts.cache_form,
+        target.facts.cache_variant,
         *seen,
     ]
-    if not target.facts.capabilities.continues:
+    if not target.facts.capabilities.prefix_reuse_exact:
         told.append("read in whole pieces")  # not so where there are fewer or more cores to run on
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.draft_model import known
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 
 __all__ = ["DraftCache"]
 
@@ -61,10 +61,10 @@ class DraftCache:
         if at_most is not None and self.unread > max(at_most, _SINK_TOKENS):
             last = max(at_most - _SINK_TOKENS, 0) + 1
             self._show([*self._text[:_SINK_TOKENS], *self._text[-last:]])
-        if 1 < self.behind <= self.model.room:
+        if 1 < self.behind <= self.model.free_tokens:
             self.model.prefill(known(self.model, self.shown[self.model.length : -1]), progress)
 
     def _show(self, tokens: Sequence[int]) -> None:
-        held = common_prefix(self.shown[: self.model.length], tokens)
+        held = common_prefix_length(self.shown[: self.model.length], tokens)
         self.model.truncate(min(held, len(tokens) - 1))
         self.shown = list(tokens)

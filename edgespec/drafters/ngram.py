@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.host_cost import HostCost
 from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Acceptance
@@ -25,7 +25,7 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    lookup = True
+    is_lookup = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.cost = HostCost()
@@ -33,8 +33,8 @@ class NgramDrafter(Drafter):
         self._text = TokenBuffer()
 
     @property
-    def extra(self) -> Extra:
-        return Extra(other_bytes=self._text.most_bytes)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(other_bytes=self._text.most_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         with self.cost:

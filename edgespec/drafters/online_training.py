@@ -119,7 +119,7 @@ class OnlineTrainer:
 
     def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
         size = self._draft.facts.vocab_size
-        tokens, values = logits.limited(size).top(row, TARGET_TOKENS)
+        tokens, values = logits.limit_vocab(size).top(row, TARGET_TOKENS)
         # Ties may bring more than were asked for, and a lesson's rows are of one length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())

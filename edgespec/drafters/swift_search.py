@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.payoff import best_chain
+from edgespec.engine.draft_length import best_draft_length
 
 __all__ = ["Found", "Layers", "SwiftSearch", "speed_up"]
 
@@ -42,7 +42,7 @@ class Found:
 
 def speed_up(agreement: float, cost: float, pass_cost: Callable[[int], float]) -> tuple[float, int]:
     """(tokens per plain step's time, best draft length) of a draft that costs `cost` plain steps a token."""
-    length, speed = best_chain(agreement, lambda k: k * cost + pass_cost(k + 1), _LONGEST_DRAFT)
+    length, speed = best_draft_length(agreement, lambda k: k * cost + pass_cost(k + 1), _LONGEST_DRAFT)
     return speed, length
 
 

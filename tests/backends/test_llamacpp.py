@@ -167,7 +167,7 @@ def test_a_draft_takes_as_many_rows_as_were_asked_for(
 ) -> None:
     """The library wants one for each sequence."""
     options = {"rows": rows, "max_branches": max_branches, "context_tokens": 512}
-    model = load(write_llama(tmp_path / "tiny.gguf"), draft=True, **options)
+    model = load(write_llama(tmp_path / "tiny.gguf"), is_draft=True, **options)
     assert model.facts.capabilities.max_width == made
     model.close()
 

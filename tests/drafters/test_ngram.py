@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 
 
 def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
@@ -107,4 +107,4 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
     assert drafter.note() == "ngram costs 12 µs a token"
-    assert 0 < drafter.extra.other_bytes < 2_000_000
+    assert 0 < drafter.memory_use.other_bytes < 2_000_000

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixArray, SuffixConfig, SuffixCorpus, SuffixDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.drafters.searching import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter
@@ -142,7 +142,7 @@ def test_what_it_costs_and_holds_is_told() -> None:
         "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
     )
     assert index.size_bytes < 9_000
-    assert 100 < drafter.extra.other_bytes - index.size_bytes < 2_000
+    assert 100 < drafter.memory_use.other_bytes - index.size_bytes < 2_000
 
 
 def half_known(seed: int) -> SuffixArray:
@@ -198,7 +198,7 @@ def test_what_is_known_beforehand_is_asked_for_once_and_before_the_first_reply()
         return SuffixCorpus()
 
     drafter = SuffixDrafter(known)
-    drafter.warm()
+    drafter.warm_up()
     assert asked == [1]
     drafter.begin([1, 2, 3])
     assert asked == [1]

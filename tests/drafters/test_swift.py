@@ -33,14 +33,14 @@ class Skippable(TabularModel):
     def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
         super().__init__(table(1)._table)
         self.facts = replace(
-            self.facts, capabilities=Capabilities(True, True, self_drafts=frozenset({"swift"}))
+            self.facts, capabilities=Capabilities(True, True, self_draft_methods=frozenset({"swift"}))
         )
         self.layer_count = LAYERS
         self.harm, self.base = harm, base
         self.asked: list[Layers] = []
         self.left = 0
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         if not 0 < min(layers) <= max(layers) < LAYERS - 1:
             raise OptionError(f"{layers} cannot be skipped")
         assert list(tokens) == self._tokens[-len(tokens) :]

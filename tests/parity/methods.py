@@ -168,7 +168,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if tiny.backend == "llama.cpp":
         if "layerskip" in how.itself:
             prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
-        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
+        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_draft_methods:
             prepare_lowbit(tiny.path)
     names = {name for row in rows for name in row.drafters} | set(how.beside)
     options: dict[str, Any] = {}

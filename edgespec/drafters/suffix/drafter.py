@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.host_cost import HostCost
 from edgespec.drafters.suffix.scoring import ScoredDraft, SuffixConfig, combined
 from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
@@ -57,7 +57,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
-    lookup = True
+    is_lookup = True
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class SuffixDrafter(Drafter):
         # What this chat holds and other chats are to find once it is over.
         self._said: list[Sequence[int]] = []
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         if self._make_known is not None:
             self._take(self._make_known())
             self._make_known = None
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._keep_turn()
-        self.warm()
+        self.warm_up()
         self._prompt = tokens
         with self.reading:
             read = self._chat.automaton.hold(tokens)
@@ -99,8 +99,8 @@ class SuffixDrafter(Drafter):
         self.reading.tokens += read
 
     @property
-    def extra(self) -> Extra:
-        return Extra(other_bytes=sum(source.size_bytes for source in self._sources))
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(other_bytes=sum(source.size_bytes for source in self._sources))
 
     def _take(self, known: SuffixCorpus) -> None:
         self._known = known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgespec.backends.base import MOST_PADDING, Vocabulary
+from edgespec.backends.base import MAX_VOCAB_PADDING, Vocabulary
 from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.errors import VocabularyMismatchError
 
@@ -98,6 +98,6 @@ def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, d
                 f"token {token} is {mine.decode('utf-8', 'replace')!r} in {target_name}"
                 f" and {its.decode('utf-8', 'replace')!r} in {draft_name}"
             )
-    if abs(target.size - draft.size) > MOST_PADDING:
+    if abs(target.size - draft.size) > MAX_VOCAB_PADDING:
         return f"{target_name} has {target.size} tokens and {draft_name} has {draft.size}"
     return ""

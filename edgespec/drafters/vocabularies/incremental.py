@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgespec.backends.base import Vocabulary
 from edgespec.drafters.vocabularies.translation import TokenTranslation
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 
 __all__ = ["IncrementalRetokeniser"]
 
@@ -65,7 +65,7 @@ class IncrementalRetokeniser:
 
     def _end_with(self, found: Sequence[int]) -> None:
         """Let these tokens follow those that are settled."""
-        kept = self._settled + common_prefix(self.tokens[self._settled :], found)
+        kept = self._settled + common_prefix_length(self.tokens[self._settled :], found)
         self._unchanged = min(self._unchanged, kept)
         self.tokens[kept:] = found[kept - self._settled :]
 

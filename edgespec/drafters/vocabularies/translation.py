@@ -150,8 +150,8 @@ class TokenTranslation:
 
     def _join_starts(self, mine: _TokenTable, its: _TokenTable) -> None:
         """A text begins with the draft's start, whatever the target begins it with."""
-        start = mine.named(self._target.start_text)
-        its_start = its.named(self._draft.start_text)
+        start = mine.named(self._target.bos_text)
+        its_start = its.named(self._draft.bos_text)
         if start is not None and its_start is not None:
             self._instead.setdefault(start, its_start)
 
@@ -207,5 +207,5 @@ def _reply_end(vocabulary: Vocabulary, ends: list[int]) -> int | None:
     written = [token for token in ends if places[token] >= 0]
     if written:
         return max(written, key=places.__getitem__)
-    named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.end_text.encode()]
+    named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.eos_text.encode()]
     return next(iter([*named, *ends]), None)

@@ -118,7 +118,7 @@ def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary
     ours, theirs = demo
     _assert_same_tokens(ours, theirs)
     assert ours.chat_template == theirs.chat_template
-    assert ours.end_text == theirs.end_text == "<|im_end|>"
+    assert ours.eos_text == theirs.eos_text == "<|im_end|>"
 
 
 @SETTINGS
@@ -211,7 +211,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vo
 def test_sentencepiece_tokens_are_the_same(sentencepiece: tuple[Vocabulary, Vocabulary]) -> None:
     ours, theirs = sentencepiece
     _assert_same_tokens(ours, theirs)
-    assert (ours.start_text, ours.end_text) == (theirs.start_text, theirs.end_text) == ("<s>", "</s>")
+    assert (ours.bos_text, ours.eos_text) == (theirs.bos_text, theirs.eos_text) == ("<s>", "</s>")
 
 
 @SETTINGS

@@ -17,9 +17,9 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
 from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.losslessness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
@@ -46,7 +46,7 @@ def propose(drafter: RetokenisedDrafter, tokens: list[int], draft_length: int) -
     tree = drafter.propose(sampler, Invariant(), draft_length)
     assert tree.is_chain
     assert tree.tokens[0] == tokens[-1]
-    assert set(tree.laws) == {None}
+    assert set(tree.draft_probs) == {None}
     return list(tree.tokens[1:])
 
 
@@ -216,9 +216,9 @@ def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytes
 
     def counted(a: list[int], b: list[int]) -> int:
         compared.append(len(a))
-        return common_prefix(a, b)
+        return common_prefix_length(a, b)
 
-    monkeypatch.setattr(retokenised, "common_prefix", counted)
+    monkeypatch.setattr(retokenised, "common_prefix_length", counted)
     for token in range(8):
         propose(drafter, tokens, 4)
         drafter.commit((token,))
@@ -233,20 +233,20 @@ def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
     tokens = [0, 1, 2, 3, 4] * 60
     drafter.begin(tokens)
     assert model.length == 0
-    assert drafter.unread == drafter.unread_whole > 100
-    drafter.read(40)
+    assert drafter.pending_tokens == drafter.full_pending_tokens > 100
+    drafter.prefill(40)
     assert 20 < model.length <= 40
-    assert (drafter.unread, drafter.unread_whole) == (0, len(tokens))
+    assert (drafter.pending_tokens, drafter.full_pending_tokens) == (0, len(tokens))
     said = propose(drafter, tokens, 3)
     drafter.commit((5, 6))
     tokens += [5, 6]
-    assert drafter.unread == 0
+    assert drafter.pending_tokens == 0
     assert propose(drafter, tokens, 3)
-    drafter.read(len(tokens))
+    drafter.prefill(len(tokens))
     whole = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 12))
     whole.begin(tokens)
     assert propose(drafter, tokens, 3) == propose(whole, tokens, 3)
-    assert drafter.unread_whole == whole.unread_whole == 0
+    assert drafter.full_pending_tokens == whole.full_pending_tokens == 0
     whole.begin(tokens[:-2])
     assert propose(whole, tokens[:-2], 3) == said
 
@@ -333,7 +333,7 @@ class TestInARuntime:
         path = write_llama(tmp_path / "target.gguf")
         target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=256))
         checkpoint = write_checkpoint(tmp_path / "draft", "llama")
-        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, draft=True))
+        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, is_draft=True))
         translation = TokenTranslation(target.vocabulary, draft.vocabulary)
         with with_drafter(target, RetokenisedDrafter(draft, target.vocabulary, translation)) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": 0.8}

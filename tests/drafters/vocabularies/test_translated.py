@@ -16,9 +16,9 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
 from edgespec.losslessness import verify
@@ -122,7 +122,7 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
             text = text[:how]
         elif what == "forget":
             start, end = min(how), max(how)
-            model.forget(start, end)
+            model.remove_range(start, end)
             del text[start:end]
         elif what == "snapshot":
             saved = model.snapshot()
@@ -161,7 +161,7 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
 def test_a_text_too_long_in_the_drafts_tokens_leaves_no_room() -> None:
     model = translated(speaking(DRAFT, 3, context_tokens=60))
     model.prefill([7] * 25)
-    assert (model.length, model.room) == (25, 0)
+    assert (model.length, model.free_tokens) == (25, 0)
     model.truncate(5)
     model.verify(TokenTree.chain(0))
     model.commit(())
@@ -185,7 +185,7 @@ class TestRows:
         assert (tokens.tolist(), values.tolist()) == ([0, 2, 5], [4.0, 7.0, 5.0])
 
     def test_fewer_ids(self) -> None:
-        limited = self.logits().limited(2)
+        limited = self.logits().limit_vocab(2)
         assert limited.vocab_size == 2
         assert limited.top(0, 1)[0].tolist() == [0, 1]
         assert limited.above(0, 0.5)[0].tolist() == [0]
