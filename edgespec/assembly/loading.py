@@ -29,7 +29,7 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
-from edgespec.prepare.lowbit import copy_path, find_lowbit
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -211,7 +211,7 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     has_copy = copied and pair.target.file_format.low_bit_copy_format and options.mmap
     copy = find_lowbit(pair.target.path) if has_copy else None
     if copy:
-        paths.append(copy_path(copy))
+        paths.append(lowbit_file(copy))
     return MappedFiles(paths)
 
 

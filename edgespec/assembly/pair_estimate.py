@@ -17,7 +17,7 @@ from edgespec.catalog import (
     read_model_info,
     smaller_quantisations,
 )
-from edgespec.drafters.windowed import AttentionWindow, window_for
+from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     Budget,
@@ -147,7 +147,7 @@ class PairEstimator:
         return self._translated[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
@@ -196,16 +196,16 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
     automatic = "auto" in how.methods and pair.draft is None and not form.fixed_exit
     if not form.low_bit_copy_format or not (asked or automatic):
         return None
-    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+    from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
-    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    prepared = find_lowbit(pair.target.path) if asked else find_valid_lowbit(pair.target.path)
     if prepared is None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
         pair.target,
         name=f"{pair.target.name} at low bits",
-        path=copy_path(prepared),
+        path=lowbit_file(prepared),
         format=form.low_bit_copy_format,
     )
 

@@ -11,11 +11,11 @@ from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progr
 from edgespec.backends.registry import same_backend
 from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare_vocabularies
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.prepare.lowbit import right_lowbit
-from edgespec.prepare.store import check, find
+from edgespec.prepare.lowbit import find_valid_lowbit
+from edgespec.prepare.store import check_prepared, find_prepared
 
 __all__ = [
     "Draft",
@@ -32,7 +32,7 @@ FindModel = Callable[[str], Resolved]
 # A draft with other tokens begins with so many: its text need not be as long as the target's.
 _OTHER_TOKENS = 8192
 # Logits of a draft: of a chain or a tree that pays (64, drafters/adaptive_tree.py), and of what two tokens of
-# another vocabulary are spelled with (`LONGEST_SPELLING`).
+# another vocabulary are spelled with (`MAX_SPELLING_TOKENS`).
 _DRAFT_ROWS = 96
 
 
@@ -98,12 +98,12 @@ def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
     if "layerskip" not in found.file_format.preparations:
         return found
     asked = "layerskip" in how.asked
-    automatic = "auto" in how.methods and not has_draft and right_lowbit(found.path) is None
-    prepared = find("layerskip", found.path) if asked or automatic else None
+    automatic = "auto" in how.methods and not has_draft and find_valid_lowbit(found.path) is None
+    prepared = find_prepared("layerskip", found.path) if asked or automatic else None
     if prepared is None:
         return found
     try:
-        check(prepared, found.path)
+        check_prepared(prepared, found.path)
     except ModelFileError:
         if asked:
             raise
@@ -149,7 +149,7 @@ def load_draft(
     options = meant_for(found, pair.target, drafting)
 
     def window_of(trained_tokens: int) -> AttentionWindow | None:
-        return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
+        return choose_draft_window(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
 
     def context_of(trained_tokens: int) -> int:
         window = window_of(trained_tokens)
@@ -158,7 +158,7 @@ def load_draft(
     draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
     try:
         window = window_of(draft.facts.trained_context_tokens)
-        compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        compared = compare_vocabularies(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
         now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
         if window:  # it never grows
             draft.resize(most)
@@ -175,7 +175,7 @@ def load_draft(
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)
-        if compared.way == "translated":
+        if compared.mapping == "translated":
             return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
         if how.branches:
             raise OptionError(

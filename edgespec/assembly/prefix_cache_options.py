@@ -15,7 +15,7 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
-from edgespec.saved_arrays import identity_of
+from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
 
@@ -112,7 +112,7 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     told = [
-        identity_of(target.facts),
+        models_fingerprint(target.facts),
         costs.how,
         repr(stored),
         target.facts.rollback,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ModelInfo,
         Resolved,
     )
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = [
     "Shown",
@@ -166,7 +166,7 @@ def installed_json(shelved: InstalledModel) -> dict[str, Any]:
     }
 
 
-def prepared_json(prepared: Prepared) -> dict[str, Any]:
+def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
     """What `edgespec prepare` made."""
     return {
         "kind": prepared.kind,
