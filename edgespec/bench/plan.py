@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from edgespec.checks import check_integer
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, read_prompts
 

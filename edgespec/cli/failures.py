@@ -43,11 +43,9 @@ def _line(error: Exception) -> str:
         return "error: out of memory; close other programs, or use a smaller model or a smaller --context"
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
-        return (
-            f"error: {error.strerror.lower()}{where}; check free disk space and permissions, then try again"
-        )
+        return f"error: {error.strerror.lower()}{where}; check disk space and permissions"
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a bug in edgespec: please report it with the traceback that {_DEBUG}=1 prints"
+    return f"error: {what}; this is a bug in edgespec, please report it with the traceback ({_DEBUG}=1 prints it)"
 
 
 def _wrong_usage(error: click.UsageError) -> str:

@@ -81,8 +81,8 @@ def list_models(as_json: bool) -> None:
     """List the catalogue, the models on this machine, and your own aliases and pairs.
 
     DOWNLOADED shows which quantisations of a catalogue model are on this machine. Others are downloaded at
-    first use. The second table lists the models of Ollama, LM Studio and the Hugging Face cache. They are used
-    where they are, and nothing is copied.
+    first use. The second table lists the models of Ollama, LM Studio and the Hugging Face cache. They are
+    used where they are, and nothing is copied.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ModelInfo,
         Resolved,
     )
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = [
     "Shown",
@@ -183,7 +183,7 @@ def installed_json(installed_model: InstalledModel) -> dict[str, Any]:
     }
 
 
-def prepared_json(prepared: Prepared) -> dict[str, Any]:
+def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
     """Return the result of `edgespec prepare` as a JSON object."""
     return {
         "kind": prepared.kind,
@@ -220,7 +220,8 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
-        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
+        "capabilities": asdict(facts.capabilities)
+        | {"self_draft_methods": sorted(facts.capabilities.self_draft_methods)},
         "rollback": facts.rollback,
     }
 

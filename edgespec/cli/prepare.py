@@ -16,7 +16,7 @@ from edgespec.errors import OptionError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = ["command"]
 
@@ -68,7 +68,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
     layer = _exit(exit_layer)
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
     prepared = _resolve_and_prepare(reference, make)
@@ -109,7 +109,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     REF may also be a folder that `edgespec prepare layerskip` made.
     """
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         from edgespec.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
@@ -134,8 +134,8 @@ def _exit(text: str) -> int | None:
 
 
 def _resolve_and_prepare(
-    reference: str, make: Callable[[Path, ProgressLine], Prepared], *, allow_split: bool = False
-) -> Prepared:
+    reference: str, make: Callable[[Path, ProgressLine], PreparedModel], *, allow_split: bool = False
+) -> PreparedModel:
     """Resolve the model, download it if needed, and prepare it. Ctrl-C stops either step.
 
     Args:
@@ -145,7 +145,7 @@ def _resolve_and_prepare(
     """
     from edgespec.catalog import resolve
 
-    def work(stop: Any) -> Prepared:
+    def work(stop: Any) -> PreparedModel:
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
@@ -174,7 +174,7 @@ def _exit_row(found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _json(prepared: Prepared) -> dict[str, Any]:
+def _json(prepared: PreparedModel) -> dict[str, Any]:
     return {
         "kind": prepared.kind,
         "folder": str(prepared.folder),
@@ -185,5 +185,5 @@ def _json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _print_result(prepared: Prepared, what: str) -> None:
+def _print_result(prepared: PreparedModel, what: str) -> None:
     click.echo(printable(f"{prepared.folder}  {format_bytes(prepared.size_bytes)}, {what}"))

@@ -62,8 +62,8 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    "Methods to compare with plain decoding. auto, layerskip, lowbit, swift and lookahead only run if you name"
-    " them. [default: suffix and ngram; with a draft model also model and model+suffix]"
+    "Methods to compare with plain decoding. auto, layerskip, lowbit, swift and lookahead run only if named."
+    " [default: suffix and ngram; with a draft model also model and model+suffix]"
 )
 @prompts_option("JSON lines with `prompt` or `messages`. [default: built-in prompts]")
 @temperatures_option("0,0.8,1.2", "Temperatures to compare.")

@@ -45,11 +45,11 @@ def test_the_traceback_can_be_had(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (CancelledError("it was stopped"), 130, "interrupted: it was stopped"),
         (
             MemoryError(), 1,
-            "error: there is no memory left; close other programs or use a smaller model or --context",
+            "error: out of memory; close other programs, or use a smaller model or a smaller --context",
         ),
         (
             OSError(errno.ENOSPC, "No space left on device"), 1,
-            "error: no space left on device; make room or check the permissions, then try again",
+            "error: no space left on device; check disk space and permissions",
         ),
     ],
 )  # fmt: skip
