@@ -45,7 +45,7 @@ def _line(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"error: {error.strerror.lower()}{where}; check disk space and permissions"
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a bug in edgespec, please report it with the traceback ({_DEBUG}=1 prints it)"
+    return f"error: {what}; this is a bug, please report it with the traceback that {_DEBUG}=1 prints"
 
 
 def _wrong_usage(error: click.UsageError) -> str:
