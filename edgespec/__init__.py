@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.message import Message
     from edgespec.conversation import Chat
-    from edgespec.engine.chain import SamplingParams
+    from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
@@ -72,7 +72,7 @@ _HOMES = {
     "ReplyStream": "edgespec.stream",
     "RequestQueue": "edgespec.request_queue",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.chain",
+    "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",
     "delete_data": "edgespec.saved_data",
     "load": "edgespec.assembly.loading",

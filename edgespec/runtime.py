@@ -10,9 +10,9 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
-from edgespec.chat.prompt import ContextFull, PromptBuilder
+from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.template import ChatTemplate
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
@@ -85,7 +85,7 @@ class Runtime:
         notice: str = "",
         plan: MemoryPlan | None = None,
         prefix_cache: PrefixCache | None = None,
-        record: PairRecord | None = None,
+        record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
@@ -95,7 +95,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model is usable without a template. The error is raised when one is needed.
@@ -294,7 +294,8 @@ class Runtime:
             OptionError: `context_full` is something else.
             TemplateError: The model has no chat template.
         """
-        self._prompt_builder()
+        check_context_full(context_full)
+        self._prompt_builder()  # Raises TemplateError if the model cannot chat.
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -403,14 +404,14 @@ class Runtime:
         """
         self._session.save_prefix_cache()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 
         They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
-        another thread asks for a reply.
+        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
+        when another thread asks for a reply.
         """
-        self._session.rest(wanted)
+        self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
         """End the running reply after the current target pass."""

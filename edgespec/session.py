@@ -13,6 +13,7 @@ from time import perf_counter as now
 import numpy as np
 
 from edgespec.auto.active_replies import ACTIVE_REPLIES
+from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
@@ -21,7 +22,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.idle import Idle, resting_parts
+from edgespec.idle import IdleWorker, drafters_with_idle_work
 from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
@@ -70,7 +71,7 @@ class Session:
         self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
-        self._idle = Idle()
+        self._idle_worker = IdleWorker()
         # Drafters of the last reply that work in idle time, on the tokens that are still in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
@@ -130,7 +131,8 @@ class Session:
         progress: Progress | None,
     ) -> Iterator[Step]:
         """Prepare the caches for the prompt, then decode and keep the stats and the memory up to date."""
-        drafter, _ = self.drafters.choose(request.method_options.method)
+        method = request.method_options.method
+        drafter, controller = self.drafters.choose(method)[0], self.drafters.controller(method)
         tokens = list(request.tokens)  # The target cache shares this list, which grows with the reply.
         self._idle_drafters = ()
         started = now()
@@ -143,7 +145,7 @@ class Session:
                 if drafter:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
-                    self._idle_drafters = resting_parts(drafter)
+                    self._idle_drafters = drafters_with_idle_work(drafter)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
@@ -161,7 +163,7 @@ class Session:
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if drafter:
-                _count_drafter(stats, drafter, ended=step.finish_reason is not None)
+                _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
             yield step
             if self.context.short and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
@@ -180,7 +182,7 @@ class Session:
         options, facts = request.method_options, self.target.facts
         capabilities = facts.capabilities
         self.target.run_ahead(drafter is None)
-        self.target.follow(self.drafters.chain_model(options.method))
+        self.target.pipeline_with(self.drafters.chain_model(options.method))
         return decode(
             self.target,
             drafter,
@@ -190,7 +192,7 @@ class Session:
             vocab_size=facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=options.max_draft_length(drafter.adapts) if drafter else 0,
+            draft_length=options.max_draft_length(drafter.chooses_length) if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
@@ -205,7 +207,7 @@ class Session:
                 raise BusyError(
                     "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
                 )
-            self._idle.stop()
+            self._idle_worker.stop()
             self._active_request, self._stopping = request, False
 
     def _end(self) -> None:
@@ -217,7 +219,7 @@ class Session:
             if not self._closing and (
                 self._idle_drafters or self._target_cache.saved or self.memory_pressure.anything
             ):
-                self._idle.start(self._use_idle_time, self._reclaim_memory)
+                self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
     def report(self, method: str) -> MethodReport:
         """Return the report of the running or last reply that used this method.
@@ -228,15 +230,16 @@ class Session:
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter is None:
             return replace(report, note=" · ".join(filter(None, notes)))
-        failures = [self._idle.trouble.get(part.name, "") for part in drafter.parts]
+        failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
         report = replace(report, note=" · ".join(filter(None, [drafter.note(), *failures, *notes])))
-        if account := drafter.account():
+        if controller := self.drafters.controller(method):
+            progress = controller.report()
             return replace(
                 report,
-                effective="+".join(account.drafters) or "none",
-                reason=account.reason,
-                gain=account.speed_up - 1.0,
-                gain_uncertainty=account.uncertainty,
+                effective="+".join(progress.drafters) or "none",
+                reason=progress.reason,
+                gain=progress.speed_up - 1.0,
+                gain_uncertainty=progress.uncertainty,
             )
         return report
 
@@ -261,7 +264,7 @@ class Session:
     def clear_cache(self) -> None:
         """Clear the KV caches of target and drafters and the prefix cache. Raises BusyError, ClosedError."""
         with self.borrowed_target():
-            self.drafters.forget()
+            self.drafters.reset()
             if self.prefix_cache:
                 self.prefix_cache.store.forget()
 
@@ -277,14 +280,14 @@ class Session:
                 self._target_cache.keep()
         self.prefix_cache.store.write(should_continue)
 
-    def rest(self, should_continue: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the last reply's drafters in this thread.
 
         It ends when `should_continue()` returns False or a reply starts. A failure is not raised but
         reported in the note of the next `report`.
         """
         with self._compute_lock:
-            succeeded = self._idle.take_turns(
+            succeeded = self._idle_worker.run_drafters(
                 self._idle_drafters,
                 lambda: not self._closing and self._active_request is None and should_continue(),
             )
@@ -298,7 +301,7 @@ class Session:
     def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
         self.save_prefix_cache(should_continue)
         if self._idle_drafters:
-            self.rest(should_continue)
+            self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
         """Free memory for other programs if they need it. Returns whether there is more to free."""
@@ -317,7 +320,7 @@ class Session:
             request: Cancel only if this request is the one that runs. None cancels any.
         """
         with self._state_lock:
-            self._idle.stop()
+            self._idle_worker.stop()
             if (
                 self._active_request is not None
                 and (request is None or request is self._active_request)
@@ -339,7 +342,7 @@ class Session:
                     self._target_cache.keep()
                 self.drafters.close()
                 self.target.close()
-        self._idle.join()
+        self._idle_worker.join()
         if self.prefix_cache:
             self.prefix_cache.store.write()
 
@@ -360,19 +363,20 @@ class Session:
 
 
 def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
-    extra = drafter.extra
-    stats.draft_weight_bytes, stats.draft_kv_bytes = extra.weight_bytes, extra.cache_bytes
-    stats.draft_other_bytes = extra.other_bytes
+    memory = drafter.memory_use
+    stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
+    stats.draft_other_bytes = memory.other_bytes
 
 
-def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
+def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
     """Update the controller's part of the stats, at intervals and at the end of a reply."""
     if not ended and stats.target_passes % _PASSES_PER_REPORT != 1:
         return
-    if account := drafter.account():
-        stats.target_step_seconds = account.plain_seconds
-        stats.ledger_credit_seconds = account.credit_seconds
-        stats.worst_case_loss = account.worst_loss
+    if controller:
+        report = controller.report()
+        stats.target_step_seconds = report.target_step_seconds
+        stats.ledger_credit_seconds = report.credit_seconds
+        stats.worst_case_loss = report.worst_loss
     if ended:
         _count_draft_memory(stats, drafter)
 

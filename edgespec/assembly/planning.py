@@ -12,7 +12,7 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pair_estimate import PairEstimator
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import begun_with, context_wanted
+from edgespec.backends.memory_check import initial_context, requested_context
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import format_bytes
@@ -70,7 +70,8 @@ class LoadPlan:
     """What to load, and how. options: for both models together. float32: see `PlanChoice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
-    turning_tokens: see `begun_with`. draft_window: what the draft sees of the text; None where that is all.
+    longrope_switch_tokens: see `initial_context`.
+    draft_window: what the draft sees of the text; None where that is all.
     """
 
     pair: Pair
@@ -80,7 +81,7 @@ class LoadPlan:
     plan: MemoryPlan
     advice: str = ""
     trained_tokens: int = 0
-    turning_tokens: int = 0
+    longrope_switch_tokens: int = 0
     draft_window: AttentionWindow | None = None
 
     @property
@@ -95,15 +96,15 @@ class LoadPlan:
         return replace(self.options, memory_bytes=max(0, left))
 
     @property
-    def first_tokens(self) -> int:
+    def initial_context_tokens(self) -> int:
         """What the context begins with, and grows from with the text; all of it where it does not grow.
 
         MLX makes its caches as large as the text: 0.
         """
-        if self.pair.target.format == "mlx":
+        if self.pair.target.backend.cache_follows_text:
             return 0
-        tokens, first = self.plan.context_tokens, self.options.first_tokens
-        return tokens if first is None else begun_with(tokens, first, self.turning_tokens)
+        tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
+        return tokens if first is None else initial_context(tokens, first, self.longrope_switch_tokens)
 
     @property
     def notice(self) -> str:
@@ -125,19 +126,13 @@ def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
 def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
     limit_malloc_arenas()
-    if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
-        from edgespec.backends.mlx.build_info import lm
-
-        lm()
+    for found in filter(None, (pair.target, pair.draft)):
+        found.backend.preload()
 
 
 def _budget_of(pair: Pair, given_bytes: int | None) -> Budget:
     """Given, or found; the memory of graphics cards only where they may be used."""
-    if pair.target.format == "mlx":
-        return find_budget(given_bytes)
-    from edgespec.backends.llamacpp.devices import cards
-
-    return find_budget(given_bytes, [(card.name, card.free_bytes) for card in cards()])
+    return find_budget(given_bytes, pair.target.backend.graphics_cards())
 
 
 def plan_pair(
@@ -162,7 +157,7 @@ def plan_pair(
     with ExitStack() as undo:
         pairs = PairEstimator(pair, how, options, undo)
         start = PlanChoice(
-            context_wanted(options, pairs.target.trained_context_tokens),
+            requested_context(options, pairs.target.trained_context_tokens),
             options.kv_type,
             pair.draft is not None,
             how.window_tokens,
@@ -184,10 +179,13 @@ def plan_pair(
 
         choice, plan = fit(fixed)
         plan = _with_kept(plan, wishes.prefix_cache_bytes)
-        grows = options.first_tokens is not None and has_room_to_resize(plan)
+        grows = options.initial_context_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
-        trained_tokens, turning_tokens = pairs.target.trained_context_tokens, pairs.target.turning_tokens
+        trained_tokens, switch_tokens = (
+            pairs.target.trained_context_tokens,
+            pairs.target.longrope_switch_tokens,
+        )
         chosen, window = pairs.options_of(choice), pairs.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
             pair = replace(pair, draft=pairs.draft_of(choice))
@@ -204,8 +202,12 @@ def plan_pair(
     # The headroom is there for what backends count more closely, such as a file's own header.
     beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
-    chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
-    return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, turning_tokens, window)
+    chosen = replace(
+        chosen,
+        memory_bytes=max(0, left),
+        initial_context_tokens=options.initial_context_tokens if grows else None,
+    )
+    return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, switch_tokens, window)
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

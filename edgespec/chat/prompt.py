@@ -14,7 +14,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ContextFullError, OptionError
 
-__all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt"]
+__all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full"]
 
 ContextFull = Literal["slide", "refuse"]
 
@@ -22,6 +22,12 @@ ContextFull = Literal["slide", "refuse"]
 _REPLY_TOKENS = 512
 # Conversations whose exact tokens are remembered: enough for the few that are active at the same time.
 _REMEMBERED_CONVERSATIONS = 8
+
+
+def check_context_full(context_full: str) -> None:
+    """Raise OptionError unless `context_full` is `slide` or `refuse`."""
+    if context_full not in ("slide", "refuse"):
+        raise OptionError(f"context_full is {context_full!r}", "choose slide or refuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class PromptBuilder:
             # Only a control token is certain to start a new token, whatever text stands before it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
-        start = not (self._vocabulary.start_text and text.startswith(self._vocabulary.start_text))
+        start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
 
     def build_fitting(
@@ -100,8 +106,7 @@ class PromptBuilder:
             OptionError: `context_full` is something else.
             TemplateError: The chat template rejects the messages.
         """
-        if context_full not in ("slide", "refuse"):
-            raise OptionError(f"context_full is {context_full!r}", "choose slide or refuse")
+        check_context_full(context_full)
         prompt = self.build(messages)
         excess_tokens = len(prompt.tokens) - context_tokens + min(_REPLY_TOKENS, context_tokens // 4)
         if excess_tokens > 0:

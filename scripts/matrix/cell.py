@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import BufferPool
+from edgespec.backends.registry import process_bytes
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
-from edgespec.memory import PROCESS_BYTES, budget
+from edgespec.memory import budget
 from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
@@ -130,7 +131,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     steps = min(before["VmRSS"], process) % budget.OWN_STEP_BYTES + budget.STEP_BYTES
     limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -159,7 +160,12 @@ def _read(model: Any, cell: Cell) -> None:
         _fill_rows(model, room)
     else:
         _fill_cells(model, room)
-    if cell.full and not cell.is_mlx and model.facts.capabilities.cuts and room > 2 * _WIDE_TOKENS:
+    if (
+        cell.full
+        and not cell.is_mlx
+        and model.facts.capabilities.partial_truncate
+        and room > 2 * _WIDE_TOKENS
+    ):
         # The widest pass there is sees all of the context.
         model.truncate(room - _WIDE_TOKENS)
         model.prefill(_text(_WIDE_TOKENS))
@@ -173,7 +179,7 @@ def _verify(model: Any, width: int) -> None:
     """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
-    if tree.width <= model.room:
+    if tree.width <= model.free_tokens:
         model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
         model.commit(())
 
@@ -188,16 +194,16 @@ def _fill_cells(model: Any, room: int) -> None:
     part = (room - _LAST_TOKENS) // (len(others) + 1)
     model.prefill(_text(part))
     # Of a sequence the library copies no cell that lies before a window: those are copied window by window.
-    parts = [context.state()] if context.plan.recurrent else context.lift(0, 0, part)
+    parts = [context.export_sequence()] if context.plan.recurrent else context.export_cells(0, 0, part)
     for sequence in others:
         whole = context.plan.recurrent
-        if not (context.set_state(parts[0], sequence) if whole else _put(context, parts, sequence)):
+        if not (context.import_sequence(parts[0], sequence) if whole else _put(context, parts, sequence)):
             raise SystemExit("the cells of a sequence could not be copied")
         if whole:
             _hold(context, sequence, part)
     # No text is ever copied like that: what the copy was written to is no part of a plan.
     del parts
-    context._copies = ReusedBytes()
+    context._copies = BufferPool()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
@@ -240,11 +246,11 @@ def _read_turns(model: ReplayModel, room: int) -> None:
 
 
 def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
-    """As `LlamaContext.put_down`, in another sequence than the first."""
+    """As `LlamaContext.import_cells`, in another sequence than the first."""
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)
-        if not context.set_state(part, context._spare):
+        if not context.import_sequence(part, context._spare):
             return False
         context.copy(context._spare, sequence, start, stop)
         context.drop(context._spare, 0)

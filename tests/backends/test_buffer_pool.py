@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.llamacpp.buffer_pool import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import BufferPool
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans(), st.integers(0, 10)), max_size=30))
 def test_what_is_held_stays_as_it_is(steps: list[tuple[int, bool, int]]) -> None:
-    store = ReusedBytes()
+    store = BufferPool()
     held: list[tuple[memoryview, bytes]] = []
     for number, (size, keep, let_go) in enumerate(steps):
         taken = store.take(size)
@@ -28,7 +28,7 @@ def test_what_is_held_stays_as_it_is(steps: list[tuple[int, bool, int]]) -> None
 
 
 def test_what_is_let_go_of_is_given_out_again() -> None:
-    store = ReusedBytes()
+    store = BufferPool()
     places = {store.take(size).ctypes.data for size in (1000, 10, 500, 1000)}
     assert len(places) == 1
     first = store.take(600)

@@ -19,8 +19,9 @@ from edgespec.backends.llamacpp import memory_estimate as blueprint_module
 from edgespec.backends.llamacpp.computing import converted_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
-from edgespec.backends.llamacpp.loading import load_simulated
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.layerskip_files import PARTS
+from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.memory_estimate import (
     Buffers,
     GgufMemoryEstimator,
@@ -28,7 +29,7 @@ from edgespec.backends.llamacpp.memory_estimate import (
     buffers_in,
     simulated,
 )
-from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -61,8 +62,8 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
 
 def _beside(paths: str | list[str], how: LoadOptions) -> tuple[int, int]:
     """What the library takes and says nothing of, and what it says and never uses."""
-    with overheard() as lines:
-        weights = load_simulated(paths, "tiny", None)
+    with captured_log() as lines:
+        weights = load_skeleton(paths, "tiny", None)
     try:
         context = ContextPlan(how.context_tokens or 0, KvTypes("f16", "f16"), 1)
         tiled = sum("type q6_K" in line for line in lines)
@@ -84,7 +85,7 @@ def _check(path: Path, **options: object) -> None:
         planned = blueprint.estimate(how)
     finally:
         blueprint.close()
-    with overheard() as lines:
+    with captured_log() as lines:
         model = llamacpp.load(str(path), path.name, how)
         model.prefill([1, 2, 3])
     real = _last_load(lines)
@@ -152,7 +153,7 @@ def test_without_flash_attention_what_is_looked_at_is_there_in_halves_too(
     for flash_attention in ("off", "on"):
         how = LoadOptions(context_tokens=32_768, flash_attention=flash_attention, kv_type="f16")
         blueprint = GgufMemoryEstimator(str(write(tmp_path / "tiny.gguf")), "tiny")
-        with overheard() as lines:
+        with captured_log() as lines:
             planned = blueprint.estimate(how).of("compute")
         blueprint.close()
         last = [line for line in _last_load(lines) if "compute buffer size" in line]
@@ -194,7 +195,7 @@ def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Pa
         planned = blueprint.estimate(how)
     finally:
         blueprint.close()
-    with overheard() as lines:
+    with captured_log() as lines:
         model = load_layerskip(str(folder), "demo", how)
     facts = model.facts
     model.close()

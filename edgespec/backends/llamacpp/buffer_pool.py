@@ -7,13 +7,13 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ReusedBytes"]
+__all__ = ["BufferPool"]
 
 # More is not kept: a whole cache is saved now and then only, a few cells all the time.
-_KEPT_BYTES = 32 * 2**20
+_MAX_POOLED_BYTES = 32 * 2**20
 
 
-class ReusedBytes:
+class BufferPool:
     """Gives out bytes, and gives them out again when nobody holds any of them."""
 
     def __init__(self) -> None:
@@ -23,13 +23,13 @@ class ReusedBytes:
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """So many bytes, not set, uint8 [size]: nobody else is given them while they are held."""
-        if size > _KEPT_BYTES:
+        if size > _MAX_POOLED_BYTES:
             return np.empty(size, np.uint8)
         self._given = [given for given in self._given if given() is not None]
         start = self._used if self._given else 0
         if start + size > len(self._bytes):
             # Those given out keep the former bytes alive.
-            self._bytes = np.empty(min(_KEPT_BYTES, max(size, 2 * len(self._bytes))), np.uint8)
+            self._bytes = np.empty(min(_MAX_POOLED_BYTES, max(size, 2 * len(self._bytes))), np.uint8)
             self._given, start = [], 0
         taken = self._bytes[start : start + size]
         self._given.append(weakref.ref(taken))

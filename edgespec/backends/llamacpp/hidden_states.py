@@ -28,15 +28,15 @@ def hidden_states(
     weights = load_weights(path, name, options, progress)
     try:
         names = [layer_output(layer) for layer in range(lib.llama_model_n_layer(weights))]
-        tap = HiddenStateHook(names, lib.llama_model_n_embd(weights))
+        hook = HiddenStateHook(names, lib.llama_model_n_embd(weights))
         threads = threads_for(weights, options)
-        context = LlamaContext(weights, options, plan_context(weights, options), threads, tap=tap)
+        context = LlamaContext(weights, options, plan_context(weights, options), threads, hook=hook)
         try:
             parts = []
             for start in range(0, len(tokens), context.max_width):
                 some = tokens[start : start + context.max_width]
                 context.run(some, range(start, start + len(some)), [(0,)] * len(some))
-                parts.append(np.stack([tap.take(name, len(some)) for name in names]))
+                parts.append(np.stack([hook.take(name, len(some)) for name in names]))
             return np.concatenate(parts, axis=1)
         finally:
             context.close()

@@ -8,17 +8,17 @@ from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["Cells", "Unchanged"]
+__all__ = ["KvCells", "UnchangedPrefix"]
 
 
 @dataclass(eq=False, slots=True)
-class Unchanged:
+class UnchangedPrefix:
     """The cells before `until` are still those that somebody looked at when it was set."""
 
     until: int = 0
 
 
-class Cells:
+class KvCells:
     """The tokens in the memory of one context.
 
     Sequence 0 holds the `length` committed tokens. In a round every branch of the tree is a sequence of
@@ -30,7 +30,7 @@ class Cells:
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
         self._length = 0
-        self._watched: list[Unchanged] = []
+        self._tracked: list[UnchangedPrefix] = []
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
@@ -45,30 +45,30 @@ class Cells:
     @length.setter
     def length(self, length: int) -> None:
         self._length = length
-        for unchanged in self._watched:
+        for unchanged in self._tracked:
             unchanged.until = min(unchanged.until, length)
 
-    def watch(self) -> Unchanged:
+    def track_prefix(self) -> UnchangedPrefix:
         """What is kept right until it is given to `unwatch`."""
-        unchanged = Unchanged()
-        self._watched.append(unchanged)
+        unchanged = UnchangedPrefix()
+        self._tracked.append(unchanged)
         return unchanged
 
-    def unwatch(self, unchanged: Unchanged) -> None:
+    def untrack_prefix(self, unchanged: UnchangedPrefix) -> None:
         """Nobody looks at it any more."""
-        self._watched.remove(unchanged)
+        self._tracked.remove(unchanged)
 
     @property
-    def watched(self) -> bool:
+    def is_tracked(self) -> bool:
         """Whether somebody keeps copies of these cells."""
-        return bool(self._watched)
+        return bool(self._tracked)
 
     @property
     def open(self) -> int:
         """How many nodes of a round are there."""
         return len(self._sequence_of)
 
-    def place(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
+    def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
         """Give nodes from `first` on their positions, and the sequences that pass through each.
 
         Raises CapabilityError for too many branches; the round is over then.
@@ -114,9 +114,9 @@ class Cells:
         whole = length == self._position_of[-1] + 1
         if kept == len(path):
             # The path is the first nodes of the pass: their cells lie in order already.
-            self.cut(length)
+            self.truncate(length)
         else:
-            self._context.close_ranks(self._sequence_of[kept], self.length, length)
+            self._context.compact_branch(self._sequence_of[kept], self.length, length)
             self.length = length
             self.clear_round()
         return whole
@@ -124,9 +124,9 @@ class Cells:
     def end_round(self) -> None:
         """Drop the open round, if there is one."""
         if self._sequence_of:
-            self.cut(self.length)
+            self.truncate(self.length)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep `length` tokens of sequence 0 and nothing of any branch."""
         if not self._replays:  # else they hold checkpoints
             self._context.drop_others()

@@ -13,24 +13,24 @@ from typing import Any
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp.context import ContextPlan
-from edgespec.backends.llamacpp.header_validation import check_asserted
+from edgespec.backends.llamacpp.header_validation import check_header
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, overheard, recent_errors
-from edgespec.backends.llamacpp.probe import Findings
+from edgespec.backends.llamacpp.native import captured_log, library, recent_errors
+from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from edgespec.heap import large_buffers_apart
 
 __all__ = [
-    "arranges_anew",
     "check_file",
     "default_threads",
     "describe",
     "load_parts",
-    "load_simulated",
+    "load_skeleton",
     "load_vocabulary",
     "load_weights",
+    "repacks_weights",
     "threads_for",
 ]
 
@@ -50,10 +50,10 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     Raises ModelFileError, MemoryBudgetError, and CancelledError when `progress` returns False.
     """
     size = check_file(path)
-    check_asserted(Path(path))
+    check_header(Path(path))
     check_weights_fit(name, size, options)
     lib = library()
-    if options.mmap and arranges_anew(path, options.gpu_layers):
+    if options.mmap and repacks_weights(path, options.gpu_layers):
         options = replace(options, mmap=False)
     return _loaded(
         lambda params: lib.llama_model_load_from_file(os.fsencode(path), params),
@@ -65,19 +65,19 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     )
 
 
-def arranges_anew(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
+def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
     """Does llama.cpp give weights of these files another order in memory? Found out without reading them.
 
-    paths: as for `load_simulated`.
+    paths: as for `load_skeleton`.
     """
-    with overheard() as lines, large_buffers_apart():
+    with captured_log() as lines, large_buffers_apart():
         weights = _from_files(paths, _simulation(gpu_layers))
     if weights:
         library().llama_model_free(weights)
     return any("_REPACK model buffer" in line for line in lines)
 
 
-def load_simulated(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
+def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
     """A llama_model whose weights have their sizes and places and are not there. Raises ModelFileError.
 
     paths: a file, or files that are its parts, whatever they are called.
@@ -138,7 +138,7 @@ def _loaded(
     options: LoadOptions,
     progress: Progress | None,
 ) -> Any:
-    check_asserted(Path(path))
+    check_header(Path(path))
     lib = library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = _gpu_layers(options)
@@ -199,7 +199,7 @@ def describe(
     name: str,
     plan: ContextPlan,
     vocabulary: Vocabulary,
-    found: Findings,
+    found: ProbeResult,
 ) -> ModelFacts:
     """What is known about a loaded model whose context is made by `plan`, and is never to be larger."""
     lib = library()
@@ -226,8 +226,8 @@ def describe(
         capabilities=found.capabilities,
         notice=notice,
         rollback=found.rollback,
-        grows_to_tokens=plan.tokens,
-        grown_kv_bytes=plan.kv_bytes,
+        requested_context_tokens=plan.tokens,
+        requested_kv_bytes=plan.kv_bytes,
     )
 
 

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
-from edgespec.backends.llamacpp.kv_cells import Cells
+from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
-__all__ = ["LowerHalf"]
+__all__ = ["LowerSplit"]
 
 
-class LowerHalf:
+class LowerSplit:
     """The context of the lower layers and the tree it holds in a round.
 
     Its tree is that of the draft, if there was one, and then whatever else the target wants to know. A
@@ -23,11 +23,11 @@ class LowerHalf:
     """
 
     def __init__(
-        self, context: LlamaContext, tap: HiddenStateHook, exit_name: str, max_branches: int
+        self, context: LlamaContext, hook: HiddenStateHook, exit_name: str, max_branches: int
     ) -> None:
         self.context = context
-        self.cells = Cells(context, max_branches)
-        self._tap = tap
+        self.cells = KvCells(context, max_branches)
+        self._hook = hook
         self._exit_name = exit_name
         self._max_branches = max_branches
         self._forget()
@@ -55,8 +55,8 @@ class LowerHalf:
     ) -> NDArray[np.float32]:
         parts = []
         for piece in self._pieces(len(tokens)):
-            self.context.run_to_tap(tokens[piece], positions[piece], sequences[piece])
-            parts.append(self._tap.take(self._exit_name, len(tokens[piece])))
+            self.context.run_to_hook(tokens[piece], positions[piece], sequences[piece])
+            parts.append(self._hook.take(self._exit_name, len(tokens[piece])))
         return np.concatenate(parts)
 
     def _pieces(self, count: int) -> list[slice]:
@@ -68,12 +68,12 @@ class LowerHalf:
         """Run nodes `first` and up and leave early: logits float32 [n, vocab], a view until the next pass."""
         if first == 0:
             self.end_round()
-        positions, sequences = self.cells.place(tree, first)
+        positions, sequences = self.cells.place_tree(tree, first)
         self._tree.extend(tree, first)
         tokens, parts = tree.tokens[first:], []
         for piece in self._pieces(len(tokens)):
             rows = self.context.run(tokens[piece], positions[piece], sequences[piece])
-            self._hidden += list(self._tap.take(self._exit_name, len(rows)))
+            self._hidden += list(self._hook.take(self._exit_name, len(rows)))
             parts.append(rows if len(rows) == len(tokens) else rows.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -94,7 +94,7 @@ class LowerHalf:
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > run:
-            positions, sequences = self.cells.place(whole, run)
+            positions, sequences = self.cells.place_tree(whole, run)
             self._hidden += list(self._run(whole.tokens[run:], positions, sequences))
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 

@@ -20,14 +20,14 @@ from edgespec.backends.llamacpp.context_planning import (
     remembers_by_state,
     split_load_options,
 )
-from edgespec.backends.llamacpp.device_split import on_device
+from edgespec.backends.llamacpp.device_split import device_split
 from edgespec.backends.llamacpp.devices import has_own_memory
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
-from edgespec.backends.llamacpp.loading import arranges_anew, load_simulated
+from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
+from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, overheard
-from edgespec.backends.llamacpp.resizing import turning_tokens
+from edgespec.backends.llamacpp.native import captured_log, library
+from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
 from edgespec.heap import address_space_is_limited, release_free_memory
 
@@ -125,7 +125,7 @@ class GgufMemoryEstimator:
         self._gpu_layers: int | None = None
         self._weights, self._said = _opened(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
-        self.turning_tokens: int = turning_tokens(self._weights)
+        self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         own = has_own_memory()
         self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
         self._states: States | None = None
@@ -143,7 +143,7 @@ class GgufMemoryEstimator:
         buffers = self._buffers(plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
-        weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
+        weights_there, cache_there, twice = device_split(self._path, self.layers, options.gpu_layers)
         converted = converted_bytes(weights, plan, options, tiled=self._said.tiled)
         compute: Counter[Pool] = Counter({MEMORY: converted})
         for kind, bytes_ in buffers.compute:
@@ -206,12 +206,12 @@ class SplitModelMemoryEstimator:
                 weights, told = _opened(half, name, None)
                 self._halves.append(weights)
                 self._said.append(told)
-            self._maps = not any(arranges_anew(half, None) for half in paths)
+            self._maps = not any(repacks_weights(half, None) for half in paths)
         except BaseException:
             self.close()
             raise
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
-        self.turning_tokens: int = turning_tokens(self._halves[0])
+        self.longrope_switch_tokens: int = longrope_switch_tokens(self._halves[0])
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
@@ -224,7 +224,7 @@ class SplitModelMemoryEstimator:
         ]
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
         if self._maps and options.mmap and not options.mlock:
-            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+            weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         converted = sum(
             converted_bytes(half, plan, how, tiled=told.tiled)
             for half, plan, how, told in zip(self._halves, plans, (first, second), self._said, strict=True)
@@ -252,9 +252,9 @@ class SplitModelMemoryEstimator:
 
 
 def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:
-    """See `load_simulated`."""
-    with overheard() as lines:
-        weights = load_simulated(paths, name, gpu_layers)
+    """See `load_skeleton`."""
+    with captured_log() as lines:
+        weights = load_skeleton(paths, name, gpu_layers)
     merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
     tensors = {found[1]: int(found[2]) for line in lines if (found := _TILED.search(line))}
     if any(_REPACKED in line for line in lines):
@@ -279,7 +279,7 @@ def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
 
 def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any) -> Buffers:
     """What a context of weights that are not there would take."""
-    with overheard() as lines:
+    with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, **how).close()
         return buffers_in(lines)
 
@@ -289,7 +289,7 @@ def _simulated_states(weights: Any, options: LoadOptions) -> States:
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MANY_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
-        with overheard() as lines:
+        with captured_log() as lines:
             context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
             context.close()
         states = sum(_mib(found[1]) for line in lines if (found := _STATES.search(line)))

@@ -8,14 +8,14 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.kv_cells import Cells
-from edgespec.backends.llamacpp.merged_kv import join
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.merged_kv import merge_kv
 
-__all__ = ["TargetParts"]
+__all__ = ["SharedTarget"]
 
 
 @dataclass(frozen=True, slots=True)
-class TargetParts:
+class SharedTarget:
     """The parts of a loaded target, or of both its halves: weights and contexts, the lower layers first.
 
     cells: what all of their contexts hold. plan: of each context at its largest. check_open: raises
@@ -25,7 +25,7 @@ class TargetParts:
     model: LanguageModel
     weights: tuple[Any, ...]
     contexts: tuple[LlamaContext, ...]
-    cells: Cells
+    cells: KvCells
     plan: ContextPlan
     options: LoadOptions
     check_open: Callable[[], None]
@@ -41,14 +41,14 @@ class TargetParts:
         return self.model.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """How many more tokens its context takes."""
-        return self.model.room
+        return self.model.free_tokens
 
-    def lift(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """The cells of positions [start, end) in all layers, as `LlamaContext.lift` gives them.
+    def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
+        """The cells of positions [start, end) in all layers, as `LlamaContext.export_cells` gives them.
 
         Raises CapabilityError where those of two halves cannot be put together; see `joined`.
         """
-        lower, *upper = (context.lift(0, start, end) for context in self.contexts)
-        return join(lower, upper[0], self.facts.name) if upper else lower
+        lower, *upper = (context.export_cells(0, start, end) for context in self.contexts)
+        return merge_kv(lower, upper[0], self.facts.name) if upper else lower

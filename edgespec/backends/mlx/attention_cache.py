@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.pass_layout import PassShape
+from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "rows_for"]
 
@@ -40,7 +40,7 @@ class AttentionCache:
 
     slack = 256
 
-    def __init__(self, shape: PassShape, window: int | None = None) -> None:
+    def __init__(self, shape: PassLayout, window: int | None = None) -> None:
         self._shape = shape
         self.window = window
         self.start = 0
@@ -214,7 +214,7 @@ class AttentionCache:
 class QuantizedAttentionCache(AttentionCache):
     """The same, quantised; mlx-lm's attention tells by `bits` and `group_size`."""
 
-    def __init__(self, shape: PassShape, window: int | None, bits: int) -> None:
+    def __init__(self, shape: PassLayout, window: int | None, bits: int) -> None:
         super().__init__(shape, window)
         self.bits = bits
         self.group_size = 64

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from edgespec.backends.base import Snapshot
-from edgespec.backends.mlx.layer_caches import Memory
+from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.errors import BackendError
 
 __all__ = ["from_bytes", "to_bytes"]
@@ -22,7 +22,7 @@ _DTYPES = {
 }
 
 
-def to_bytes(memory: Memory, start: int, end: int, fingerprint: str) -> bytes:
+def to_bytes(memory: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
     """A line of JSON that tells what is there, then the arrays one after another.
 
     start, end: the tokens whose rows are wanted; all of them where the memory does not `cut`.
@@ -49,7 +49,7 @@ def _described(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | N
     return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def from_bytes(memory: Memory, snapshot: Snapshot, fingerprint: str, most_tokens: int) -> None:
+def from_bytes(memory: LayerCaches, snapshot: Snapshot, fingerprint: str, most_tokens: int) -> None:
     """Put what `to_bytes` gave after the tokens before it, which are all that the memory holds.
 
     Raises BackendError; the memory is then empty.

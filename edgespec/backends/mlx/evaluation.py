@@ -11,12 +11,12 @@ import mlx.core as mx
 from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = [
-    "bound_freed_buffers",
-    "evaluated",
+    "evaluate",
     "freed_buffers_bytes",
-    "launched",
-    "leave_thread",
-    "translated",
+    "limit_freed_buffers",
+    "release_thread_state",
+    "start_evaluation",
+    "translate_errors",
 ]
 
 # What is kept of freed buffers: those of a step, which are small. Where the memory is a graphics processor's,
@@ -25,7 +25,7 @@ _KEPT_BYTES, _KEPT_BYTES_BY_GPU = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
-def translated(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Errors of MLX in here become a BackendError that begins with `what`."""
     try:
         yield
@@ -38,15 +38,15 @@ def translated(what: str) -> Iterator[None]:
         raise BackendError(f"{what}: {text}", "try another model, or report this one") from error
 
 
-def launched(*arrays: mx.array) -> None:
+def start_evaluation(*arrays: mx.array) -> None:
     """Let these be computed in the background. Raises BackendError."""
-    with translated("MLX failed"):
+    with translate_errors("MLX failed"):
         mx.async_eval(*arrays)
 
 
-def evaluated(*arrays: mx.array) -> None:
+def evaluate(*arrays: mx.array) -> None:
     """Wait until these are computed. Raises BackendError."""
-    with translated("MLX failed"):
+    with translate_errors("MLX failed"):
         mx.eval(*arrays)
 
 
@@ -55,12 +55,12 @@ def freed_buffers_bytes() -> int:
     return _KEPT_BYTES if mx.default_device() == mx.cpu else _KEPT_BYTES_BY_GPU
 
 
-def bound_freed_buffers() -> None:
+def limit_freed_buffers() -> None:
     """Let MLX keep no more than that: by itself it keeps as much as the machine has."""
     mx.set_cache_limit(freed_buffers_bytes())
 
 
-def leave_thread() -> None:
+def release_thread_state() -> None:
     """Let go of what MLX keeps for this thread, which may be about to end.
 
     Compiled functions are kept for each thread, and freeing them needs the interpreter: where a thread and

@@ -10,14 +10,14 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from edgespec.backends.mlx.attention_cache import AttentionCache, QuantizedAttentionCache, rows_for
-from edgespec.backends.mlx.pass_layout import PassShape
+from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.replay import MAX_CHECKPOINTS
 
-__all__ = ["Mark", "Memory"]
+__all__ = ["CacheCheckpoint", "LayerCaches"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CacheCheckpoint:
     """The memory at one moment. Recurrent states are never written into, so references keep them.
 
     offsets: rows of each attention cache. states: the arrays of each recurrent one.
@@ -29,7 +29,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _CachesByKind:
     """The caches of one set, by kind."""
 
     attention: list[AttentionCache]
@@ -37,14 +37,14 @@ class _Made:
     foreign: set[str]
 
 
-class Memory:
+class LayerCaches:
     """The caches of a model. `layers` is what its `__call__` takes as `cache`.
 
     length: tokens in the caches, rows of a round and steps run ahead included.
     foreign: names of kinds we do not know; such a memory can only be emptied.
     """
 
-    def __init__(self, model: Any, shape: PassShape, kv_bits: int | None = None) -> None:
+    def __init__(self, model: Any, shape: PassLayout, kv_bits: int | None = None) -> None:
         self._model = model
         self._shape = shape
         self._kv_bits = kv_bits
@@ -52,7 +52,7 @@ class Memory:
 
     def clear(self) -> None:
         """Forget everything."""
-        made = _Made([], [], set())
+        made = _CachesByKind([], [], set())
         layers = [self._ours(cache, made) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
         # All at once: an interrupt must not leave half of it.
         self.layers, self.attention, self.recurrent, self.foreign, self.length = (
@@ -63,7 +63,7 @@ class Memory:
             0,
         )
 
-    def _ours(self, cache: Any, made: _Made) -> Any:
+    def _ours(self, cache: Any, made: _CachesByKind) -> Any:
         """A cache of our own for one of mlx-lm's. By exact type: a subclass may mean something else."""
         kind = type(cache)
         if kind is mlx_lm_cache.KVCache:
@@ -78,7 +78,7 @@ class Memory:
             made.foreign.add(kind.__name__)
         return cache
 
-    def _attention(self, window: int | None, made: _Made) -> AttentionCache:
+    def _attention(self, window: int | None, made: _CachesByKind) -> AttentionCache:
         if self._kv_bits is None:
             cache = AttentionCache(self._shape, window)
         else:
@@ -158,19 +158,19 @@ class Memory:
             cache.keep(round_start, path)
         self.length = round_start + len(path)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CacheCheckpoint:
         """The memory now; costs no copy."""
-        return Mark(
+        return CacheCheckpoint(
             self.length,
             tuple(cache.offset for cache in self.attention),
             tuple(tuple(cache.cache) for cache in self.recurrent),
         )
 
-    def reaches(self, mark: Mark) -> bool:
+    def reaches(self, mark: CacheCheckpoint) -> bool:
         """Whether the attention layers still hold what they need to go back there."""
         return not self.foreign and all(cache.can_rewind(mark.length) for cache in self.attention)
 
-    def restore(self, mark: Mark) -> None:
+    def restore(self, mark: CacheCheckpoint) -> None:
         """Make the memory what it was; nothing before that moment may have been taken back since."""
         for cache, state in zip(self.recurrent, mark.states, strict=True):
             cache.cache = list(state)

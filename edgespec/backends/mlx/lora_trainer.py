@@ -20,15 +20,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.evaluation import evaluated, leave_thread, translated
-from edgespec.backends.mlx.pass_layout import PassShape
+from edgespec.backends.mlx.evaluation import evaluate, release_thread_state, translate_errors
+from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.optional_features import TrainingExample
 from edgespec.errors import BackendError, CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
 
-__all__ = ["MlxLearner"]
+__all__ = ["MlxTrainer"]
 
 RANK = 8
 _SCALE = 2.0
@@ -51,16 +51,16 @@ class _Place:
     adapted: LoRALinear
 
 
-class MlxLearner:
+class MlxTrainer:
     """Puts LoRA layers of rank 8 in the place of the linear layers of a model's blocks, and trains them.
 
     Off, the very modules that were loaded are back in their places.
     """
 
-    def __init__(self, model: MlxModel, net: Any, shape: PassShape, identity: str) -> None:
+    def __init__(self, model: MlxModel, net: Any, shape: PassLayout, identity: str) -> None:
         self.identity = identity
         self.adapted = False
-        self.step_bytes = 0
+        self.peak_step_bytes = 0
         self._model = model
         self._net = net
         self._shape = shape
@@ -68,16 +68,16 @@ class MlxLearner:
         if not self._places:
             raise CapabilityError(f"{model.facts.name} has no linear layers that could be adapted")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
-        evaluated(*self._arrays())
+        evaluate(*self._arrays())
 
     @property
-    def kept_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """The changes, and Adam's two moments of each, which are made with the first step."""
         return 3 * sum(array.nbytes for array in self._weights().values())
 
-    def adapt(self, wanted: bool) -> None:
+    def set_adapted(self, enabled: bool) -> None:
         self._model.checkpoint()  # nothing that was begun with the others is left
-        self._put(wanted)
+        self._put(enabled)
 
     def _put(self, adapted: bool) -> None:
         self.adapted = adapted
@@ -97,10 +97,10 @@ class MlxLearner:
             self._put(before)
             mx.clear_cache()
 
-    def step(self, lesson: TrainingExample) -> float:
-        tokens, weights = mx.array([lesson.tokens]), self._weights()
+    def train_step(self, example: TrainingExample) -> float:
+        tokens, weights = mx.array([example.tokens]), self._weights()
         # Every row weighs as much as the others of its kind.
-        wrong = np.isin(np.arange(len(lesson.tokens)), lesson.rows)
+        wrong = np.isin(np.arange(len(example.tokens)), example.rows)
         share = mx.array(np.where(wrong, 1.0 / wrong.sum(), _KEEP / max(1, (~wrong).sum())), mx.float32)
 
         def loss(weights: _Weights) -> mx.array:
@@ -114,42 +114,42 @@ class MlxLearner:
 
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        with translated(f"{self._model.facts.name} cannot be trained"):
+        with translate_errors(f"{self._model.facts.name} cannot be trained"):
             with self._as(False):
                 wanted = mx.softmax(self._net(tokens)[0].astype(mx.float32), axis=-1)
-                best = mx.zeros((len(lesson.rows), wanted.shape[-1]))
-                wanted[mx.array(lesson.rows)] = mx.put_along_axis(
-                    best, mx.array(lesson.best), mx.array(lesson.probs), axis=-1
+                best = mx.zeros((len(example.rows), wanted.shape[-1]))
+                wanted[mx.array(example.rows)] = mx.put_along_axis(
+                    best, mx.array(example.best), mx.array(example.probs), axis=-1
                 )
-                evaluated(wanted)
+                evaluate(wanted)
             with self._as(True):
                 try:
                     value, gradients = mx.value_and_grad(loss)(weights)
                     gradients, norm = optimizers.clip_grad_norm(gradients, _LARGEST_GRADIENT)
-                    evaluated(value, norm)
+                    evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
                         raise BackendError(f"{self._model.facts.name} gives no finite loss to learn from")
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
-                    evaluated(*updated.values(), *self._state())
+                    evaluate(*updated.values(), *self._state())
                 except BaseException:
                     self._set(weights)
                     raise
         self._set(updated)
-        self.step_bytes = max(self.step_bytes, mx.get_peak_memory() - before)
+        self.peak_step_bytes = max(self.peak_step_bytes, mx.get_peak_memory() - before)
         loss_before: Any = value.item()
         return float(loss_before)
 
-    def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
-        with self._as(adapted), translated(f"{self._model.facts.name} could not be run"):
+    def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+        with self._as(adapted), translate_errors(f"{self._model.facts.name} could not be run"):
             said = mx.argmax(self._net(mx.array([list(tokens[:-1])]))[0][first - 1 :], axis=-1)
-            evaluated(said)
+            evaluate(said)
         return int((np.array(said) == np.array(tokens[first:])).sum())
 
-    def weights(self) -> dict[str, NDArray[np.float32]]:
+    def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
         return {name: np.array(array) for name, array in self._weights().items()}
 
-    def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
-        own = self.weights()
+    def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+        own = self.adapter_weights()
         if set(weights) != set(own):
             return False
         if any(
@@ -158,12 +158,12 @@ class MlxLearner:
         ):
             return False
         taken = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
-        evaluated(*taken.values())
+        evaluate(*taken.values())
         self._set(taken)
         return True
 
-    def leave_thread(self) -> None:
-        leave_thread()
+    def release_thread_state(self) -> None:
+        release_thread_state()
 
     def _weights(self) -> _Weights:
         kept = {}

@@ -18,14 +18,14 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_unflatten
 
-__all__ = ["LowBits", "SplitEmbedding", "SplitLinear", "joined", "put_low_bits"]
+__all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "joined"]
 
 _HIGH = 4
 # Half of what the low bits may be: added where they are missing.
 _MIDDLE = 7.5
 
 
-class LowBits:
+class LowBitWeights:
     """What of a model can be read at fewer bits, and whether passes do so now.
 
     weights: the modules that can. low: passes read few bits.
@@ -79,7 +79,7 @@ class _Split(Module):
     high_scales, draft_biases: those of the high bits, alone.
     """
 
-    def __init__(self, module: Any, low_bits: LowBits) -> None:
+    def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
         super().__init__()
         codes = module["weight"].view(mx.uint8)
         self.high, self.low = _packed(codes >> _HIGH), _packed(codes & 15)
@@ -143,7 +143,7 @@ def joined(high: mx.array, low: mx.array) -> mx.array:
 class _Copied:
     """Few bits of a weight beside all of them: few_weight, few_scales, few_biases."""
 
-    _low_bits: LowBits
+    _low_bits: LowBitWeights
     few_group: int
     few_bits: int
 
@@ -203,13 +203,13 @@ _COPIES: dict[type, Any] = {
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
 
 
-def put_low_bits(model: Any, try_once: Callable[[], object]) -> LowBits:
+def install_low_bit_weights(model: Any, try_once: Callable[[], object]) -> LowBitWeights:
     """Put halves or copies in the place of every linear weight of a model; nothing is computed yet.
 
     try_once: builds a pass, which shows what tables are heads too; others stay as they are. So do experts,
     and what DoRA adapters read themselves.
     """
-    low_bits = LowBits()
+    low_bits = LowBitWeights()
     modules = model.named_modules()
     theirs = {
         id(part) for _, one in modules if type(one).__name__.startswith("DoRA") for part in one.values()
@@ -230,7 +230,7 @@ def put_low_bits(model: Any, try_once: Callable[[], object]) -> LowBits:
 _TABLES = (SplitEmbedding, _CopiedTable)
 
 
-def _with_few_bits(module: Any, low_bits: LowBits) -> Any:
+def _with_few_bits(module: Any, low_bits: LowBitWeights) -> Any:
     """What replaces a module; None where fewer bits are not to be had."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:

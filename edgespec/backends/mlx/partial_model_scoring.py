@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.evaluation import evaluated
-from edgespec.backends.mlx.layer_caches import Mark, Memory
-from edgespec.backends.mlx.layers import LayerList, LayerTaps
-from edgespec.backends.mlx.pass_layout import PassShape
+from edgespec.backends.mlx.evaluation import evaluate
+from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
+from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
+from edgespec.backends.mlx.pass_layout import PassLayout
 
-__all__ = ["Best", "Scorer"]
+__all__ = ["Best", "PartialModelScorer"]
 
 # The best token after each token of a pass.
 Best: TypeAlias = NDArray[np.uint32]
@@ -26,12 +26,12 @@ Best: TypeAlias = NDArray[np.uint32]
 class _Scored:
     """What the whole model says after each of the last cached tokens."""
 
-    kept: Mark
+    kept: CacheCheckpoint
     tokens: tuple[int, ...]
     best: Best
 
 
-class Scorer:
+class PartialModelScorer:
     """Runs tokens beside the caches of a model; whoever asks puts the memory's offsets right afterwards.
 
     run: runs tokens with a part of the model, and gives their logits [n, vocab].
@@ -40,15 +40,17 @@ class Scorer:
     def __init__(
         self,
         run: Callable[[mx.array, AbstractContextManager[None]], mx.array],
-        memory: Memory,
-        shape: PassShape,
+        memory: LayerCaches,
+        shape: PassLayout,
     ) -> None:
         self._run = run
         self._memory = memory
         self._shape = shape
         self._scored: _Scored | None = None
 
-    def agreement(self, kept: Mark, tokens: Sequence[int], part: AbstractContextManager[None]) -> float:
+    def agreement(
+        self, kept: CacheCheckpoint, tokens: Sequence[int], part: AbstractContextManager[None]
+    ) -> float:
         """How often the best token after each of the last cached tokens is the same with a part only."""
         start = kept.length - len(tokens)
         if not self._scored or self._scored.kept is not kept or self._scored.tokens != tuple(tokens):
@@ -56,7 +58,7 @@ class Scorer:
         return float(np.mean(self._best(tokens, start, part) == self._scored.best))
 
     def best_by_exit(
-        self, start: int, tokens: Sequence[int], layers: LayerList, taps: LayerTaps
+        self, start: int, tokens: Sequence[int], layers: LayerList, taps: HiddenStateHooks
     ) -> list[Best]:
         """The best token after each of these, run at position `start`, if the model ended with each layer."""
         self._best(tokens, start, taps.on(range(taps.count)))
@@ -71,7 +73,7 @@ class Scorer:
             self._shape.chain(start)
             self._shape.scratch = True
             best = mx.argmax(self._run(mx.array(list(tokens)), part), axis=-1)
-            evaluated(best)
+            evaluate(best)
             return np.array(best)
         finally:
             self._shape.scratch = False

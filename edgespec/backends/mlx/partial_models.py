@@ -15,15 +15,15 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SelfDraft
-from edgespec.backends.mlx.layers import LayerList, LeftOut
-from edgespec.backends.mlx.low_bit_weights import LowBits
-from edgespec.backends.mlx.pass_layout import PassShape, SinkWindow
+from edgespec.backends.mlx.layers import LayerList, SkippedLayer
+from edgespec.backends.mlx.low_bit_weights import LowBitWeights
+from edgespec.backends.mlx.pass_layout import PassLayout, SinkWindow
 from edgespec.errors import CapabilityError, OptionError
 
-__all__ = ["ExitPart", "LowBitPart", "Part", "Parts", "SkipPart"]
+__all__ = ["EarlyExitModel", "LowBitModel", "PartialModel", "PartialModelFactory", "SkippedLayersModel"]
 
 
-class Part(ABC):
+class PartialModel(ABC):
     """One way to draft with the target's weights and memory.
 
     runs_ahead: the hint of `LanguageModel.run_ahead`.
@@ -44,7 +44,7 @@ class Part(ABC):
         """What was kept of the round is needed no more."""
 
 
-class SkipPart(Part):
+class SkippedLayersModel(PartialModel):
     """Without some layers."""
 
     def __init__(self, layers: LayerList, skipped: frozenset[int]) -> None:
@@ -56,10 +56,10 @@ class SkipPart(Part):
         return self._list.replaced(self._left)
 
 
-class LowBitPart(Part):
+class LowBitModel(PartialModel):
     """With fewer bits of the weights; where a window is given, with the first and last cached tokens only."""
 
-    def __init__(self, low_bits: LowBits, shape: PassShape, sink_window: SinkWindow | None) -> None:
+    def __init__(self, low_bits: LowBitWeights, shape: PassLayout, sink_window: SinkWindow | None) -> None:
         super().__init__()
         self._low_bits = low_bits
         self._shape = shape
@@ -75,7 +75,7 @@ class LowBitPart(Part):
             self._shape.sink_window = None
 
 
-class ExitPart(Part):
+class EarlyExitModel(PartialModel):
     """With the layers below `exit_layer`, the norm and the head.
 
     What those layers said of each node is kept, so that the target can go on from there.
@@ -92,7 +92,7 @@ class ExitPart(Part):
     @contextmanager
     def drafting(self, first: int) -> Iterator[None]:
         above = self._lower[self._exit]
-        assert isinstance(above, LeftOut)
+        assert isinstance(above, SkippedLayer)
         with self._list.replaced(self._lower):
             yield
         assert above.given is not None
@@ -121,14 +121,14 @@ def _bytes(module: Any) -> int:
     return sum(weight.nbytes for _, weight in weights)
 
 
-class Parts:
+class PartialModelFactory:
     """Makes them for one loaded model.
 
-    low_bits: None where it was not made ready for fewer. missing: why a way of `Capabilities.self_drafts`
+    low_bits: None where it was not made ready for fewer. missing: why one of `self_draft_methods`
     cannot be taken, by name.
     """
 
-    def __init__(self, net: Any, shape: PassShape, low_bits: LowBits | None) -> None:
+    def __init__(self, net: Any, shape: PassLayout, low_bits: LowBitWeights | None) -> None:
         self._net = net
         self._shape = shape
         self.low_bits = low_bits
@@ -151,7 +151,7 @@ class Parts:
         rest = _bytes(self._net) - sum(layers)
         return layers, rest - tables if rest >= 2 * tables else rest
 
-    def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[Part, str, int]:
+    def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[PartialModel, str, int]:
         """A part, what it is called, and the bytes kept for it alone.
 
         Raises CapabilityError where it is not exact or not there, OptionError for layers that are not there.
@@ -170,13 +170,13 @@ class Parts:
 
     def check(self, way: str, facts: ModelFacts) -> None:
         """Raises CapabilityError with the reason why the model cannot draft for itself that way."""
-        if way not in facts.capabilities.self_drafts:
+        if way not in facts.capabilities.self_draft_methods:
             why = self.missing.get(way, facts.capabilities.reason)
             raise CapabilityError(
                 f"{facts.name} cannot draft for itself by {way}: {why}", "choose another method"
             )
 
-    def leaving(self, exit_layer: int, name: str) -> ExitPart:
+    def leaving(self, exit_layer: int, name: str) -> EarlyExitModel:
         """The first `exit_layer` layers, 1 to all but one, of the model called `name`.
 
         Raises OptionError for another number, CapabilityError where the layers are not to be found.
@@ -188,9 +188,9 @@ class Parts:
                 f"{name} has {last + 1} layers and cannot be left after {exit_layer}",
                 f"choose an exit from 1 to {last}",
             )
-        return ExitPart(layers, exit_layer)
+        return EarlyExitModel(layers, exit_layer)
 
-    def skipping(self, skipped: Collection[int], name: str) -> SkipPart:
+    def skipping(self, skipped: Collection[int], name: str) -> SkippedLayersModel:
         """All layers of the model called `name` but these, counted from 0. The first and the last stay.
 
         Raises OptionError for another layer, CapabilityError where the layers are not to be found.
@@ -202,9 +202,9 @@ class Parts:
                 raise OptionError(
                     f"layer {layer} of {name} cannot be skipped", f"choose layers from 1 to {last - 1}"
                 )
-        return SkipPart(layers, frozenset(skipped))
+        return SkippedLayersModel(layers, frozenset(skipped))
 
-    def lowered(self, how: LowBit, name: str) -> LowBitPart:
+    def lowered(self, how: LowBit, name: str) -> LowBitModel:
         """Fewer bits of the weights of the model called `name`, which has to be made ready for them.
 
         Raises CapabilityError for a copy of the weights, OptionError for a window without a last token.
@@ -222,4 +222,4 @@ class Parts:
                 )
             window = SinkWindow(how.sink_tokens, how.window_tokens)
         assert self.low_bits is not None
-        return LowBitPart(self.low_bits, self._shape, window)
+        return LowBitModel(self.low_bits, self._shape, window)

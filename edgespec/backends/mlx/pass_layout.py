@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-__all__ = ["PassShape", "SinkWindow", "let_ropes_follow"]
+__all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class SinkWindow:
 
 
 @dataclass
-class PassShape:
+class PassLayout:
     """Shared by all caches and rotary embeddings of a model; set before each pass.
 
     round_start: rows of the cache before the round; they lie at their own positions and all can be seen.
@@ -79,7 +79,7 @@ class _TreeRope:
     Deliberately no nn.Module: it holds nothing to load, save or count.
     """
 
-    def __init__(self, rope: Any, shape: PassShape) -> None:
+    def __init__(self, rope: Any, shape: PassLayout) -> None:
         self._rope = rope
         self._shape = shape
 
@@ -100,7 +100,7 @@ class _TreeRope:
         return turned.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)
 
 
-def let_ropes_follow(model: Any, shape: PassShape) -> None:
+def install_tree_ropes(model: Any, shape: PassLayout) -> None:
     """Put a tree's positions under every rotary embedding of a model."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):

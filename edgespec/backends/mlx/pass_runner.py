@@ -10,16 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.mlx.evaluation import evaluated, launched, translated
-from edgespec.backends.mlx.layer_caches import Mark, Memory
+from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
+from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.partial_models import ExitPart, Part
-from edgespec.backends.mlx.pass_layout import PassShape, let_ropes_follow
+from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
+from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
 from edgespec.backends.mlx.rounds import Round
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 
-__all__ = ["Passes"]
+__all__ = ["PassRunner"]
 
 _TIDY_TOKENS = 256
 
@@ -31,13 +31,13 @@ class _Ahead:
     known: tuple[int, ...]
     source: DeviceLogits
     logits: DeviceLogits
-    before: Mark
+    before: CacheCheckpoint
 
 
-class Passes:
+class PassRunner:
     """Runs tokens after the caches of one model, and keeps or drops what that leaves in them.
 
-    Everything comes down to `_forward`: tokens after the cache, in the shape that `PassShape` tells the
+    Everything comes down to `_forward`: tokens after the cache, in the shape that `PassLayout` tells the
     layers. No call leaves anything unevaluated: MLX evaluates an array in the thread that made it only,
     and calls may come from different threads, one after another.
 
@@ -48,9 +48,9 @@ class Passes:
     """
 
     def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
-        self.shape = PassShape()
-        let_ropes_follow(net, self.shape)
-        self.memory = Memory(net, self.shape, kv_bits)
+        self.shape = PassLayout()
+        install_tree_ropes(net, self.shape)
+        self.memory = LayerCaches(net, self.shape, kv_bits)
         self.kept = self.memory.mark()
         self.steps_ahead = False
         self.interrupted = False
@@ -59,10 +59,10 @@ class Passes:
         self._max_width = max_width
         self._round = Round()
         # How the open round is drafted, where it is a draft of this model itself.
-        self._part: Part | None = None
+        self._partial_model: PartialModel | None = None
         self._ahead: _Ahead | None = None
-        self._follower: Passes | None = None
-        self._leader: Passes | None = None
+        self._follower: PassRunner | None = None
+        self._leader: PassRunner | None = None
         self._tidy_at = _TIDY_TOKENS
         self._closed = False
 
@@ -73,7 +73,7 @@ class Passes:
 
     def _forward(self, tokens: mx.array) -> mx.array:
         """Run tokens (integers [n]) after the cache: their logits, float32 [n, vocab], not yet computed."""
-        with translated("the model could not be run"):
+        with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.memory.layers)[0]
         self.memory.length += tokens.size
         if tokens.size > 1:
@@ -97,7 +97,7 @@ class Passes:
             self._forward(mx.array(list(tokens)))
             self._launch_states(len(tokens))
             # The logits are never asked for, and so never computed.
-            evaluated(*self.memory.arrays)
+            evaluate(*self.memory.arrays)
         except BackendError:
             self.end_round()
             raise
@@ -121,16 +121,16 @@ class Passes:
             self.end_round()
             raise
 
-    def draft(self, part: Part, tree: TokenTree, first: int) -> DeviceLogits:
+    def draft(self, part: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
         """`verify` for a draft of this model itself; the next call that is not the draft's ends the round."""
-        if first > 0 and part is not self._part:
+        if first > 0 and part is not self._partial_model:
             raise BackendError("the round of this draft was ended by its target", "begin another one")
         ahead = self._take_ahead(tree, first) if first > 0 else None
         try:
             if first == 0:
                 self.end_round()
                 self._tidy()
-                self._part = part
+                self._partial_model = part
             self._round.extend(tree, first)
             return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
         except BaseException:  # of a pass cut short nothing may be taken over
@@ -139,9 +139,9 @@ class Passes:
 
     def end_round(self) -> None:
         """Drop what was not committed."""
-        if self._part:
-            self._part.let_go()
-        self._part = self._ahead = None
+        if self._partial_model:
+            self._partial_model.let_go()
+        self._partial_model = self._ahead = None
         self._round = Round()
         if self.memory.foreign and self.memory.length != self.length:
             self.clear()
@@ -152,7 +152,7 @@ class Passes:
 
     def clear(self) -> None:
         """Empty the memory."""
-        self.kept = Mark(0, (), ())
+        self.kept = CacheCheckpoint(0, (), ())
         self.memory.clear()
         self.kept = self.memory.mark()
         self._tidy_at = _TIDY_TOKENS
@@ -168,7 +168,7 @@ class Passes:
 
     def commit(self, path: tuple[int, ...]) -> None:
         """See `LanguageModel.commit`. Raises CapabilityError for a state that cannot be cut back."""
-        if self._part:  # nothing of the target's own is in the round
+        if self._partial_model:  # nothing of the target's own is in the round
             self.end_round()
             return
         kept, ahead = [0, *path], self._ahead
@@ -180,7 +180,7 @@ class Passes:
                 self._ahead = None
             if kept != list(range(len(kept))):
                 self.memory.keep(self.length, kept)
-                launched(*self.memory.arrays)
+                start_evaluation(*self.memory.arrays)
             elif len(kept) < len(self._round):
                 if self.memory.recurrent:
                     raise CapabilityError("a recurrent state cannot be cut back", "go back to a checkpoint")
@@ -206,19 +206,19 @@ class Passes:
             self.shape.tree(self.length, self._round.parents, self._round.depths, first)
 
     def _pass(self, tokens: mx.array, first: int) -> mx.array:
-        if self._part is None:
+        if self._partial_model is None:
             return self._forward(tokens)
-        return self.forward_part(tokens, self._part.drafting(first))
+        return self.forward_part(tokens, self._partial_model.drafting(first))
 
     def _launch(self, rows: mx.array) -> None:
-        states = self._part.background_arrays() if self._part else []
+        states = self._partial_model.background_arrays() if self._partial_model else []
         self._launch_states(rows.shape[0])
-        launched(rows, *states, *(array for layer in self.memory.states for array in layer))
+        start_evaluation(rows, *states, *(array for layer in self.memory.states for array in layer))
 
     def _launch_states(self, width: int) -> None:
         """Layer by layer: MLX would compute all states last, and keep what they are made of until then."""
         for layer in self.memory.states if width > 1 else ():
-            launched(*layer)
+            start_evaluation(*layer)
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._launch(rows)
@@ -226,23 +226,23 @@ class Passes:
             rows, self._round.depths[first:], self._start_next if self._round.is_chain else None
         )
 
-    def _end_draft(self, tree: TokenTree) -> tuple[ExitPart, mx.array] | None:
+    def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
         """End the draft's round, if one is open.
 
         Where it left at an exit: hidden states [1, nodes, size] of the first nodes that this tree shares.
         """
-        part = self._part
+        part = self._partial_model
         if part is None:
             return None
         same = self._round.shared(tree)
         # A memory in which nothing is committed is made anew when its round ends.
         known = None
-        if isinstance(part, ExitPart) and same > 0 and self.length > 0:
+        if isinstance(part, EarlyExitModel) and same > 0 and self.length > 0:
             known = part, part.said(same)
         self.end_round()
         return known
 
-    def _go_on(self, tree: TokenTree, exit_: ExitPart, states: mx.array) -> mx.array:
+    def _go_on(self, tree: TokenTree, exit_: EarlyExitModel, states: mx.array) -> mx.array:
         """Run a tree above an exit. `states`: what was said there of its first nodes."""
         known = states.shape[1]
         if known < tree.width:
@@ -256,7 +256,7 @@ class Passes:
         self._set_shape(0)
         return self.forward_part(mx.array(tree.tokens), exit_.going_on(states))
 
-    def follow(self, leader: Passes | None) -> None:
+    def follow(self, leader: PassRunner | None) -> None:
         """The hint of `LanguageModel.follow`: a draft's passes, whose chains are verified here."""
         if self._leader:
             self._leader._follower = None
@@ -266,8 +266,8 @@ class Passes:
 
     def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
         """Begin what follows on `token`, which is being computed: a step here, or the pass of a follower."""
-        if self._part:
-            if self._part.runs_ahead:
+        if self._partial_model:
+            if self._partial_model.runs_ahead:
                 self._begin((), token, source)
         elif self.steps_ahead:
             self._begin((), token, source)
@@ -293,7 +293,7 @@ class Passes:
         rows = self._pass(tokens, len(self._round))
         self._launch(rows)
         logits = DeviceLogits(rows, range(width), self._start_next)
-        logits.begun_seconds = now() - started if known else 0.0
+        logits.overlapped_seconds = now() - started if known else 0.0
         self._ahead = _Ahead(known, source, logits, before)
 
     def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:
@@ -313,5 +313,5 @@ class Passes:
         self.follow(None)
         if self._follower:
             self._follower.follow(None)
-        self._ahead = self._part = None
+        self._ahead = self._partial_model = None
         del self._net, self.memory

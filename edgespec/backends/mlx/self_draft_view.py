@@ -12,20 +12,20 @@ from edgespec.errors import CancelledError
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.partial_models import Part
+    from edgespec.backends.mlx.partial_models import PartialModel
 
-__all__ = ["MlxSelfDraft"]
+__all__ = ["MlxSelfDraftView"]
 
 
-class MlxSelfDraft(SelfDraftView["MlxModel"]):
+class MlxSelfDraftView(SelfDraftView["MlxModel"]):
     """An MLX model with less of it run.
 
     facts: the target's; weight_bytes is what is kept beside its weights for this draft alone.
     """
 
-    def __init__(self, target: MlxModel, part: Part, what: str, extra_bytes: int = 0) -> None:
+    def __init__(self, target: MlxModel, part: PartialModel, what: str, extra_bytes: int = 0) -> None:
         super().__init__(target)
-        self._part = part
+        self._partial_model = part
         self.facts = replace(
             target.facts,
             name=f"{target.facts.name} ({what})",
@@ -42,10 +42,10 @@ class MlxSelfDraft(SelfDraftView["MlxModel"]):
         if self._interrupted:
             self._target.drop_round()
             raise CancelledError("cancelled")
-        return self._target.draft(self._part, tree, first)
+        return self._target.draft(self._partial_model, tree, first)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._part.runs_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._partial_model.runs_ahead = enabled
 
-    def interrupt(self, wanted: bool) -> None:
-        self._interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled

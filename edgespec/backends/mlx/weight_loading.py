@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.memory_check import check_weights_fit, context_wanted
+from edgespec.backends.memory_check import check_weights_fit, requested_context
 from edgespec.backends.mlx.build_info import core, lm
 from edgespec.backends.mlx.model_folder import (
     StoredWeights,
@@ -27,9 +27,9 @@ from edgespec.backends.mlx.model_folder import (
 from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
 if TYPE_CHECKING:
-    from edgespec.backends.mlx.low_bit_weights import LowBits
+    from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 
-__all__ = ["Checkpoint", "ModelSkeleton", "Sizes", "open_checkpoint", "outline_of"]
+__all__ = ["LoadedModel", "ModelSkeleton", "Sizes", "load_model", "read_skeleton"]
 
 _PIECE_BYTES = 4 * 2**20
 _NO_MEMORY = re.compile(r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE)
@@ -37,7 +37,7 @@ _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class LoadedModel:
     """A loaded model, all its weights in memory, and what is known about it.
 
     model, tokenizer: an mlx nn.Module and mlx_lm's TokenizerWrapper.
@@ -63,7 +63,7 @@ class Checkpoint:
     vocab_size: int
     kv_elements_per_token: int
     dtype: Any
-    low_bits: LowBits | None
+    low_bits: LowBitWeights | None
 
     @property
     def description(self) -> str:
@@ -86,7 +86,7 @@ class Sizes:
         mx = core()
         if mx.default_device() != mx.cpu:
             return False
-        context = context_wanted(options, self.trained_context_tokens)
+        context = requested_context(options, self.trained_context_tokens)
         more = self.half_bytes + context * self.kv_elements_per_token * mx.float32.size
         limit = (
             options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
@@ -98,7 +98,7 @@ class Sizes:
 class ModelSkeleton:
     """A model of which nothing was read but its configuration and the sizes of its weights.
 
-    model: an mlx nn.Module whose arrays are still to be read. The rest as for `Checkpoint`.
+    model: an mlx nn.Module whose arrays are still to be read. The rest as for `LoadedModel`.
     """
 
     model: Any = field(repr=False)
@@ -108,7 +108,7 @@ class ModelSkeleton:
     quantisation: str
     vocab_size: int
     kv_elements_per_token: int
-    low_bits: LowBits | None
+    low_bits: LowBitWeights | None
 
     @property
     def trained_context_tokens(self) -> int:
@@ -146,8 +146,8 @@ class ModelSkeleton:
         return sum(weight.nbytes * (2 if widened and weight.dtype in halves else 1) for weight in arrays)
 
 
-def outline_of(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
-    """What a folder says of its model. Raises what `open_checkpoint` does."""
+def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
+    """What a folder says of its model. Raises what `load_model` does."""
     folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
     with _translated(path):
         config = read_config(folder)
@@ -169,18 +169,18 @@ def outline_of(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     with _translated(path):
         vocab_size, kv_elements = _try_one_token(model)
         quantisation, parameters = _quantisation(model, config, weights), lm().get_total_parameters(model)
-        low_bits = _put_low_bits(model) if options.low_bits else None
+        low_bits = _install_low_bit_weights(model) if options.low_bits else None
     return ModelSkeleton(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
 
 
-def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Checkpoint:
+def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
     """Load the model in a folder.
 
     Raises ModelFileError (not a checkpoint, incomplete, unknown architecture, adapter of another model),
     MemoryBudgetError, BackendMissingError, and CancelledError when `progress` returns False.
     """
     _report(progress, name, 0.0)
-    outline = outline_of(path, name, options)
+    outline = read_skeleton(path, name, options)
     model, config = outline.model, outline.config
     with _translated(path), contextlib.redirect_stdout(sys.stderr):
         check_tokenizer(Path(path))
@@ -192,7 +192,7 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
             model, outline.widens(options), lambda fraction: _report(progress, name, fraction)
         )
         held_bytes = sum(weight.nbytes for _, weight in _arrays(model.parameters()))
-    return Checkpoint(
+    return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=config,
@@ -211,10 +211,10 @@ def open_checkpoint(path: str, name: str, options: LoadOptions, progress: Progre
     )
 
 
-def _put_low_bits(model: Any) -> LowBits:
-    from edgespec.backends.mlx.low_bit_weights import put_low_bits
+def _install_low_bit_weights(model: Any) -> LowBitWeights:
+    from edgespec.backends.mlx.low_bit_weights import install_low_bit_weights
 
-    return put_low_bits(model, lambda: _try_one_token(model))
+    return install_low_bit_weights(model, lambda: _try_one_token(model))
 
 
 def _report(progress: Progress | None, name: str, fraction: float) -> None:

@@ -30,7 +30,7 @@ from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.saved_arrays import SavedArrays, forget_learnt
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -41,13 +41,13 @@ ASKED = ("How do I list files by size?", "How do I list files by name?", "How do
 def load(path: Path) -> MlxModel:
     model = mlx.load(str(path), path.name, OPTIONS)
     assert isinstance(model, MlxModel)
-    assert model.facts.capabilities.learns
+    assert model.facts.capabilities.trainable
     return model
 
 
 def online(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> OnlineDrafter:
     drafter = ModelDrafter(draft, target.facts.vocab_size)
-    return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, draft.learner(), notes=notes))
+    return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, draft.trainer(), notes=notes))
 
 
 def paired(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> Runtime:
@@ -84,20 +84,20 @@ def logits(model: MlxModel, tokens: list[int]) -> Any:
 
 class TestLearner:
     def test_the_loss_falls(self, tiny: MlxModel) -> None:
-        learner = tiny.learner()
-        losses = [learner.step(lesson()) for _ in range(60)]
+        trainer = tiny.trainer()
+        losses = [trainer.train_step(lesson()) for _ in range(60)]
         assert losses[-1] < losses[0] - 0.05
 
     def test_off_the_model_is_exactly_as_loaded(self, tiny: MlxModel) -> None:
         tokens = [5, 7, 9, 11]
         before, names = logits(tiny, tokens), dict(tree_flatten(tiny._net.parameters()))
-        learner = tiny.learner()
+        trainer = tiny.trainer()
         for _ in range(5):
-            learner.step(lesson())
+            trainer.train_step(lesson())
         assert np.array_equal(logits(tiny, tokens), before)
-        learner.adapt(True)
+        trainer.set_adapted(True)
         assert not np.array_equal(logits(tiny, tokens), before)
-        learner.adapt(False)
+        trainer.set_adapted(False)
         assert np.array_equal(logits(tiny, tokens), before)
         after = dict(tree_flatten(tiny._net.parameters()))
         assert set(after) == set(names)
@@ -105,15 +105,15 @@ class TestLearner:
 
     def test_untaught_it_changes_nothing(self, tiny: MlxModel) -> None:
         before = logits(tiny, [5, 7, 9, 11])
-        tiny.learner().adapt(True)
+        tiny.trainer().set_adapted(True)
         assert np.array_equal(logits(tiny, [5, 7, 9, 11]), before)
 
     def test_the_memory_is_left_as_it_is(self, tiny: MlxModel) -> None:
         tiny.prefill([4, 5, 6, 7])
-        learner = tiny.learner()
+        trainer = tiny.trainer()
         expected = tiny.verify(TokenTree.chain(8)).at(0, np.arange(200))
-        learner.step(lesson())
-        learner.hits(lesson().tokens, 5, adapted=True)
+        trainer.train_step(lesson())
+        trainer.count_hits(lesson().tokens, 5, adapted=True)
         assert tiny.length == 4
         assert np.array_equal(tiny.verify(TokenTree.chain(8)).at(0, np.arange(200)), expected)
 
@@ -122,42 +122,42 @@ class TestLearner:
         rows = logits(tiny, tokens)
         tokens = [*tokens, int(rows[-1].argmax())]
         expected = [int(rows[i].argmax()) == tokens[i + 1] for i in range(5)]
-        learner = tiny.learner()
-        assert learner.hits(tokens, 1, adapted=False) == sum(expected)
-        assert learner.hits(tokens, 5, adapted=False) == 1
+        trainer = tiny.trainer()
+        assert trainer.count_hits(tokens, 1, adapted=False) == sum(expected)
+        assert trainer.count_hits(tokens, 5, adapted=False) == 1
 
     def test_what_was_learnt_can_be_kept(self, tiny: MlxModel, tmp_path: Path) -> None:
-        learner = tiny.learner()
+        trainer = tiny.trainer()
         for _ in range(3):
-            learner.step(lesson())
-        file = SavedArrays("online", learner.identity, tmp_path)
-        file.save(learner.weights())
-        learner.adapt(True)
+            trainer.train_step(lesson())
+        file = SavedArrays("online", trainer.identity, tmp_path)
+        file.save(trainer.adapter_weights())
+        trainer.set_adapted(True)
         expected = logits(tiny, [5, 7, 9])
-        learner.adapt(False)
-        other = tiny.learner()
-        assert other.take_over(SavedArrays("online", other.identity, tmp_path).load())
-        other.adapt(True)
+        trainer.set_adapted(False)
+        other = tiny.trainer()
+        assert other.load_adapter(SavedArrays("online", other.identity, tmp_path).load())
+        other.set_adapted(True)
         assert np.array_equal(logits(tiny, [5, 7, 9]), expected)
 
     def test_what_does_not_fit_is_refused(self, tiny: MlxModel) -> None:
-        learner = tiny.learner()
-        own = learner.weights()
+        trainer = tiny.trainer()
+        own = trainer.adapter_weights()
         name = next(iter(own))
-        assert not learner.take_over({})
-        assert not learner.take_over({**own, name: own[name][:-1]})
-        assert not learner.take_over({**own, name: own[name] * np.nan})
-        assert learner.take_over(own)
+        assert not trainer.load_adapter({})
+        assert not trainer.load_adapter({**own, name: own[name][:-1]})
+        assert not trainer.load_adapter({**own, name: own[name] * np.nan})
+        assert trainer.load_adapter(own)
 
     def test_a_loss_without_end_changes_nothing(self, tiny: MlxModel) -> None:
-        learner = tiny.learner()
-        before = learner.weights()
+        trainer = tiny.trainer()
+        before = trainer.adapter_weights()
         bad = lesson()
         with pytest.raises(BackendError, match="no finite loss"):
-            learner.step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
-        after = learner.weights()
+            trainer.train_step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
+        after = trainer.adapter_weights()
         assert all(np.array_equal(before[name], after[name]) for name in before)
-        assert not learner.adapted
+        assert not trainer.adapted
 
 
 class TestReplies:
@@ -169,7 +169,7 @@ class TestReplies:
             ):
                 options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
                 got = chat.ask(text, draft_length=4, **options)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
                 assert got.stats.drafted_tokens
             assert "steps on" in runtime._session.report("model").note
@@ -183,7 +183,7 @@ class TestReplies:
                 for text in ASKED:
                     stats = runtime.generate(text, temperature=0.0, max_tokens=64, draft_length=3).stats
                     turn = (turn[0] + stats.accepted_tokens, turn[1] + stats.drafted_tokens)
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                 accepted.append(turn)
         rates = [right / drafted for right, drafted in accepted]
         assert rates[-1] > rates[0] + 0.04, rates
@@ -198,23 +198,23 @@ class TestReplies:
         with paired(target, draft, notes) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
-            learner = drafter.pupil._learner
-            ruined = {name: array + 0.3 for name, array in learner.weights().items()}
-            assert learner.take_over(ruined)
+            trainer = drafter.pupil._trainer
+            ruined = {name: array + 0.3 for name, array in trainer.adapter_weights().items()}
+            assert trainer.load_adapter(ruined)
             drafter.pupil._steps = 1
-            learner.adapt(True)
+            trainer.set_adapted(True)
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             before, after, tokens = drafter.pupil.judged
             assert tokens >= 16
             assert after < before
-            assert not learner.adapted
+            assert not trainer.adapted
             said = runtime._session.report("model").note
             assert "the original guesses better" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
-            assert not later.pupil._learner.adapted, "another run knows that it was worse"
+            assert not later.pupil._trainer.adapted, "another run knows that it was worse"
             assert later.note() == said
             later.close()
 
@@ -225,20 +225,20 @@ class TestReplies:
             assert isinstance(drafter, OnlineDrafter)
             drafter.pupil._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.pupil.judged == (stats.generated_tokens,) * 3
 
     def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         with paired(target, draft) as runtime:
-            learner = draft.learner()
-            changes = sum(array.nbytes for array in learner.weights().values())
+            trainer = draft.trainer()
+            changes = sum(array.nbytes for array in trainer.adapter_weights().values())
             counted = []
             for text in ASKED[:2]:
                 stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
                 counted.append((stats.draft_weight_bytes, stats.draft_kv_bytes, stats.draft_other_bytes))
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
         logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
@@ -249,25 +249,27 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
-        assert (usual.adapts, grown.adapts) == (False, True)
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        assert (usual.chooses_length, grown.chooses_length) == (False, True)
         assert grown.pupil is usual.pupil
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
         grown.begin(text)
-        assert grown.unread == grown.unread_whole == len(text) - 2
-        grown.read(40)
-        assert (grown.unread, grown.unread_whole) == (0, len(text))
+        assert grown.pending_tokens == grown.full_pending_tokens == len(text) - 2
+        grown.prefill(40)
+        assert (grown.pending_tokens, grown.full_pending_tokens) == (0, len(text))
         assert 30 < draft.length <= 40
-        grown.read(len(text))
-        assert (grown.unread, grown.unread_whole, draft.length) == (0, 0, len(text) - 1)
+        grown.prefill(len(text))
+        assert (grown.pending_tokens, grown.full_pending_tokens, draft.length) == (0, 0, len(text) - 1)
         with Runtime(target, None, Chosen(target, grown)) as runtime:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert usual.note().startswith("the draft took")
-            kept = grown.kept()
+            kept = grown.saved_statistics()
             assert kept
-            usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore(kept)
+            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
+                kept
+            )
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
@@ -276,19 +278,19 @@ class TestReplies:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
-                runtime._session.rest(lambda: True)
-            weights = drafter.pupil._learner.weights()
+                runtime._session.run_idle_work(lambda: True)
+            weights = drafter.pupil._trainer.adapter_weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
         later = online(target, again, notes)
-        weights_of = later.pupil._learner.weights
-        adapted = [later.pupil._learner.adapted]
+        weights_of = later.pupil._trainer.adapter_weights
+        adapted = [later.pupil._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
-        forget_learnt(tmp_path)
+        delete_saved_arrays(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
         anew = online(target, loaded, notes)
-        adapted.append(anew.pupil._learner.adapted)
+        adapted.append(anew.pupil._trainer.adapted)
         assert adapted == [True, False]
         anew.close()
 
@@ -342,7 +344,7 @@ class TestSwift:
                     got = runtime.generate(text, draft_length=4, **options)
                     drafted[temperature] += got.stats.drafted_tokens
                     cached = target.length
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                     assert target.length == cached
                     again = runtime.generate(text, method="none", **options)
                     assert again.tokens == got.tokens
@@ -356,6 +358,6 @@ class TestSwift:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for seed in range(3):
                 got = runtime.generate("the files", seed=seed, max_tokens=40, draft_length=4)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 plain = runtime.generate("the files", seed=seed, max_tokens=40, method="none")
                 assert got.tokens == plain.tokens

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import weight_loading
-from edgespec.backends.mlx.weight_loading import Checkpoint, open_checkpoint
+from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 
@@ -34,8 +34,8 @@ QUANTISATIONS: dict[str, Any] = {
 }
 
 
-def _open(path: Path, progress: Any = None, **options: Any) -> Checkpoint:
-    return open_checkpoint(str(path), "tiny", LoadOptions(**options), progress)
+def _open(path: Path, progress: Any = None, **options: Any) -> LoadedModel:
+    return load_model(str(path), "tiny", LoadOptions(**options), progress)
 
 
 def _in_a_thread(work: Callable[[], Any]) -> Any:
@@ -359,8 +359,8 @@ def refuse(*_, **__):
 socket.socket.connect = socket.getaddrinfo = refuse
 resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.weight_loading import open_checkpoint
-open_checkpoint(sys.argv[1], "tiny", LoadOptions(), None)
+from edgespec.backends.mlx.weight_loading import load_model
+load_model(sys.argv[1], "tiny", LoadOptions(), None)
 # mlx-lm would have made them 2048 and 4096, or failed where it may not.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
@@ -380,10 +380,10 @@ import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.build_info import about
-from edgespec.backends.mlx.weight_loading import open_checkpoint
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import BackendMissingError
 try:
-    open_checkpoint(sys.argv[2], "tiny", LoadOptions(), None)
+    load_model(sys.argv[2], "tiny", LoadOptions(), None)
 except BackendMissingError as error:
     print(error)
 """
