@@ -264,12 +264,13 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     target = target.strip()
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
-    what = (
-        f"{target} now uses the draft model {draft}."
-        if draft is not None
-        else f"{target} has no draft model of your choice any more."
-    )
-    _print_change(what, remark, {"target": target, "draft": draft}, as_json)
+    if draft is None:
+        change = f"edgespec chooses the draft model of {target} again."
+    elif draft.strip() == "none":
+        change = f"{target} now runs without a draft model."
+    else:
+        change = f"{target} now uses the draft model {draft}."
+    _print_change(change, remark, {"target": target, "draft": draft}, as_json)
 
 
 @command.command(

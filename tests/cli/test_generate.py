@@ -140,7 +140,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "target: demo -> " in notes
     assert "draft: demo-draft -> " in notes
     assert "demo" in notes
-    assert "8 tokens at" in notes
+    assert "8 tokens, " in notes
     assert "seed 3" in notes
     assert notes.rstrip().endswith("\x1b[2mmodel+suffix: asked for\x1b[0m")
     assert "\x1b[2m" in notes
