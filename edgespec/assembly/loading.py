@@ -18,11 +18,10 @@ from edgespec.assembly.prefix_cache_options import (
     PrefixCacheOptions,
     create_prefix_cache,
     file_states,
-    model_files,
 )
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
@@ -30,8 +29,8 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
-from edgespec.prepare.lowbit import copy_path, find_lowbit
-from edgespec.request import Defaults
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file
+from edgespec.request import MethodOptions
 from edgespec.runtime import Runtime
 
 __all__ = ["eagerly", "load"]
@@ -54,6 +53,8 @@ def load(
     draft: str | None = "auto",
     *,
     memory: str | int | None = None,
+    headroom: str | int | None = None,
+    reserve: str | int | None = None,
     prefer: str = "speed",
     context: int | None = None,
     reserve_full_context: bool = False,
@@ -88,7 +89,9 @@ def load(
 
     target, draft: references (a path, `user/repo:quant`, an alias); draft `auto` takes the best one on this
     machine, by its tokens and its size, `none` takes none. memory: the budget for everything, Python itself
-    included, such as "8GiB"; by default what is available. prefer: where that is short, "speed" gives up
+    included, such as "8GiB"; by default what is available. headroom: memory that the plan leaves for what it
+    does not model; by default 5 % of it, and at least 64 MiB. reserve: memory to leave to other programs; by
+    default 512 MiB, or 5 % of what is available if less. prefer: where that is short, "speed" gives up
     context before the draft, "context" the draft before context; what is named here is never given up.
     context: tokens of prompt and reply together; by default what the target was trained for, as far as
     nothing else is given up for it, or else 8,192. reserve_full_context: take the memory for all of them at
@@ -113,7 +116,7 @@ def load(
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     if progress is not None and not callable(progress):
         raise OptionError(f"progress is {progress!r}", "give a function of a text and a fraction")
-    defaults = Defaults().but(method, draft_length, acceptance)
+    defaults = MethodOptions().override(method, draft_length, acceptance)
     how = Drafting(
         methods=(method, *methods),
         branches=draft_branches,
@@ -127,12 +130,15 @@ def load(
         max_loss=max_loss,
         measure_costs=check_boolean("measure_costs", measure_costs),
     )
-    given_bytes = None if memory is None else parse_size("memory", memory)
+    given_bytes, headroom_bytes, reserve_bytes = (
+        None if size is None else parse_size(name, size)
+        for name, size in (("memory", memory), ("headroom", headroom), ("reserve", reserve))
+    )
     options = load_options(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None
+        initial_context_tokens=None
         if check_boolean("reserve_full_context", reserve_full_context)
         else INITIAL_CONTEXT_TOKENS,
         threads=threads,
@@ -144,20 +150,20 @@ def load(
         adapter=adapter,
         exact=exact,
     )
-    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, prefix_cache_disk)
+    keeping = PrefixCacheOptions.from_options(prefix_cache, prefix_cache_memory, prefix_cache_disk)
     check_room_to_plan()
     pair = find_pair(target, draft, how, progress, options)
-    wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
-    planned = plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes)
+    request = PlanRequest.from_options(prefer, options, draft, keeping.requested_bytes, headroom_bytes)
+    planned = plan_pair(pair, how, options, budget_for(pair, given_bytes, reserve_bytes), request)
     check_fits(planned)
     return _loaded(planned, defaults, keeping, progress)
 
 
 def _loaded(
-    planned: LoadPlan, defaults: Defaults, keeping: PrefixCacheOptions, progress: Progress | None
+    planned: LoadPlan, defaults: MethodOptions, keeping: PrefixCacheOptions, progress: Progress | None
 ) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
-    pair, how, options = planned.pair, planned.how, planned.options
+    pair, how, options = planned.pair, planned.drafting, planned.options
     seen = file_states(pair.target.path, options.adapter)
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
@@ -206,17 +212,18 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
-        if each and each.format != "mlx" and options.mmap:
+        if each and each.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += model_files(each.path)
-    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+                paths += each.file_format.files(each.path)
+    has_copy = copied and pair.target.file_format.low_bit_copy_format and options.mmap
+    copy = find_lowbit(pair.target.path) if has_copy else None
     if copy:
-        paths.append(copy_path(copy))
+        paths.append(lowbit_file(copy))
     return MappedFiles(paths)
 
 
-def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:
+def _record_of(pair: Pair, how: Drafting) -> AcceptanceRecorder | None:
     """Where guesses are counted; not of drafts that change, or guess when sure or several at once."""
     if pair.draft is None or how.branches or how.confidence or how.learn:
         return None
-    return PairRecord((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

@@ -1,4 +1,4 @@
-"""What a choice takes: the metadata of a target and of what drafts for it, added up."""
+"""The memory estimate of a pair: the estimates of a target and of everything that drafts for it, added up."""
 
 from __future__ import annotations
 
@@ -10,78 +10,105 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
-from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
-from edgespec.drafters.windowed import AttentionWindow, window_for
+from edgespec.catalog import (
+    MetadataCache,
+    Resolved,
+    find_installed,
+    read_model_info,
+    smaller_quantisations,
+)
+from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
-    PROCESS_BYTES,
     Budget,
     Item,
     MemoryPlan,
     PairEstimate,
     PlanChoice,
     PlanOption,
+    compute_headroom_bytes,
+    create_items,
     fit_to_budget,
-    items_of,
 )
 
-__all__ = ["PairEstimator", "compute_headroom_bytes", "opened"]
+__all__ = ["PairEstimator", "open_estimator"]
 
-# Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
-_HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
-_ROOM_BYTES = 1 << 62
-# What a `Translation` takes for each token of both vocabularies: its bytes, and its number in the other.
-# Measured over pairs of real ones, the most while they are put side by side.
-_TRANSLATED_BYTES = 190
-_EVERYTHING: frozenset[PlanOption] = frozenset(get_args(PlanOption))
+# A memory limit that every model fits, for estimates that must not depend on what is left.
+_UNLIMITED_BYTES = 1 << 62
+# Bytes of a `Translation` between two vocabularies per token of both: its text and its number in the other
+# vocabulary. Measured over pairs of real vocabularies, at the peak while they are compared.
+_TRANSLATION_BYTES = 190
+_ALL_OPTIONS: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 
 
 class PairEstimator:
-    """The metadata of a target and what drafts for it, opened while a plan is made."""
+    """The memory estimates of a target and of everything that drafts for it.
 
-    def __init__(self, pair: Pair, how: Drafting, options: LoadOptions, undo: ExitStack) -> None:
-        self._pair, self._how = pair, how
-        self._options = replace(options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked)
-        self.target = opened(pair.target, self._options)
+    Args:
+        pair: the models.
+        drafting: the drafting options.
+        options: the load options.
+        undo: closes the opened metadata.
+        headroom_bytes: the headroom of each plan; None for the default.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        drafting: Drafting,
+        options: LoadOptions,
+        undo: ExitStack,
+        headroom_bytes: int | None = None,
+    ) -> None:
+        self._pair, self._drafting, self._headroom_bytes = pair, drafting, headroom_bytes
+        self._options = replace(
+            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.asked
+        )
+        self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
+        # Draft models by `PlanChoice.draft_form`.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
-            self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
-        self._translated: dict[str, int] = {}
+            self._drafts[""] = pair.draft, self._open_draft(pair.draft)
+        self._translation_bytes: dict[str, int] = {}
         self._copy: MemoryEstimator | None = None
-        if copy := _lowbit_copy(pair, how):
-            self._copy = opened(copy, options)
+        if copy := _find_low_bit_copy(pair, drafting):
+            self._copy = open_estimator(copy, options)
             undo.callback(self._copy.close)
         self._process_bytes = max(
-            PROCESS_BYTES[each.format] for each in (pair.target, pair.draft) if each is not None
+            each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
         )
 
-    def _opened_draft(self, found: Resolved) -> MemoryEstimator:
-        drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
-        draft = opened(found, drafting)
-        self._undo.callback(draft.close)
-        return draft
+    def _open_draft(self, draft: Resolved) -> MemoryEstimator:
+        options = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
+        estimator = open_estimator(draft, options)
+        self._undo.callback(estimator.close)
+        return estimator
 
     def plan(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
-        """The plan of a choice as it stands, which may not fit. Raises OptionError and MemoryBudgetError."""
-        return fit_to_budget(choice, self.estimate, budget, fixed=_EVERYTHING)[1]
+        """Return the plan of a choice without changing it. Raises OptionError and MemoryBudgetError."""
+        return fit_to_budget(choice, self.estimate, budget, fixed=_ALL_OPTIONS)[1]
 
     def smaller_drafts(self, start: PlanChoice, budget: Budget) -> list[str]:
-        """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
+        """Open installed files of the draft model with fewer bits, if `start` does not fit.
+
+        Returns:
+            Their names, for `PlanChoice.draft_form`.
+        """
         if self._pair.draft is None or self.plan(start, budget).fits:
             return []
-        for found in smaller_forms(self._pair.draft, look()):
+        for draft in smaller_quantisations(self._pair.draft, find_installed()):
             with suppress(EdgespecError):
-                self._drafts[found.name] = found, self._opened_draft(found)
+                self._drafts[draft.name] = draft, self._open_draft(draft)
         return [name for name in self._drafts if name]
 
-    def draft_of(self, choice: PlanChoice) -> Resolved:
-        """The file that drafts."""
+    def draft_file(self, choice: PlanChoice) -> Resolved:
+        """Return the draft model of a choice."""
         return self._drafts[choice.draft_form][0]
 
-    def options_of(self, choice: PlanChoice) -> LoadOptions:
-        """How the target is loaded."""
+    def load_options(self, choice: PlanChoice) -> LoadOptions:
+        """Return the target's load options for a choice."""
         return replace(
             self._options,
             context_tokens=choice.context_tokens,
@@ -90,72 +117,80 @@ class PairEstimator:
         )
 
     def estimate(self, choice: PlanChoice) -> PairEstimate:
-        """See `ladder.Measure`."""
-        options = self.options_of(choice)
+        """Return the memory of a choice. Raises OptionError and MemoryBudgetError."""
+        options = self.load_options(choice)
         pair = self._pair
         target_options = meant_for(pair.target, pair.draft, options)
-        # MLX takes float32 wherever there is room for it.
-        room = _ROOM_BYTES if choice.float32 else 0
+        # MLX widens weights to float32 wherever there is room.
+        room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
-        items = list(items_of("target", target))
+        items = list(create_items("target", target))
         if self._drafts and choice.draft:
-            found, draft = self._drafts[choice.draft_form]
-            drafting = replace(
-                for_draft(options, self._how, target.context_tokens, None),
-                memory_bytes=_ROOM_BYTES,
-                kv_type=choice.draft_kv_type or options.kv_type,
-            )
-            drafting = replace(
-                meant_for(found, pair.target, drafting),
-                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
-            )
-            items += items_of("draft", draft.estimate(drafting))
-            if translated := self._translated_bytes(found):
-                items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translated))
+            items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
-            tokens = self._copied_tokens(choice, target.context_tokens)
-            items += items_of("low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens)))
-        taken = sum(item.bytes for item in items)
+            tokens = self._copy_context_tokens(choice, target.context_tokens)
+            items += create_items(
+                "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
+            )
+        headroom = compute_headroom_bytes(sum(item.bytes for item in items), self._headroom_bytes)
         items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
-        items.append(Item("free", "headroom", "headroom", compute_headroom_bytes(taken)))
+        items.append(Item("free", "headroom", "headroom", headroom))
         return PairEstimate(tuple(items), target)
 
-    def _translated_bytes(self, draft: Resolved) -> int:
-        """What a `Translation` from the target to a draft takes; 0 where they have the same tokens."""
-        if draft.name not in self._translated:
-            known, tokens = Known(), 0
-            with suppress(EdgespecError):  # then loading says what is wrong
+    def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> list[Item]:
+        draft, estimator = self._drafts[choice.draft_form]
+        draft_options = replace(
+            for_draft(options, self._drafting, target_tokens, None),
+            memory_bytes=_UNLIMITED_BYTES,
+            kv_type=choice.draft_kv_type or options.kv_type,
+        )
+        draft_options = replace(
+            meant_for(draft, self._pair.target, draft_options),
+            choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
+        )
+        items = list(create_items("draft", estimator.estimate(draft_options)))
+        if translation := self._translation(draft):
+            items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translation))
+        return items
+
+    def _translation(self, draft: Resolved) -> int:
+        """Return the bytes of a `Translation` to the draft's tokens; 0 if both vocabularies are the same."""
+        if draft.name not in self._translation_bytes:
+            known, tokens = MetadataCache(), 0
+            with suppress(EdgespecError):  # Loading the model reports the error.
                 pair = (self._pair.target, draft)
-                infos = [info_of(found, known) for found in pair]
+                infos = [read_model_info(model, known) for model in pair]
                 known.keep()
                 mine, its = (
-                    (found.path, found.format, info.vocabulary)
-                    for found, info in zip(pair, infos, strict=True)
+                    (model.path, model.format, info.vocabulary)
+                    for model, info in zip(pair, infos, strict=True)
                 )
                 if not known.same_ids(mine, its):
                     tokens = sum(info.vocab_size for info in infos)
-            self._translated[draft.name] = tokens * _TRANSLATED_BYTES
-        return self._translated[draft.name]
+            self._translation_bytes[draft.name] = tokens * _TRANSLATION_BYTES
+        return self._translation_bytes[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(
+            target_tokens, trained_tokens, choice.draft_window, self._drafting.sink_tokens
+        )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """The context of the draft: the target's, or that of its window."""
+        """Return the draft's context size: its window's, or else the target's."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
     def draft_window(self, choice: PlanChoice, target_tokens: int) -> AttentionWindow | None:
-        """What a draft sees of the target's context; None where it sees all, or there is none."""
+        """Return the draft's attention window; None if it sees the whole context or there is no draft."""
         if not self._drafts or not choice.draft:
             return None
         trained = self._drafts[choice.draft_form][1].trained_context_tokens
         return self._window(choice, target_tokens, trained)
 
-    def draft_sees(self, choice: PlanChoice) -> int:
-        """The longest context of the target with which the draft sees the text as it does with this one.
+    def max_context_for_draft(self, choice: PlanChoice) -> int:
+        """Return the longest target context that leaves the draft's attention window as it is.
 
-        Without a window that is what it was trained for.
+        A draft without a window supports a context up to its own trained length.
         """
         if not self._drafts or not choice.draft:
             return self.target.trained_context_tokens
@@ -163,49 +198,40 @@ class PairEstimator:
         window = self._window(choice, choice.context_tokens, trained)
         return self.target.trained_context_tokens if window or not trained else trained
 
-    def _copied_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """The context of a low-bit copy: as large as the target's, or its window and the drafts after it."""
+    def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
+        """Return the context size of a low-bit copy: its window and the tokens it drafts, or the target's."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
 
-        return min(target_tokens, self._how.sink_tokens + choice.draft_window + WINDOW_EXTRA_TOKENS)
+        return min(target_tokens, self._drafting.sink_tokens + choice.draft_window + WINDOW_EXTRA_TOKENS)
 
 
-def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
-    """The metadata of a model, opened by the backend of its format. Raises what loading it would."""
-    if found.format == "mlx":
-        require_mlx(found.name)
-        from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
-
-        return MlxMemoryEstimator(str(found.path), found.name, options)
-    from edgespec.backends.llamacpp import memory_estimate
-
-    if found.format == "layerskip":
-        return memory_estimate.SplitModelMemoryEstimator(str(found.path), found.name)
-    return memory_estimate.GgufMemoryEstimator(str(found.path), found.name)
+def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
+    """Open a model's metadata with the backend of its format. Raises what loading it would."""
+    return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
-def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
-    """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft.
+def _find_low_bit_copy(pair: Pair, drafting: Drafting) -> Resolved | None:
+    """Return the low-bit copy that will draft for the target, if one was named or `auto` takes it.
 
-    Raises ModelFileError where one that was named is damaged or stale.
+    Raises:
+        ModelFileError: a copy that the user named is damaged or stale.
     """
-    asked = "lowbit" in how.asked
-    automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
-    if pair.target.format == "mlx" or not (asked or automatic):
+    asked = "lowbit" in drafting.asked
+    form = pair.target.file_format
+    automatic = "auto" in drafting.methods and pair.draft is None and not form.fixed_exit
+    if not form.low_bit_copy_format or not (asked or automatic):
         return None
-    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+    from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
-    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    prepared = find_lowbit(pair.target.path) if asked else find_valid_lowbit(pair.target.path)
     if prepared is None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
-        pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
+        pair.target,
+        name=f"{pair.target.name} at low bits",
+        path=lowbit_file(prepared),
+        format=form.low_bit_copy_format,
     )
-
-
-def compute_headroom_bytes(planned_bytes: int) -> int:
-    """What is left free beside what was counted."""
-    return max(_LEAST_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

@@ -1,4 +1,4 @@
-"""What loading would take and decide, without loading: from what is here, or from what the hub says of it."""
+"""The plan of a load, made from metadata alone: what `edgespec plan` prints and `edgespec.plan` returns."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The plan of a pair. notes: what the references came to. advice: where it does not fit.
+    """The plan of a load that has not happened, for `edgespec plan`.
 
-    trained_context_tokens: what the target was trained for, 0 where its files do not say.
-    first_context_tokens: what the context begins with, and grows from with the text.
-    draft_window: what the draft sees of a longer text; None where it sees all of it.
+    Attributes:
+        target, draft: names of the models; `draft` is None without a draft model.
+        notes: what is worth knowing about how the references were resolved.
+        why_no_draft: why there is no draft model; empty if there is one.
+        plan: the memory plan.
+        advice: what to do if the plan does not fit; empty if it fits.
+        trained_context_tokens: context length that the target was trained for; 0 if unknown.
+        first_context_tokens: context size at load, from which it grows on demand.
+        draft_window: the draft model's attention window; None if it sees the whole context.
     """
 
     def __init__(self, planned: LoadPlan) -> None:
@@ -42,7 +48,7 @@ class Preview:
         self.plan: MemoryPlan = planned.plan
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
-        self.first_context_tokens: int = planned.first_tokens
+        self.first_context_tokens: int = planned.initial_context_tokens
         self.draft_window: AttentionWindow | None = planned.draft_window
 
 
@@ -51,6 +57,8 @@ def plan(
     draft: str | None = "auto",
     *,
     memory: str | int | None = None,
+    headroom: str | int | None = None,
+    reserve: str | int | None = None,
     prefer: str = "speed",
     context: int | None = None,
     gpu_layers: int | None = None,
@@ -68,23 +76,29 @@ def plan(
     draft_sinks: int = 4,
     progress: Progress | None = None,
 ) -> Preview:
-    """What `load` with the same options would take and decide.
+    """Return the plan that `load` would follow with the same options.
 
-    Nothing is loaded and no model downloaded: of one that is not here its metadata is read from the hub.
-    Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so. That is
-    raised only where this process may not even take what looking at a model needs.
+    Nothing is loaded and no model is downloaded. The metadata of a model that is not on this machine is read
+    from the hub.
+
+    Raises:
+        EdgespecError: as for `load`, with one exception. A plan that does not fit has `plan.fits` false and
+            an `advice`, and MemoryBudgetError is raised only if there is too little memory to plan.
     """
     check_text("target", target, "a path, user/repo:quant or a name such as demo")
     how = Drafting(
         methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
     )
-    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, None)
-    given_bytes = None if memory is None else parse_size("memory", memory)
+    keeping = PrefixCacheOptions.from_options(prefix_cache, prefix_cache_memory, None)
+    given_bytes, headroom_bytes, reserve_bytes = (
+        None if size is None else parse_size(name, size)
+        for name, size in (("memory", memory), ("headroom", headroom), ("reserve", reserve))
+    )
     options = load_options(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=INITIAL_CONTEXT_TOKENS,
+        initial_context_tokens=INITIAL_CONTEXT_TOKENS,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
         flash_attention=flash_attention,
@@ -101,6 +115,8 @@ def plan(
 
         pair = find_pair(target, draft, how, progress, options, find)
         if address_space_is_limited():
-            import_module("edgespec.assembly.loading")  # a load has it in memory
-        wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
-        return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))
+            # A load has this module in memory, where it takes addresses, too.
+            import_module("edgespec.assembly.loading")
+        request = PlanRequest.from_options(prefer, options, draft, keeping.requested_bytes, headroom_bytes)
+        budget = budget_for(pair, given_bytes, reserve_bytes)
+        return Preview(plan_pair(pair, how, options, budget, request))

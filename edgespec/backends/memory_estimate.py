@@ -66,7 +66,7 @@ class MemoryEstimator(Protocol):
         name: the model's name for messages.
         trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
         layers: layers that can be put on graphics cards one by one; 0 if they cannot.
-        longrope_switch_tokens: see `begun_with` in memory_check.py.
+        longrope_switch_tokens: see `initial_context` in memory_check.py.
     """
 
     name: str

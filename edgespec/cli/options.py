@@ -40,7 +40,8 @@ _Item = TypeVar("_Item")
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MODEL_NAMES = (
-    "target", "draft", "memory", "prefer", "context", "reserve_full_context", "threads", "gpu_layers",
+    "target", "draft", "memory", "headroom", "reserve", "prefer", "context", "reserve_full_context",
+    "threads", "gpu_layers",
     "kv_type", "flash_attention", "mmap", "mlock", "adapter", "exact", "draft_branches",
     "draft_confidence", "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn",
     "max_loss", "measure_costs",
@@ -51,7 +52,7 @@ SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "penalty_window", "logit_bias",
 )  # fmt: skip
-SIZE_NAMES = ("memory", "prefix_cache_memory", "prefix_cache_disk")
+SIZE_NAMES = ("memory", "headroom", "reserve", "prefix_cache_memory", "prefix_cache_disk")
 METHODS = (
     "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+suffix",
     "layerskip+suffix", "lowbit+suffix",
@@ -146,14 +147,14 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     """Names of the user, the catalogue, Ollama and LM Studio; files when none begins like that."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.stores import names_here
+    from edgespec.catalog.other_programs import installed_names
     from edgespec.errors import EdgespecError
 
     try:
         own = list(user_aliases())
     except EdgespecError:
         own = []
-    known = (*own, *load_catalogue().names, *names_here())
+    known = (*own, *load_catalogue().names, *installed_names())
     names = [name for name in known if name.lower().startswith(typed.lower())]
     return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(typed, type="file")]
 
@@ -219,6 +220,11 @@ model_options = _apply([
     _model("--memory", metavar="SIZE",
            help="What edgespec may take in all, such as 8GiB: weights, caches, what it computes in, itself."
                 " [default: what is available]"),
+    _model("--headroom", metavar="SIZE",
+           help="Memory to leave for what the plan does not model."
+                " [default: 5 % of the plan, at least 64 MiB]"),
+    _model("--reserve", metavar="SIZE",
+           help="Memory to leave to other programs. [default: 512 MiB, or 5 % of what is available if less]"),
     _model("--prefer", type=click.Choice(["speed", "context"]), default="speed",
            help="What to keep where memory is short. speed: the draft model; context: long texts."),
     _model("--context", type=whole(1), metavar="N",

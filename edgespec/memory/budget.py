@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from edgespec.backends.registry import process_bytes
 from edgespec.errors import MemoryBudgetError
 from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
@@ -19,7 +20,6 @@ __all__ = [
     "ADDRESS_STEP_BYTES",
     "DEFAULT_RESERVE_BYTES",
     "PROCESS_ADDRESS_STEP_BYTES",
-    "PROCESS_BYTES",
     "Budget",
     "available_bytes",
     "check_room_to_plan",
@@ -29,8 +29,6 @@ __all__ = [
     "within_limits",
 ]
 
-# Memory of Python and the libraries before a model is loaded, terminal interface included. Measured.
-PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 # The default reserve for other programs: 512 MiB, or 5 % of the memory there is if that is less.
 DEFAULT_RESERVE_BYTES = 512 * 2**20
 _RESERVE_SHARE = 0.05
@@ -101,7 +99,7 @@ def _usable_bytes(limit: Limit, reserve_bytes: int | None) -> tuple[int, str]:
         kept_free, purpose = limit.stack_bytes, "for stacks of threads"
     source = f"{limit.what}, less {format_bytes(kept_free)} {purpose}"
     # A plan has an item for Python and its libraries. Whatever else this process holds lowers the budget.
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     held = resident_bytes()
     if (other := held - process) > 0:
         source += f" and {format_bytes(other)} that this process holds already"

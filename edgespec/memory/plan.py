@@ -86,7 +86,7 @@ class MemoryPlan:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The memory pools of this machine: system memory, and that of graphics cards if they have their own."""
+        """The memory pools of this machine: system memory, and separate memory of graphics cards."""
         return ("memory", "gpu") if self.budget.gpu_bytes else ("memory",)
 
     def budget_bytes(self, pool: Pool) -> int:

@@ -100,7 +100,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 def _kept(kept: PrefixCacheUsage) -> str:
     """What is kept of texts in memory, of what may be."""
-    texts, limit = count(kept.texts, "text"), format_bytes(kept.memory_limit_bytes)
+    texts, limit = count(kept.sequences, "text"), format_bytes(kept.memory_limit_bytes)
     return f"{texts}, {format_bytes(kept.memory_bytes)} in memory, of {limit}"
 
 
@@ -125,7 +125,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
+        taken = plan.planned_bytes(pool)
         name = "planned" if pool == "memory" else "on cards"
         rows.append((name, f"{format_bytes(taken)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))

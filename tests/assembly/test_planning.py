@@ -26,7 +26,7 @@ from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.catalog.conftest import own_home as own_home
-from tests.catalog.stores import add_to_lmstudio
+from tests.catalog.fake_stores import add_to_lmstudio
 
 _OPTIONS = LoadOptions(context_tokens=1024)
 
@@ -110,7 +110,7 @@ class TestCopies:
         fixed = PlanRequest(frozenset({"context", "kv_type"}))
         planned = _planned(without, draft=None, fixed=fixed)
         assert planned.plan.fits
-        assert not planned.how.room_for_copy
+        assert not planned.drafting.room_for_copy
         assert "low-bit copy" not in _roles(planned)
         named = _planned(without, Drafting(methods=("lowbit",)), draft=None, fixed=fixed)
         assert not named.plan.fits
@@ -121,7 +121,7 @@ class TestCopies:
         planned = _planned(_total(draft=None, how=Drafting(methods=("none",))), fixed=fixed)
         assert planned.plan.fits
         assert planned.pair.draft is None
-        assert not planned.how.room_for_copy
+        assert not planned.drafting.room_for_copy
 
 
 def test_the_draft_s_cache_alone_is_quantised_first() -> None:

@@ -23,7 +23,7 @@ LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
 @pytest.fixture(autouse=True)
 def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "saves_time", lambda _self, tokens, _bytes: tokens > 0)
 
 
 def said(
