@@ -78,7 +78,7 @@ class TestTheLaw:
             steps = decode(
                 ExactModel(target, 2),  # type: ignore[arg-type]
                 auto,
-                Rejection(chance, block=block),
+                Rejection(chance, block_verification=block),
                 ExactSampler(ROOT),  # type: ignore[arg-type]
                 ROOT[0],
                 vocab_size=2,
