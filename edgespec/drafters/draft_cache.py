@@ -8,13 +8,13 @@ from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.draft_model import known
 from edgespec.engine.prefix import common_prefix_length
 
-__all__ = ["DraftMemory"]
+__all__ = ["DraftCache"]
 
 # Models lean on the first tokens of a text, whatever they are (StreamingLLM, arXiv 2309.17453).
 _SINK_TOKENS = 4
 
 
-class DraftMemory:
+class DraftCache:
     """Keeps a draft model in step with a text, and reads no more of it than is asked for.
 
     Where a text is too long to be read now, its first tokens and its end may do: the guesses are worse then,

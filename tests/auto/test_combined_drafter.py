@@ -64,7 +64,7 @@ class Simulation:
             return [self.text[at] if right[at] else (self.text[at] + 1) % WORDS for at in known]
 
         drafter = Saying(say)
-        drafter.lookup = cost == 0.0
+        drafter.is_lookup = cost == 0.0
         return drafter
 
     def run(self, drafter: Drafter, draft_length: int, max_tokens: int) -> float:
@@ -157,7 +157,7 @@ def test_a_guess_of_each_is_verified_in_one_pass() -> None:
 
 def lookup_of(guess: list[int]) -> Saying:
     drafter = Saying(lambda tokens, length: guess[:length])
-    drafter.lookup = True
+    drafter.is_lookup = True
     return drafter
 
 
@@ -188,7 +188,7 @@ class TestSameTokens:
 class Lookup(FixedGuess):
     """A certain guess of which any part may go."""
 
-    lookup = True
+    is_lookup = True
 
 
 class TestExactLaws:

@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.drafters.base import Extra
+from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
@@ -353,7 +353,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     model = load_layerskip(str(folder), "demo", _options(**options))
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
-    assert drafter.extra == Extra()
+    assert drafter.memory_use == MemoryUse()
     return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
 
 

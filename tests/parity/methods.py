@@ -153,7 +153,7 @@ def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.drafters.vocabularies.comparison._TRANSLATED_FROM", 2.0)
+            patch.setattr("edgespec.drafters.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:

@@ -22,7 +22,7 @@ from edgespec.engine.acceptance import Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
-from tests.runtime.asking import HOWTO, REPEATS
+from tests.runtime.questions import HOWTO, REPEATS
 
 ROOT = (0,)
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import Drafter, Extra, check_rollback
+from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_model import is_sure
-from edgespec.drafters.vocabularies.incremental import Reading
-from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
@@ -25,7 +25,7 @@ _CONTEXT_TOKENS = 8
 _WITH_A_GUESS = 16
 
 
-class RetokenisedDrafter(Drafter):
+class RetokenisedDrafter(BudgetedDrafter):
     """Drafts chains for certain: the draft's best text, in the target's tokens.
 
     Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
@@ -40,7 +40,7 @@ class RetokenisedDrafter(Drafter):
         self,
         model: LanguageModel,
         vocabulary: Vocabulary,
-        translation: Translation,
+        translation: TokenTranslation,
         *,
         min_confidence: float = 0.0,
     ) -> None:
@@ -57,8 +57,8 @@ class RetokenisedDrafter(Drafter):
         self._behind = 0
 
     @property
-    def extra(self) -> Extra:
-        return Extra.of(self._model.facts)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
@@ -70,22 +70,22 @@ class RetokenisedDrafter(Drafter):
         self._behind = len(self._lag())
 
     def _begin_reading(self) -> None:
-        self._reading, self._whole = Reading(self._vocabulary, self._translation), True
+        self._reading, self._whole = IncrementalRetokeniser(self._vocabulary, self._translation), True
 
     @property
-    def unread(self) -> int:
+    def pending_tokens(self) -> int:
         return self._behind if self._behind > _WITH_A_GUESS else 0
 
     @property
-    def unread_whole(self) -> int:
-        return self.unread if self._whole else len(self._tokens)
+    def full_pending_tokens(self) -> int:
+        return self.pending_tokens if self._whole else len(self._tokens)
 
-    def read(self, at_most: int) -> None:
-        if not self._whole and at_most >= self.unread_whole:
+    def prefill(self, max_tokens: int) -> None:
+        if not self._whole and max_tokens >= self.full_pending_tokens:
             self._begin_reading()
             self._reading.add(self._tokens)
-        elif self.unread > at_most:
-            share = at_most / len(self._reading.tokens)
+        elif self.pending_tokens > max_tokens:
+            share = max_tokens / len(self._reading.tokens)
             self._begin_reading()
             self._reading.add(self._tokens[-max(1, int(share * len(self._tokens))) :])
             self._whole = False

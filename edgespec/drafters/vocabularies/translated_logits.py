@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.logits import Logits, Noise, best_on_host
 from edgespec.engine.processors import Candidates, LogitsProcessor
 
@@ -26,7 +26,7 @@ class TranslatedLogits:
     __slots__ = ("_logits", "_rows", "_translation", "vocab_size")
 
     def __init__(
-        self, logits: Logits, rows: Sequence[int], translation: Translation, vocab_size: int
+        self, logits: Logits, rows: Sequence[int], translation: TokenTranslation, vocab_size: int
     ) -> None:
         self._logits = logits
         self._rows = rows

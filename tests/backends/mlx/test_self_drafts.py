@@ -114,7 +114,7 @@ class TestReplies:
             assert said == reply(model, None, temperature)[0]
             accepted += stats.accepted_tokens
         assert accepted > 0
-        assert chains.extra.cache_bytes == 0
+        assert chains.memory_use.cache_bytes == 0
 
     def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
         plain, _ = reply(model, None)
