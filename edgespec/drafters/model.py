@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
-from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.draft_model import is_sure, known, sureness
+from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
@@ -88,14 +87,14 @@ class ModelDrafter(BudgetedDrafter):
 
     @property
     def pending_tokens(self) -> int:
-        return self.memory.unread
+        return self.memory.pending_tokens
 
     @property
     def full_pending_tokens(self) -> int:
-        return self.memory.unread_whole
+        return self.memory.full_pending_tokens
 
     def prefill(self, max_tokens: int) -> None:
-        self.memory.read(max_tokens)
+        self.memory.prefill(max_tokens)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return self._growth.saved_statistics()
@@ -115,17 +114,17 @@ class ModelDrafter(BudgetedDrafter):
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         memory = self.memory
-        if memory.unread:
-            memory.read()
+        if memory.pending_tokens:
+            memory.prefill()
         widest = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
-        if memory.behind > min(2, widest):
-            return TokenTree.chain(memory.shown[-1])
+        if memory.lag_tokens > min(2, widest):
+            return TokenTree.chain(memory.visible_tokens[-1])
         if not self._growth.begin_round(draft_length):
             self._growth.record_skipped_round()
-            return TokenTree.chain(memory.shown[-1])
+            return TokenTree.chain(memory.visible_tokens[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
-        lag = known(self._model, memory.shown[self._model.length :])
-        grown = self._grown = DraftTree(memory.shown[-1], lag)
+        lag = replace_unknown_ids(self._model, memory.visible_tokens[self._model.length :])
+        grown = self._grown = DraftTree(memory.visible_tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
@@ -151,7 +150,7 @@ class ModelDrafter(BudgetedDrafter):
         probs = [_NOT_LOOKED_AT] * len(rows)
 
         def look(i: int) -> NDArray[np.float64]:
-            probs[i] = np.sort(sureness(logits, rows[i])[1])[::-1]
+            probs[i] = np.sort(top_probs(logits, rows[i])[1])[::-1]
             return probs[i]
 
         values = [grown.values[node] for node in frontier]
@@ -174,7 +173,7 @@ class ModelDrafter(BudgetedDrafter):
         """False after an end of the reply, and after a token the draft is not sure of; both stay drafted."""
         if self._model.vocabulary.is_end(token):
             return False
-        return is_sure(logits, row, token, self._min_confidence)
+        return is_confident(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._grown:  # else the pass was of no draft of this one

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.draft_model import known
+from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
@@ -158,7 +157,7 @@ class OnlineTrainer:
             start = max(0, begin - _LOOK_BACK)
             mine = [m for m in self._mistakes if begin - 1 <= m.position < end - 1]
             lesson = TrainingExample(
-                tuple(known(self._draft, self._tokens[start:end])),
+                tuple(replace_unknown_ids(self._draft, self._tokens[start:end])),
                 tuple(m.position - start for m in mine),
                 np.array([m.best for m in mine], np.int64),
                 np.array([m.probs for m in mine], np.float32),
@@ -208,7 +207,7 @@ class OnlineTrainer:
         self._stale = False
         self._memory.begin(self._tokens)
         with suppress(CancelledError):  # what is missing is read when a guess is wanted
-            self._memory.read(progress=lambda *_: wanted())
+            self._memory.prefill(progress=lambda *_: wanted())
 
     def _to_keep(self) -> dict[str, NDArray[Any]]:
         """What was learnt, from how much, and how it was judged."""
