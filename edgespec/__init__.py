@@ -67,7 +67,7 @@ _HOMES = {
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.chain",
+    "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",
     "delete_data": "edgespec.saved_data",
     "load": "edgespec.assembly.loading",

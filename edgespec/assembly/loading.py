@@ -18,7 +18,6 @@ from edgespec.assembly.prefix_cache_options import (
     PrefixCacheOptions,
     create_prefix_cache,
     file_states,
-    model_files,
 )
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
@@ -206,10 +205,11 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
-        if each and each.format != "mlx" and options.mmap:
+        if each and each.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += model_files(each.path)
-    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+                paths += each.file_format.files(each.path)
+    has_copy = copied and pair.target.file_format.low_bit_copy_format and options.mmap
+    copy = find_lowbit(pair.target.path) if has_copy else None
     if copy:
         paths.append(lowbit_file(copy))
     return MappedFiles(paths)
