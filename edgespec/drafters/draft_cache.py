@@ -13,8 +13,8 @@ from edgespec.engine.sampling_params import Candidates
 
 __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 
-# Attention concentrates on the first tokens of a sequence, so they are kept ("attention sinks" in StreamingLLM,
-# arXiv 2309.17453).
+# Attention concentrates on the first tokens of a sequence, so they are kept: the "attention sinks" of
+# StreamingLLM (arXiv 2309.17453).
 _SINK_TOKENS = 4
 # Tokens per distribution that the confidence of a draft is computed from. Chosen.
 _TOP_TOKENS = 64

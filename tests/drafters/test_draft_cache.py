@@ -144,5 +144,7 @@ def test_what_is_shown_is_the_text_or_its_first_tokens_and_its_end(
             most = max(act, SINKS)
             assert model.length <= max(held, most) + 1 + (unread if unread <= most else 0)
         end = len(cache.visible_tokens) - SINKS
-        assert cache.visible_tokens == whole or cache.visible_tokens == whole[:SINKS] + whole[len(whole) - end :]
+        assert (
+            cache.visible_tokens == whole or cache.visible_tokens == whole[:SINKS] + whole[len(whole) - end :]
+        )
         assert cache.visible_tokens[-1] == whole[-1]
