@@ -66,8 +66,8 @@ class ModelDrafter(BudgetedDrafter):
             self._block = branches.siblings == 1
             self._growth = branches
         self.chooses_length = self._growth.chooses_length
-        # In a fixed chain, the best token of a pass is the input of the next one, so the backend may start the
-        # next pass before this one has been evaluated.
+        # In a fixed chain, the best token of a pass is the input of the next one, so the backend may start
+        # the next pass before this one has been evaluated.
         self._is_chain = branches == ()
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)

@@ -259,9 +259,7 @@ class OnlineTrainer:
         if not self._steps:
             return "the draft model is not trained yet"
         original_hits, adapted_hits, tokens = self.evaluation
-        training = (
-            f"the draft model was trained for {self._steps} steps on {self._trained_tokens} wrong tokens"
-        )
+        training = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
         if tokens:
             training += (
                 f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"

@@ -264,7 +264,7 @@ class TestReplies:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.run_idle_work(lambda: True)
-            assert usual.note().startswith("the draft model was trained")
+            assert usual.note().startswith("the draft model took")
             kept = grown.saved_statistics()
             assert kept
             usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
