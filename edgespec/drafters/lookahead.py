@@ -181,9 +181,7 @@ class LookaheadDrafter(Drafter):
     def _reason_off(self) -> str:
         if not self._smallest.fits(self._capabilities):
             rows, leaves = self._smallest.rows, self._smallest.leaves
-            return (
-                f"it needs passes of {rows} tokens and {leaves} branches, which the target does not support"
-            )
+            return f"the target does not support passes of {rows} tokens and {leaves} branches"
         if 0 < self._draft_length < self._smallest.depth:
             return f"it needs a draft length of at least {self._smallest.depth}, not {self._draft_length}"
         return f"no window is faster here ({self._estimate(self._smallest)})"

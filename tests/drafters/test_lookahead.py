@@ -219,7 +219,7 @@ class TestWhetherItPays:
         assert drafter.note().startswith("lookahead runs with W ")
         assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
 
-    def test_luck_turns_it_off_and_on(self) -> None:
+    def test_the_hit_rate_turns_it_off_and_on(self) -> None:
         """Off after a text that never repeats; on again, for the price of looking, where it repeats."""
         curve = CostCurve((1, 64), (1.0, 3.0))
         drafter = LookaheadDrafter(FREE, curve)
