@@ -8,7 +8,7 @@ version = release = installed_version("edgespec")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -20,7 +20,5 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "edgespec"
-html_math_renderer = "mathjax"
-mathjax_path = ""  # formulas are rare and readable as text: the site loads nothing from the network
 html_copy_source = False
 html_show_sourcelink = False

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
-    from edgespec.delete_data import forget
-    from edgespec.engine.chain import SamplingParams
+    from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
-    from edgespec.reply import MethodReport, Piece, Reply
+    from edgespec.reply import MethodReport, Reply, TextChunk
     from edgespec.runtime import MemoryUse, Runtime
+    from edgespec.saved_data import delete_data
     from edgespec.stream import ReplyStream
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "Message",
     "MethodReport",
     "ModelFacts",
-    "Piece",
     "PrefixCacheUsage",
     "Preview",
     "Reply",
@@ -44,8 +43,9 @@ __all__ = [
     "Runtime",
     "SamplingParams",
     "Stats",
+    "TextChunk",
     "__version__",
-    "forget",
+    "delete_data",
     "load",
     "plan",
 ]
@@ -62,14 +62,14 @@ _HOMES = {
     "Message": "edgespec.chat.message",
     "MethodReport": "edgespec.reply",
     "ModelFacts": "edgespec.backends.base",
-    "Piece": "edgespec.reply",
+    "TextChunk": "edgespec.reply",
     "Preview": "edgespec.assembly.preview",
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.chain",
+    "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",
-    "forget": "edgespec.delete_data",
+    "delete_data": "edgespec.saved_data",
     "load": "edgespec.assembly.loading",
     "plan": "edgespec.assembly.preview",
 }

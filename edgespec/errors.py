@@ -17,8 +17,8 @@ __all__ = [
     "MemoryBudgetError",
     "ModelFileError",
     "ModelNotFoundError",
-    "NoMemoryError",
     "OptionError",
+    "OutOfMemoryError",
     "TemplateError",
     "VocabularyMismatchError",
 ]
@@ -76,7 +76,7 @@ class MemoryBudgetError(EdgespecError):
     """The models and their caches do not fit the memory they were given."""
 
 
-class NoMemoryError(MemoryBudgetError, BackendError):
+class OutOfMemoryError(MemoryBudgetError, BackendError):
     """A library found no memory for what it was doing; the model stays as it was before."""
 
 

@@ -15,21 +15,21 @@ from pathlib import Path
 
 __all__ = [
     "cache_folder",
-    "clear_litter",
     "config_folder",
     "data_folder",
+    "delete_files",
+    "delete_stale_temporaries",
+    "error_reason",
+    "format_bytes",
     "log_folder",
-    "mark",
-    "private_folder",
-    "read_regular",
-    "reason_of",
-    "regular_bytes",
-    "removed",
-    "replacing",
-    "sample_of",
-    "size_text",
-    "sync",
-    "write_private",
+    "make_private_folder",
+    "read_regular_file",
+    "regular_file_bytes",
+    "replace_when_written",
+    "sampled_sha256",
+    "sync_to_disk",
+    "touch_private",
+    "write_private_file",
 ]
 
 _HEAD_BYTES = 1 << 20
@@ -78,14 +78,14 @@ def log_folder() -> Path:
     return user_log_path("edgespec", appauthor=False)
 
 
-def private_folder(path: Path) -> None:
+def make_private_folder(path: Path) -> None:
     """Make a folder that only its owner may enter, or make it such a one. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
-def regular_bytes(path: Path) -> int:
+def regular_file_bytes(path: Path) -> int:
     """The size of a file. Raises OSError, also for a pipe, a device or a folder."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -93,20 +93,20 @@ def regular_bytes(path: Path) -> int:
     return status.st_size
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular_file(path: Path) -> bytes:
     """What is in a file. Raises OSError, also for a pipe or a device: it may have no end."""
-    regular_bytes(path)
+    regular_file_bytes(path)
     return path.read_bytes()
 
 
-def write_private(path: Path, *payload: bytes) -> None:
+def write_private_file(path: Path, *payload: bytes) -> None:
     """Put `payload`, part after part, where older content may be, for its owner's eyes only. Raises OSError.
 
     A folder that has to be made for it is private, too; one that is there is left as it is. What was left
     half written of this file long ago is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    clear_litter(path.parent, path.name)
+    delete_stale_temporaries(path.parent, path.name)
     # mkstemp makes the file readable by its owner only, and os.replace keeps that.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -121,14 +121,14 @@ def write_private(path: Path, *payload: bytes) -> None:
         raise
 
 
-def mark(path: Path) -> None:
+def touch_private(path: Path) -> None:
     """Make an empty private file, or give one that is there the time of now. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)
 
 
-def clear_litter(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
-    """Delete what `write_private` left half written in a folder when its process was killed, long ago.
+def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
+    """Delete what `write_private_file` left half written in a folder when its process was killed, long ago.
 
     name: of one file, not of all.
     """
@@ -140,18 +140,18 @@ def clear_litter(folder: Path, name: str = "", older_seconds: float = 3600.0) ->
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_when_written(path: Path) -> Iterator[Path]:
     """A file beside `path` to write to, which takes its place when the block ends well. Raises OSError.
 
     One writer at a time: what a block that failed has written stays until the next one.
     """
     growing = path.with_name(f"{path.name}.tmp")
     yield growing
-    sync(growing)
+    sync_to_disk(growing)
     growing.replace(path)
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Make sure the disk has a file or folder; folders cannot be asked everywhere."""
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def sample_of(path: Path) -> str:
+def sampled_sha256(path: Path) -> str:
     """The SHA-256 of a file's size, its first megabyte and a few blocks spread over the rest. Raises OSError.
 
     A file that is cut, replaced or written over nearly always has another, and it is had without reading
@@ -180,7 +180,7 @@ def sample_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def size_text(size_bytes: int) -> str:
+def format_bytes(size_bytes: int) -> str:
     """Bytes for people, in powers of 1024: 900 B, 1.4 GiB, 118 MiB.
 
     Files and memory are written alike: what a file takes on disk is what its weights take in memory.
@@ -192,13 +192,13 @@ def size_text(size_bytes: int) -> str:
     return f"{size:,.{digits}f} {_SIZE_UNITS[unit]}"
 
 
-def reason_of(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """What the system said, in its words."""
     said = error.strerror if isinstance(error, OSError) else str(error)
     return (said or type(error).__name__).lower()
 
 
-def removed(paths: Iterable[Path]) -> int:
+def delete_files(paths: Iterable[Path]) -> int:
     """Delete files. Gives the bytes that were freed. Raises OSError."""
     freed_bytes = 0
     for path in paths:

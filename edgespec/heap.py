@@ -16,12 +16,12 @@ if sys.platform != "win32":
     import resource
 
 __all__ = [
-    "addresses_are_limited",
-    "give_back",
-    "kept_bytes",
+    "address_space_is_limited",
     "large_buffers_apart",
-    "return_large_buffers",
-    "spare_addresses",
+    "limit_malloc_arenas",
+    "release_free_memory",
+    "retained_bytes",
+    "unmap_freed_buffers",
 ]
 
 # By malloc.h.
@@ -32,7 +32,7 @@ _LARGE_BYTES, _TOP_BYTES = 128 * 2**10, 2**20
 _REUSED_BYTES, _REUSED_TOP_BYTES = 4 * 2**20, 16 * 2**20
 
 
-def addresses_are_limited() -> bool:
+def address_space_is_limited() -> bool:
     """Whether there is a limit of the address space (`ulimit -v`)."""
     if sys.platform == "win32":
         return False
@@ -40,12 +40,12 @@ def addresses_are_limited() -> bool:
     return soft not in (resource.RLIM_INFINITY, -1)
 
 
-def spare_addresses() -> None:
+def limit_malloc_arenas() -> None:
     """Where addresses are limited, let threads that begin from now on share the heaps there are.
 
     Each would reserve 64 MiB of addresses for one of its own, of which it uses next to nothing.
     """
-    if addresses_are_limited():
+    if address_space_is_limited():
         _share_one_heap()
 
 
@@ -55,7 +55,7 @@ def _share_one_heap() -> None:
 
 
 @cache
-def return_large_buffers() -> None:
+def unmap_freed_buffers() -> None:
     """Let the system have buffers of 128 KiB and more as soon as they are freed.
 
     By itself malloc keeps what was freed up to 32 MiB at a time, in a heap that has holes: memory that a
@@ -70,7 +70,7 @@ def large_buffers_apart() -> Iterator[None]:
 
     Such a page takes memory once it is written to. In the heap calloc would write zeros to what was freed
     there, so that what a library holds in reserve would be in memory or not by chance. Afterwards buffers of
-    4 MiB and more have pages of their own, unless `return_large_buffers` was called.
+    4 MiB and more have pages of their own, unless `unmap_freed_buffers` was called.
     """
     whose = object()
     try:
@@ -111,12 +111,12 @@ def _set_thresholds(large_bytes: int, top_bytes: int) -> None:
     _set(_TRIM_THRESHOLD, top_bytes)
 
 
-def kept_bytes() -> int:
-    """What malloc keeps of freed memory at the end of a heap, after `return_large_buffers`."""
+def retained_bytes() -> int:
+    """What malloc keeps of freed memory at the end of a heap, after `unmap_freed_buffers`."""
     return _TOP_BYTES if sys.platform == "linux" else 0
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Let the system have what was freed: malloc would keep it for this process."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)

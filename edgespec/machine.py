@@ -19,11 +19,11 @@ from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 from edgespec.memory import available_bytes
 
-__all__ = ["Folders", "LlamaCpp", "Machine", "Mlx", "inspect_machine"]
+__all__ = ["Folders", "LlamaCppInfo", "MachineInfo", "MlxInfo", "inspect_machine"]
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaCpp:
+class LlamaCppInfo:
     """The installed llama.cpp; without one, `problem` says why and the rest is empty."""
 
     version: str = ""
@@ -34,7 +34,7 @@ class LlamaCpp:
 
 
 @dataclass(frozen=True, slots=True)
-class Mlx:
+class MlxInfo:
     """The installed mlx and mlx-lm; without them, `problem` says why and the rest is empty.
 
     `device`: what models run on. `working_set_bytes`: how much of them Metal keeps in place; 0 elsewhere.
@@ -60,7 +60,7 @@ class Folders:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineInfo:
     """One machine. `accelerator`: what could take layers here (`metal`, `cuda` or empty)."""
 
     edgespec_version: str
@@ -72,8 +72,8 @@ class Machine:
     memory_total_bytes: int
     memory_available_bytes: int
     accelerator: str
-    llama_cpp: LlamaCpp
-    mlx: Mlx
+    llama_cpp: LlamaCppInfo
+    mlx: MlxInfo
     folders: Folders
 
     def to_json(self) -> dict[str, object]:
@@ -82,9 +82,9 @@ class Machine:
         return asdict(self) | {"folders": folders}
 
 
-def inspect_machine() -> Machine:
+def inspect_machine() -> MachineInfo:
     """Look at this machine. Loads llama.cpp and MLX where they are installed, but no model."""
-    return Machine(
+    return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
         system=f"{platform.system()} {platform.release()} ({platform.machine()})",
@@ -118,26 +118,26 @@ def _accelerator() -> str:
     return "cuda" if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists() else ""
 
 
-def _llama_cpp() -> LlamaCpp:
+def _llama_cpp() -> LlamaCppInfo:
     try:
         from edgespec.backends.llamacpp.build_info import about
 
         facts = about()
     except BackendMissingError as error:
-        return LlamaCpp(problem=str(error))
-    return LlamaCpp(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
+        return LlamaCppInfo(problem=str(error))
+    return LlamaCppInfo(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
 
 
-def _mlx() -> Mlx:
+def _mlx() -> MlxInfo:
     if not mlx_installed():
-        return Mlx(problem="not installed")
+        return MlxInfo(problem="not installed")
     try:
         from edgespec.backends.mlx.build_info import about
 
         facts = about()
     except BackendMissingError as error:
-        return Mlx(problem=str(error))
-    return Mlx(
+        return MlxInfo(problem=str(error))
+    return MlxInfo(
         facts.version,
         facts.mlx_lm_version,
         facts.device,

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from edgespec.auto.curve import Curve, gentle
-from edgespec.auto.kinds import kind_of
-from edgespec.auto.ledger import Ledger
-from edgespec.auto.limits import Limits
+from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.controller import AutoConfig, AutoController
+from edgespec.auto.loss_limit import LossLimit
+from edgespec.auto.text_kind import kind_of
 from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.auto_controller import AutoController, Policy
-from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
-from edgespec.drafters.growth import Growth
+from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
 from edgespec.reply import MethodReport
 
-__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "Drafters", "Missing", "parse_method"]
+__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "DrafterSet", "MissingDrafter", "parse_method"]
 
 # In the order in which their guesses are merged: a self-draft first, so that the target can take over what
 # it computed, and what is certain of its guesses after what is drawn.
@@ -36,18 +36,18 @@ _AUTOMATIC_MODELS = ("model", "layerskip", "lowbit")
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingDrafter:
     """Why a drafter cannot take part, and what would help."""
 
     why: str
     hint: str
 
 
-class Drafters:
+class DrafterSet:
     """The drafters a target has, made once and put together as a method asks.
 
-    branches: of the draft model's tree; a Growth is this drafter's alone. why_no_draft: said when `auto` has
-    no draft model to use. others: drafters beside the draft model's and n-gram lookup, or why they are
+    branches: of the draft model's tree; a TreeGrowth is this drafter's alone. why_no_draft: said when `auto`
+    has no draft model to use. others: drafters beside the draft model's and n-gram lookup, or why they are
     missing, by name; a `model` among them takes the usual one's place. curve: v(m) of the target. policy:
     decides round by round for `auto`; without one that drafts as drafters that are named do.
     """
@@ -57,12 +57,12 @@ class Drafters:
         target: LanguageModel,
         draft: LanguageModel | None,
         *,
-        branches: tuple[int, ...] | Growth = (),
+        branches: tuple[int, ...] | TreeGrowth = (),
         min_confidence: float = 0.0,
         why_no_draft: str = "",
-        others: Mapping[str, Drafter | Missing] = MappingProxyType({}),
+        others: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         curve: Curve = gentle,
-        policy: Policy | None = None,
+        policy: AutoConfig | None = None,
     ) -> None:
         self._policy = policy
         self._ahead = target.run_ahead
@@ -71,8 +71,8 @@ class Drafters:
         self._why_no_draft = why_no_draft
         self._curve = curve
         self._made: dict[str, Drafter] = {"ngram": NgramDrafter()}
-        self._missing: dict[str, Missing] = {
-            "model": Missing(
+        self._missing: dict[str, MissingDrafter] = {
+            "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "give --draft REF or use --method ngram"
             )
         }
@@ -84,7 +84,7 @@ class Drafters:
                 draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
             )
         for name, drafter in others.items():
-            if isinstance(drafter, Missing):
+            if isinstance(drafter, MissingDrafter):
                 self._missing[name] = drafter
             else:
                 self._made[name] = drafter
@@ -106,7 +106,7 @@ class Drafters:
             return None, MethodReport(method, "none", reason)
         if method == "auto":
             names = self._automatic()
-            drafts = any(not self._made[name].lookup for name in names)
+            drafts = any(not self._made[name].is_lookup for name in names)
             reason = "guesses while that pays" if drafts else self._why_no_draft
         else:
             reason = "asked for"
@@ -121,22 +121,27 @@ class Drafters:
         drafter = self._combination(names) if len(names) > 1 else self._made[names[0]] if names else None
         return drafter, MethodReport(method, effective, reason)
 
+    def controller(self, method: str) -> AutoController | None:
+        """Return the controller that decides for a method; None where every round drafts."""
+        drafter, _ = self.choose(method)
+        return drafter if isinstance(drafter, AutoController) else None
+
     def _automatic(self) -> tuple[str, ...]:
         """What `auto` takes of what is there."""
         models = [name for name in _AUTOMATIC_MODELS if name in self._made]
         return tuple(name for name in (*models[:1], "suffix") if name in self._made)
 
-    def _under(self, policy: Policy, names: tuple[str, ...]) -> AutoController:
+    def _under(self, policy: AutoConfig, names: tuple[str, ...]) -> AutoController:
         """The drafters of these names under the policy; made once, for it goes on learning."""
         if names not in self._guarded:
             for name in names:
-                self._made[name].warm()
-            costs, ledger = policy.costs, Ledger(policy.terms)
+                self._made[name].warm_up()
+            costs, ledger = policy.costs, LossLimit(policy.terms)
             able = self._target.capabilities
             combined = CombinedDrafter(
                 [self._growing(self._made[name], policy) for name in names],
                 able.tree,
-                limits=Limits(able.max_width, able.max_branches if able.tree else 1),
+                limits=PassLimits(able.max_width, able.max_branches if able.tree else 1),
                 curve=costs.v,
                 may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
                 may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
@@ -155,14 +160,16 @@ class Drafters:
         """The kind of text that a prompt's end is."""
         return kind_of("".join(map(self._piece, tokens[-_LOOKED_AT_TOKENS:])))
 
-    def _growing(self, drafter: Drafter, policy: Policy) -> Drafter:
+    def _growing(self, drafter: Drafter, policy: AutoConfig) -> Drafter:
         """A draft model's drafter, so that its drafts are as long as pays; others as they are."""
 
-        def growth(able: Capabilities) -> Growth:
-            limits = Limits.of(self._target.capabilities, able)
+        def growth(able: Capabilities) -> TreeGrowth:
+            limits = PassLimits.of(self._target.capabilities, able)
             return AdaptiveTreeGrowth(limits, policy.costs.v, siblings=1)
 
-        return drafter.growing(growth) if policy.grows else drafter
+        if policy.grows and isinstance(drafter, BudgetedDrafter):
+            return drafter.with_growth(growth)
+        return drafter
 
     def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
         """The drafters of these names together; made once, for it learns which of them is worth asking."""
@@ -171,7 +178,7 @@ class Drafters:
             self._combined[names] = CombinedDrafter(
                 [self._made[name] for name in names],
                 able.tree,
-                limits=Limits(able.max_width, able.max_branches if able.tree else 1),
+                limits=PassLimits(able.max_width, able.max_branches if able.tree else 1),
                 curve=self._curve,
             )
         return self._combined[names]
@@ -181,15 +188,15 @@ class Drafters:
         held = self._policy is not None and self._policy.everywhere  # then they end where it pays
         return self._chains if method == "model" and not held else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Let every drafter give up what it holds of the last text."""
         for drafter in self._made.values():
-            drafter.forget()
+            drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """Pass an interrupt on to every drafter."""
         for drafter in self._made.values():
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         """Free every drafter."""
@@ -201,7 +208,7 @@ class Drafters:
 
 # The end of a prompt tells what kind of text it is.
 _LOOKED_AT_TOKENS = 512
-_NEVER = Missing("this target has no such drafter", "choose another method")
+_NEVER = MissingDrafter("this target has no such drafter", "choose another method")
 
 
 def parse_method(method: str) -> tuple[str, ...]:

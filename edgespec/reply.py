@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from edgespec.engine.loop import FinishReason
 from edgespec.engine.stats import Stats
 
-__all__ = ["MethodReport", "Piece", "Reply"]
+__all__ = ["MethodReport", "Reply", "TextChunk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextChunk:
     """Text as it comes. `accepted`: the drafter guessed these tokens; otherwise they are the target's own."""
 
     text: str

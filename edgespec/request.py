@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.backends.base import ModelFacts
-from edgespec.checks import whole_number
-from edgespec.engine.chain import SamplingParams
+from edgespec.checks import check_integer
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods import parse_method
 
@@ -39,7 +39,7 @@ class Defaults:
     def __post_init__(self) -> None:
         parse_method(self.method)
         if self.draft_length is not None:
-            whole_number("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, ", or method none")
+            check_integer("draft_length", self.draft_length, 1, MAX_DRAFT_LENGTH, ", or method none")
         if self.acceptance not in ACCEPTANCES:
             raise OptionError(f"acceptance is {self.acceptance!r}", f"choose {' or '.join(ACCEPTANCES)}")
 
@@ -91,9 +91,9 @@ def make_request(
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
     if max_tokens is not None:
-        whole_number("max_tokens", max_tokens, 1, _NO_LIMIT)
+        check_integer("max_tokens", max_tokens, 1, _NO_LIMIT)
     if seed is not None:
-        whole_number("seed", seed, 0, _NO_LIMIT)
+        check_integer("seed", seed, 0, _NO_LIMIT)
     params = _sampling_params(sampling)
     for what, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
         foreign = next((token for token in ids if not 0 <= token < facts.vocab_size), None)

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from edgespec.auto.curve import CostCurve
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
-from edgespec.costs import TargetCosts
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import Defaults, make_request
 from edgespec.session import Session
@@ -36,20 +36,20 @@ class MemoryUse:
 
     resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
     planned before anything was loaded. context_tokens: of the target's context as it is now, and most_ as it
-    may become. available_bytes: what other programs may still take. given_way_bytes: what they were given
-    back, all together; given_way: what that was at last, in words.
+    may become. available_bytes: what other programs may still take. reclaimed_bytes: what they were given
+    back, all together; last_reclaim: what that was at last, in words.
     """
 
     weight_bytes: int
     kv_bytes: int
     resident_bytes: int
-    kept: PrefixCacheUsage
+    prefix_cache: PrefixCacheUsage
     plan: MemoryPlan | None = None
     context_tokens: int = 0
-    most_context_tokens: int = 0
+    max_context_tokens: int = 0
     available_bytes: int = 0
-    given_way_bytes: int = 0
-    given_way: str = ""
+    reclaimed_bytes: int = 0
+    last_reclaim: str = ""
 
 
 _DEFAULTS = Defaults()
@@ -67,14 +67,14 @@ class Runtime:
         self,
         target: LanguageModel,
         draft: LanguageModel | None,
-        drafters: Drafters,
+        drafters: DrafterSet,
         *,
         defaults: Defaults = _DEFAULTS,
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
-        kept: PrefixCache | None = None,
-        record: PairRecord | None = None,
+        prefix_cache: PrefixCache | None = None,
+        record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
@@ -84,7 +84,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.
@@ -95,7 +95,7 @@ class Runtime:
         self._mapped = mapped
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters, kept, draft)
+        self._session = Session(target, drafters, prefix_cache, draft)
 
     @property
     def target(self) -> ModelFacts:
@@ -153,24 +153,24 @@ class Runtime:
     def memory(self) -> MemoryUse:
         """What takes memory now, and what is kept of other texts than the last. May be asked at any time."""
         drafts = self.draft
-        kept = self._session.kept
+        cache = self._session.prefix_cache
         return MemoryUse(
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            kept=kept.use() if kept else PrefixCacheUsage(),
+            prefix_cache=cache.use() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
-            most_context_tokens=self.context_tokens,
-            available_bytes=self._session.giving.available(),
-            given_way_bytes=self._session.giving.given_bytes,
-            given_way=self._session.giving.said,
+            max_context_tokens=self.context_tokens,
+            available_bytes=self._session.memory_pressure.available(),
+            reclaimed_bytes=self._session.memory_pressure.given_bytes,
+            last_reclaim=self._session.memory_pressure.said,
         )
 
-    def known_texts(self) -> Iterable[Sequence[int]]:
+    def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """The texts that are kept, as tokens: the very ones that were read and drawn."""
-        kept = self._session.kept
-        return [tokens.tolist() for tokens in kept.texts()] if kept else []
+        cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in cache.texts()] if cache else []
 
     def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
         """The whole reply to a prompt.
@@ -244,7 +244,7 @@ class Runtime:
             stop=stop,
             sampling=sampling,
         )
-        stats = Stats(plain_step_seconds=self._session.plain_step_seconds)
+        stats = Stats(target_step_seconds=self._session.target_step_seconds)
         return ReplyStream(
             self._session,
             request,
@@ -271,29 +271,29 @@ class Runtime:
         """
         return self._session.borrowed_target()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the caches: the next reply reads all of its prompt, as a first one does.
 
         What drafters have learnt and what was measured stays. Raises BusyError, ClosedError.
         """
-        self._session.forget()
+        self._session.clear_cache()
 
-    def save_texts(self) -> None:
+    def save_prefix_cache(self) -> None:
         """Where texts are kept on disk, put there now what was read since.
 
         That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot
         be kept is read again.
         """
-        self._session.save_texts()
+        self._session.save_prefix_cache()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 
         They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
-        another thread asks for a reply.
+        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
+        when another thread asks for a reply.
         """
-        self._session.rest(wanted)
+        self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""

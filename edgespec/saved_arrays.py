@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from edgespec.backends.base import ModelFacts
 from edgespec.files import (
     data_folder,
-    private_folder,
-    read_regular,
-    reason_of,
-    regular_bytes,
-    removed,
-    sample_of,
-    write_private,
+    delete_files,
+    error_reason,
+    make_private_folder,
+    read_regular_file,
+    regular_file_bytes,
+    sampled_sha256,
+    write_private_file,
 )
 
-__all__ = ["SavedArrays", "forget_learnt", "identity_of"]
+__all__ = ["SavedArrays", "delete_saved_arrays", "models_fingerprint"]
 
 VERSION = 1
 _MOST_BYTES = 512 * 2**20
@@ -35,7 +35,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """Arrays by name in one file, tied to what they were learnt about.
 
-    kind: such as `swift`. identity: of the models, see `identity_of`; another one's file is never read.
+    kind: such as `swift`. identity: of the models, see `models_fingerprint`; files of others are never read.
     notice: what could not be read or written. Nothing is raised: what is lost is learnt again.
     """
 
@@ -48,15 +48,15 @@ class SavedArrays:
     def load(self) -> Mapping[str, NDArray[Any]]:
         """What was saved last; nothing where there is nothing or it cannot be read."""
         try:
-            if regular_bytes(self.path) > _MOST_BYTES:
+            if regular_file_bytes(self.path) > _MOST_BYTES:
                 raise ValueError("it is too large")
             # Read at once, so that the file is not held open.
-            with np.load(io.BytesIO(read_regular(self.path)), allow_pickle=False) as file:
+            with np.load(io.BytesIO(read_regular_file(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}
         except OSError as error:
-            self.notice = f"what was learnt cannot be read from {self.path}: {reason_of(error)}"
+            self.notice = f"what was learnt cannot be read from {self.path}: {error_reason(error)}"
             return {}
         except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError):
             self.notice = f"what was learnt is not readable in {self.path}; it is learnt again"
@@ -73,20 +73,20 @@ class SavedArrays:
         named: dict[str, Any] = {**values, "header": np.array(self._header)}
         np.savez(payload, **named)
         try:
-            private_folder(self.path.parent)
-            write_private(self.path, payload.getvalue())
+            make_private_folder(self.path.parent)
+            write_private_file(self.path, payload.getvalue())
             self.notice = ""
         except OSError as error:
-            self.notice = f"what was learnt is not kept in {self.path}: {reason_of(error)}"
+            self.notice = f"what was learnt is not kept in {self.path}: {error_reason(error)}"
 
 
-def forget_learnt(folder: Path | None = None) -> int:
+def delete_saved_arrays(folder: Path | None = None) -> int:
     """Delete what was learnt, about every model. Gives the bytes that were freed. Raises OSError."""
     folder = folder or _default_folder()
-    return removed(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
+    return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
 
-def identity_of(*models: ModelFacts) -> str:
+def models_fingerprint(*models: ModelFacts) -> str:
     """A hash that other models, or other weights of the same shape, would not have; the order counts.
 
     A few blocks of every file of weights are read. A file that cannot be read counts by its name.
@@ -98,7 +98,7 @@ def identity_of(*models: ModelFacts) -> str:
         for path in _weight_files(Path(facts.path)):
             digest.update(path.name.encode())
             with suppress(OSError):
-                digest.update(sample_of(path).encode())
+                digest.update(sampled_sha256(path).encode())
     return digest.hexdigest()
 
 

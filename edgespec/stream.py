@@ -10,7 +10,7 @@ from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
 from edgespec.errors import EdgespecError
 from edgespec.memory import peak_bytes
-from edgespec.reply import MethodReport, Piece, Reply
+from edgespec.reply import MethodReport, Reply, TextChunk
 from edgespec.request import Request
 from edgespec.session import Session
 
@@ -20,7 +20,7 @@ OnEnd = Callable[[Reply | None], None]
 
 
 class ReplyStream:
-    """An iterator of Piece. Iterate it in one thread; `cancel` may be called from any.
+    """An iterator of TextChunk. Iterate it in one thread; `cancel` may be called from any.
 
     `stats` is live; `reply` is there after the end. `on_end` gets the reply, or None when it failed.
     """
@@ -54,10 +54,10 @@ class ReplyStream:
         self._cancelled = False
         self._pieces = self._run()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextChunk]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> TextChunk:
         self._started = True
         return next(self._pieces)
 
@@ -87,7 +87,7 @@ class ReplyStream:
             self._started = True
             self._end(failed=False)
 
-    def _run(self) -> Generator[Piece]:
+    def _run(self) -> Generator[TextChunk]:
         text = self._text
         failed = False
         steps = self._session.run(
@@ -103,7 +103,7 @@ class ReplyStream:
                 self._reason = step.finish_reason or self._reason
                 yield from _pieces(step, text.drain())
             if rest := text.finish():
-                yield Piece(rest, 0, False)
+                yield TextChunk(rest, 0, False)
         except Exception:
             failed = True
             raise
@@ -131,10 +131,10 @@ class ReplyStream:
             self._on_end(self._reply)
 
 
-def _pieces(step: Step, texts: list[str]) -> Iterator[Piece]:
+def _pieces(step: Step, texts: list[str]) -> Iterator[TextChunk]:
     """The text of one round, by who said it first: the drafter, then the target."""
     guessed, own = texts[: step.accepted], texts[step.accepted :]
     if guessed:
-        yield Piece("".join(guessed), len(guessed), True)
+        yield TextChunk("".join(guessed), len(guessed), True)
     if own:
-        yield Piece("".join(own), len(own), False)
+        yield TextChunk("".join(own), len(own), False)

@@ -19,7 +19,7 @@ import llama_cpp
 import numpy as np
 
 import edgespec
-from edgespec.backends.llamacpp.files import default_threads
+from edgespec.backends.llamacpp.loading import default_threads
 
 PROMPT = "Show me examples of `git commit`."
 

@@ -77,7 +77,9 @@ def main() -> None:
 
 def _loaded(target: str, kv_type: str) -> Any:
     how = "off" if kv_type == "f32" else "auto"
-    return edgespec.load(target, "none", kv_type=kv_type, method="none", keep="none", flash_attention=how)
+    return edgespec.load(
+        target, "none", kv_type=kv_type, method="none", prefix_cache="none", flash_attention=how
+    )
 
 
 def _predictions(runtime: Any, texts: list[tuple[list[int], list[int]]]) -> list[NDArray[np.float64]]:

@@ -36,7 +36,7 @@ from time import perf_counter as now
 import edgespec
 from edgespec.bench import statistics
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.files import replacing
+from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 from scripts.peers.configurations import parse
 
@@ -224,7 +224,7 @@ def _since(started: float, answer: Answer) -> Answer:
 
 def _answer(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], told: Told) -> Answer:
     """One reply, by the clock; its moments are not counted from anything yet."""
-    runtime.forget()
+    runtime.clear_cache()
     stream = runtime.stream_tokens(prompt, seed=1, **_options(told))
     moments: list[tuple[float, int]] = []
     drafted = drafting_rounds = 0
@@ -302,7 +302,7 @@ def _save(args: argparse.Namespace, measured: Sequence[Measured]) -> None:
             "arguments": {name: str(value) for name, value in vars(args).items()},
             "measured": [asdict(each) | {"goodput": each.goodput} for each in measured],
         }
-        with replacing(args.json) as path:
+        with replace_when_written(args.json) as path:
             path.write_text(json.dumps(content), encoding="utf-8")
 
 

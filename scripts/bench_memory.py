@@ -192,7 +192,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
             learn=method == "learn",
             exit_layer=args.exit_layer if "layerskip" in name else None,
             kv_type=args.kv_types,
-            keep="none",
+            prefix_cache="none",
             **args.options,
         ) as runtime,
     ):

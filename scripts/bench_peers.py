@@ -39,7 +39,7 @@ import edgespec
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, find_pair
 from edgespec.errors import EdgespecError, OptionError
-from edgespec.files import replacing
+from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 from scripts.peers.configurations import GRID, Configuration, parse, server_flags
 from scripts.peers.figures import Measured
@@ -291,7 +291,7 @@ def _save(args: argparse.Namespace, setup: Setup, measured: Sequence[Measured]) 
             "configurations": {str(each): flags for each, flags in setup.flags.items()},
             "measured": [each.to_json() for each in measured],
         }
-        with replacing(args.json) as path:
+        with replace_when_written(args.json) as path:
             path.write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -54,17 +54,17 @@ def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
     options["context"] = length + 100
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EDGESPEC_DATA_DIR"] = folder
-        with edgespec.load(asked.target, keep="disk", **options) as runtime:
+        with edgespec.load(asked.target, prefix_cache="disk", **options) as runtime:
             chat = np.random.default_rng(length).integers(300, runtime.target.vocab_size, length).tolist()
             chat += _asked(runtime, chat).tokens
-            runtime.save_texts()
-            disk_bytes = runtime.memory().kept.disk_bytes
+            runtime.save_prefix_cache()
+            disk_bytes = runtime.memory().prefix_cache.disk_bytes
         chat += chat[:_SAID_NEXT]
         restored: list[Reply] = []
         read: list[Reply] = []
         for _ in range(asked.repeats):  # one after another, so that a machine that slows down is fair to both
             for found, keep in ((restored, "disk"), (read, "none")):
-                with edgespec.load(asked.target, keep=keep, **options) as runtime:
+                with edgespec.load(asked.target, prefix_cache=keep, **options) as runtime:
                     found.append(_asked(runtime, chat))
     kept, again = (float(np.median([r.stats.ttft_seconds for r in found])) for found in (restored, read))
     return {

@@ -67,14 +67,14 @@ def main() -> int:
 def _day(asked: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {"draft": asked.draft, "context": asked.context, "method": asked.method}
     options |= {"kv_type": asked.kv_type, "exact": asked.exact}
-    with edgespec.load(asked.target, keep="none", **options) as fresh:
+    with edgespec.load(asked.target, prefix_cache="none", **options) as fresh:
         three = 3 * asked.longest * fresh.target.kv_bytes // fresh.target.context_tokens
-        room: dict[str, Any] = {"keep_memory": three}
+        room: dict[str, Any] = {"prefix_cache_memory": three}
         if asked.budget and fresh.plan:
-            room = {"memory": fresh.plan.taken_bytes("memory") + three}
-        with edgespec.load(asked.target, keep="disk", **room, **options) as runtime:
+            room = {"memory": fresh.plan.planned_bytes("memory") + three}
+        with edgespec.load(asked.target, prefix_cache="disk", **room, **options) as runtime:
             told = _talked(runtime, fresh, asked)
-            kept = runtime.memory().kept
+            kept = runtime.memory().prefix_cache
             return {**told, "memory_for_texts_bytes": kept.memory_limit_bytes}
 
 
@@ -99,7 +99,7 @@ def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict
             chat = chat[: asked.shortest]
         how: dict[str, Any] = {"seed": turn, "max_tokens": asked.max_tokens, "temperature": 0.8 * (turn % 2)}
         reply = _asked(runtime, chat, **how)
-        fresh.forget()
+        fresh.clear_cache()
         plain = _asked(fresh, chat, method="none", **how)
         if reply.tokens != plain.tokens:
             told["unequal"] += 1
@@ -109,10 +109,10 @@ def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict
         told["whole"] += len(chat)
         told["read"] += len(chat) - reply.stats.cached_prompt_tokens
         told["least"] += len(chat) - max((_shared(chat, text) for text in before), default=0)
-        told["most_memory_bytes"] = max(told["most_memory_bytes"], runtime.memory().kept.memory_bytes)
+        told["most_memory_bytes"] = max(told["most_memory_bytes"], runtime.memory().prefix_cache.memory_bytes)
         opened[place] = chat + list(reply.tokens)
         before.append(opened[place])
-    kept = runtime.memory().kept
+    kept = runtime.memory().prefix_cache
     return {
         **told,
         "hits": kept.hits,

@@ -36,7 +36,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
-from edgespec.tui.session import Session
+from edgespec.tui.open_chat import Session
 
 ASKED = (
     "How do I list files by size?",
@@ -126,7 +126,9 @@ def _talk(target: str, talks: int, loaded: int, said: Path) -> None:
     luck = random.Random(talks)
     store = ChatStore()
     archive = Archive(store)
-    with edgespec.load(target, keep="disk", keep_disk=luck.choice(("12MB", "24MB")), **LOADED) as runtime:
+    with edgespec.load(
+        target, prefix_cache="disk", prefix_cache_disk=luck.choice(("12MB", "24MB")), **LOADED
+    ) as runtime:
         prompts = _noting(runtime)
         with suppress(BrokenPipeError):
             os.write(loaded, b"1")
@@ -143,9 +145,9 @@ def _talk(target: str, talks: int, loaded: int, said: Path) -> None:
                 asyncio.run(archive.save(session, target))
                 contents = [message.content for message in session.messages]
                 _note(said, [session.id, contents, list(prompts[-1]), seed, list(reply.tokens)])
-            runtime.save_texts()
+            runtime.save_prefix_cache()
             if luck.random() < 0.02:
-                edgespec.forget("kept")
+                edgespec.delete_data("kept")
 
 
 def _session(store: ChatStore, archive: Archive, luck: random.Random) -> Session:
@@ -216,16 +218,16 @@ def _look(target: str, kill: int, folder: Path) -> dict[str, Any]:
     wrong += [f"{lock} is still held" for lock in folder.rglob("*lock") if not _free(lock)]
     # What was said beside others, and what is said now.
     replies = [tuple(each) for _, _, *each in luck.sample(noted, min(6, len(noted)))]
-    with edgespec.load(target, keep="disk", keep_disk="24MB", **LOADED) as runtime:
+    with edgespec.load(target, prefix_cache="disk", prefix_cache_disk="24MB", **LOADED) as runtime:
         prompts = _noting(runtime)
         for entry in luck.sample(chats, min(3, len(chats))):
             chat = store.load(entry.id)
             reply = runtime.chat(chat.system, chat.messages).ask(ASKED[0], seed=kill, max_tokens=12)
             replies.append((prompts[-1], kill, list(reply.tokens)))
-        runtime.save_texts()
-    with edgespec.load(target, keep="none", **LOADED) as runtime:
+        runtime.save_prefix_cache()
+    with edgespec.load(target, prefix_cache="none", **LOADED) as runtime:
         for prompt, seed, tokens in replies:
-            runtime.forget()
+            runtime.clear_cache()
             reply = _whole(runtime.stream_tokens(prompt, seed=seed, max_tokens=12))
             if list(reply.tokens) != list(tokens):
                 wrong.append(f"another reply to {len(prompt)} tokens")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Records where a draft model's best guess was the target's next token, and how sure it was of it.
 
-    scripts/record_traces.py --output edgespec/simulation/recorded.json
+    scripts/record_traces.py --output scripts/simulation/recorded.json
 
 The target replies plainly to each prompt; before each token the draft guesses it, having seen all tokens of
 the reply so far. Nothing is timed: what guesses cost is the simulated machine's to say.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.growth import Children, FixedShape
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree_growth import Children, DraftProbs, FixedShape
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.runtime import Runtime
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     drafter = Silent(draft, target.facts.vocab_size, branches=watched)
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     recorded: list[dict[str, Any]] = []
-    with Runtime(target, None, Drafters(target, None, others={"model": drafter})) as runtime:
+    with Runtime(target, None, DrafterSet(target, None, others={"model": drafter})) as runtime:
         for temperature in map(float, args.temperatures.split(",")):
             for prompt in map(json.loads, lines):
                 watched.seen.clear()
@@ -78,11 +78,11 @@ class Watched(FixedShape):
         super().__init__()
         self.seen: list[tuple[float, bool]] = []
 
-    def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
-        probs(0)  # what is not looked at is not learnt from
-        return super().level(values, probs)
+    def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
+        draft_probs(0)  # outcomes are recorded only for probabilities that were read
+        return super().grow_level(path_probs, draft_probs)
 
-    def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
+    def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self.seen.append((float(probs[0]), accepted == 0))
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from edgespec.simulation.cases import in_markdown
-from edgespec.simulation.machines import MACHINES
+from scripts.simulation.cases import in_markdown
+from scripts.simulation.machines import MACHINES
 
 PAGE = Path(__file__).parent.parent / "docs" / "policy.md"
 BEGIN, END = "<!-- simulated -->\n", "<!-- simulated, end -->\n"

@@ -13,7 +13,7 @@ from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport
 from edgespec.runtime import Runtime
 
@@ -48,10 +48,10 @@ def runtime(
 ) -> Runtime:
     """A runtime over a target and perhaps a draft."""
     why = "no draft was wanted"
-    return Runtime(target, draft, Drafters(target, draft, branches=branches, why_no_draft=why), **options)
+    return Runtime(target, draft, DrafterSet(target, draft, branches=branches, why_no_draft=why), **options)
 
 
-class Chosen(Drafters):
+class Chosen(DrafterSet):
     """Every method but `none` is this drafter."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
@@ -63,8 +63,8 @@ class Chosen(Drafters):
             return None, MethodReport(method, "none", "asked for")
         return self._drafter, MethodReport(method, self._drafter.name, "the only one")
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
 
 def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:

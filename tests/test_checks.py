@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.checks import size_bytes
+from edgespec.checks import parse_size
 from edgespec.errors import OptionError
 
 
@@ -27,7 +27,7 @@ from edgespec.errors import OptionError
     ],
 )
 def test_sizes(text: str | int, size: int) -> None:
-    assert size_bytes("memory", text) == size
+    assert parse_size("memory", text) == size
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_sizes(text: str | int, size: int) -> None:
 )
 def test_what_is_no_size(text: str | int) -> None:
     with pytest.raises(OptionError, match="memory is"):
-        size_bytes("memory", text)
+        parse_size("memory", text)

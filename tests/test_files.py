@@ -13,10 +13,10 @@ from edgespec.files import (
     cache_folder,
     config_folder,
     data_folder,
-    private_folder,
-    replacing,
-    size_text,
-    write_private,
+    format_bytes,
+    make_private_folder,
+    replace_when_written,
+    write_private_file,
 )
 
 
@@ -49,7 +49,7 @@ def test_a_folder_can_be_chosen(
 def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
     for payload in (b"first", b"second"):
-        write_private(path, payload)
+        write_private_file(path, payload)
         assert path.read_bytes() == payload
         assert mode(path) == 0o600
     assert mode(path.parent) == 0o700
@@ -62,7 +62,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_but_one_that_may_still_wri
         one.write_bytes(b"half")
     for one in (left, others):
         os.utime(one, (1e9, 1e9))
-    write_private(path, b"whole")
+    write_private_file(path, b"whole")
     assert sorted(tmp_path.iterdir()) == sorted([path, fresh, others])
 
 
@@ -70,9 +70,9 @@ def test_a_folder_that_is_there_is_made_private_only_when_asked(tmp_path: Path) 
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o755)
-    write_private(folder / "file", b"")
+    write_private_file(folder / "file", b"")
     assert mode(folder) == 0o755
-    private_folder(folder)
+    make_private_folder(folder)
     assert mode(folder) == 0o700
 
 
@@ -81,10 +81,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     path = tmp_path / "file"
-    write_private(path, b"before")
+    write_private_file(path, b"before")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_private(path, b"after")
+        write_private_file(path, b"after")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"before"
 
@@ -94,7 +94,7 @@ def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> N
     path.write_text("before")
 
     def write(text: str, error: Exception | None = None) -> None:
-        with replacing(path) as growing:
+        with replace_when_written(path) as growing:
             assert growing.parent == path.parent
             growing.write_text(text)
             if error:
@@ -125,4 +125,4 @@ def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> N
     ],
 )
 def test_sizes(size_bytes: int, text: str) -> None:
-    assert size_text(size_bytes) == text
+    assert format_bytes(size_bytes) == text

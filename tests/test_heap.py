@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc 
 _MIB = 2**20
 _STATUS = """
 import ctypes, resource, sys, threading
-from edgespec.heap import return_large_buffers, spare_addresses
+from edgespec.heap import unmap_freed_buffers, limit_malloc_arenas
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -25,7 +25,7 @@ def status(name):
 _THREAD = """
 if sys.argv[1:]:
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    spare_addresses()
+    limit_malloc_arenas()
 before, done = status("VmSize"), threading.Event()
 asked = threading.Event()
 
@@ -42,7 +42,7 @@ done.set()
 """
 _BUFFERS = """
 if sys.argv[1:]:
-    return_large_buffers()
+    unmap_freed_buffers()
 size = 8 << 20
 libc.free(libc.malloc(size))  # by this malloc learns to take as much from its heap
 before = status("VmRSS")
@@ -67,12 +67,12 @@ libc.free(buffer)
 print(status("VmRSS") - before)
 """
 _AGAIN = """
-from edgespec.heap import large_buffers_apart, return_large_buffers
+from edgespec.heap import large_buffers_apart, unmap_freed_buffers
 
 with large_buffers_apart():
     pass
 if "returned" in sys.argv[1:]:
-    return_large_buffers()
+    unmap_freed_buffers()
     with large_buffers_apart():
         pass
 def use():

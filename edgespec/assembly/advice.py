@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from edgespec.assembly.measuring import headroom_bytes, opened
+from edgespec.assembly.pair_estimate import compute_headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
+from edgespec.backends.registry import backend_of, same_backend
+from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
 from edgespec.errors import EdgespecError
-from edgespec.files import size_text
-from edgespec.memory import PROCESS_BYTES, Budget, Choice, MemoryPlan, StepName
+from edgespec.files import format_bytes
+from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption
 
 __all__ = ["advice_for"]
 
@@ -19,7 +20,7 @@ __all__ = ["advice_for"]
 _WEIGHTS_SHARE = 0.85
 # With so short a context at least, unless another was asked for.
 _LEAST_CONTEXT_TOKENS = 512
-_ADVICE: Mapping[StepName, str] = {
+_ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or give more with --memory",
     "draft_window": "leave --draft-window out, or give more with --memory",
     "kv_type": "leave --kv-type out, or give more with --memory",
@@ -28,8 +29,8 @@ _ADVICE: Mapping[StepName, str] = {
 
 
 def advice_for(
-    fixed: set[StepName],
-    fit: Callable[[set[StepName]], tuple[Choice, MemoryPlan]],
+    fixed: set[PlanOption],
+    fit: Callable[[set[PlanOption]], tuple[PlanChoice, MemoryPlan]],
     pair: Pair,
     options: LoadOptions,
     budget: Budget,
@@ -42,21 +43,21 @@ def advice_for(
                 return text.format(context=choice.context_tokens)
     room = budget.bytes + budget.gpu_bytes
     more = "give more with --memory"
-    for smaller in smaller_models(pair.target, look()):
+    for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _fitting_weights(smaller, options, room):
-            size = size_text(weight_bytes)
+            size = format_bytes(weight_bytes)
             return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
     fitting = [
         entry
         for entry in load_catalogue().entries
-        if entry.approximate_file_bytes + PROCESS_BYTES[entry.format] < room * _WEIGHTS_SHARE
-        and (entry.format == "mlx") == (pair.target.format == "mlx")
+        if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _WEIGHTS_SHARE
+        and same_backend(entry.format, pair.target.format)
         and not entry.embedded_file  # no such model is what anybody wanted
     ]
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
     nearest = max(fitting, key=lambda entry: entry.approximate_file_bytes)
-    size = size_text(nearest.approximate_file_bytes)
+    size = format_bytes(nearest.approximate_file_bytes)
     return f"choose a smaller model, such as {nearest.name} ({size}), or a smaller quantisation, or {more}"
 
 
@@ -68,10 +69,10 @@ def _fitting_weights(found: Resolved, options: LoadOptions, room_bytes: int) -> 
     except EdgespecError:
         return 0
     try:
-        footprint = model.footprint(replace(asked, memory_bytes=room_bytes))
+        footprint = model.estimate(replace(asked, memory_bytes=room_bytes))
     except EdgespecError:
         return 0
     finally:
         model.close()
-    taken = footprint.bytes + headroom_bytes(footprint.bytes) + PROCESS_BYTES[found.format]
+    taken = footprint.bytes + compute_headroom_bytes(footprint.bytes) + found.backend.process_bytes
     return footprint.of("weights") if taken <= room_bytes else 0

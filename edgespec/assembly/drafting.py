@@ -9,11 +9,9 @@ from typing import cast
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Draft
-from edgespec.auto.curve import CostCurve, Curve, gentle
-from edgespec.auto.exits import exit_table
-from edgespec.auto.ledger import Terms
-from edgespec.auto.limits import Limits
-from edgespec.auto.live import LiveCosts
+from edgespec.auto.controller import AutoConfig
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.loss_limit import LossLimits
 from edgespec.backends.base import (
     EarlyExit,
     LanguageModel,
@@ -24,31 +22,33 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.catalog import Resolved
-from edgespec.costs import PassCosts
+from edgespec.corpus import suffix_drafter
+from edgespec.costs.curve import CostCurve, Curve, gentle
+from edgespec.costs.pass_limits import PassLimits
+from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.auto_controller import Policy
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.growth import Growth
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
-from edgespec.methods import Missing
-from edgespec.prepare.calibration import calibration_tokens, greedy_reply
-from edgespec.prepare.store import Prepared, read
-from edgespec.saved_arrays import SavedArrays, identity_of
-from edgespec.texts import suffix_drafter
+from edgespec.methods import MissingDrafter
+from edgespec.prepare.calibration import calibration_prompt, greedy_reply
+from edgespec.prepare.exit_table import exit_table
+from edgespec.prepare.store import PreparedModel, read_prepared
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["Outfit", "outfit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Outfit:
-    """All that goes into `Drafters` for a target. notices: what a person should know about it."""
+    """All that goes into `DrafterSet` for a target. notices: what a person should know about it."""
 
-    others: dict[str, Drafter | Missing]
-    growth: Callable[[LanguageModel], tuple[int, ...] | Growth]
+    others: dict[str, Drafter | MissingDrafter]
+    growth: Callable[[LanguageModel], tuple[int, ...] | TreeGrowth]
     curve: Curve
-    policy: Policy | None
+    policy: AutoConfig | None
     notices: tuple[str, ...]
 
 
@@ -87,12 +87,13 @@ class _Maker:
         progress: Progress | None,
     ) -> None:
         self._found = found
+        self._format = found.file_format
         self._costs = costs
         self._model = model
         self._how = how
         self._progress = progress
         self._curve: CostCurve | None = None
-        self.made: dict[str, Drafter | Missing] = {}
+        self.made: dict[str, Drafter | MissingDrafter] = {}
 
     def all(self, draft: Draft | None) -> Outfit:
         suffix, said = suffix_drafter(
@@ -128,28 +129,28 @@ class _Maker:
         """What `auto` takes in the place of a draft model, where that has been prepared."""
         if "auto" not in self._how.methods or draft is not None:
             return set()
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             return {"layerskip"}
-        from edgespec.prepare.lowbit import right_lowbit
+        from edgespec.prepare.lowbit import find_valid_lowbit
 
-        wanted = self._found.format == "gguf" and self._how.room_for_copy
-        return {"lowbit"} if wanted and right_lowbit(self._found.path) else set()
+        wanted = self._format.low_bit_copy_format and self._how.room_for_copy
+        return {"lowbit"} if wanted and find_valid_lowbit(self._found.path) else set()
 
-    def _policy(self, draft: Draft | None) -> Policy | None:
+    def _policy(self, draft: Draft | None) -> AutoConfig | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""
         how = self._how
         if not self._costs.bounded or ("auto" not in how.methods and how.max_loss is None):
             return None
         if not self._model.facts.capabilities.rollback:
             return None
-        terms = Terms() if how.max_loss is None else Terms(how.max_loss)
+        terms = LossLimits() if how.max_loss is None else LossLimits(how.max_loss)
         grows = not how.branches and not how.confidence
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
         def notes(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{identity_of(*models)} {self._costs.how} {names}")
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.how} {names}")
 
-        return Policy(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
+        return AutoConfig(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
 
     @property
     def _v(self) -> CostCurve:
@@ -164,12 +165,12 @@ class _Maker:
         found = self._found
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
-    def _growth(self, draft: LanguageModel) -> tuple[int, ...] | Growth:
+    def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
         """How the drafts of a model grow; each drafter needs one of its own."""
         branches = self._how.branches
         if not isinstance(branches, str):
             return branches
-        limits = Limits.of(self._model.facts.capabilities, draft.facts.capabilities)
+        limits = PassLimits.of(self._model.facts.capabilities, draft.facts.capabilities)
         return AdaptiveTreeGrowth(limits, self._v.v)
 
     def _drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
@@ -184,40 +185,40 @@ class _Maker:
     def _lookahead(self) -> Drafter:
         return LookaheadDrafter(self._model.facts.capabilities, self._v)
 
-    def _layerskip(self) -> Drafter | Missing:
+    def _layerskip(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
-        if self._found.format == "gguf":
-            return Missing(
+        if "layerskip" in self._format.preparations:
+            return MissingDrafter(
                 f"{facts.name} was not prepared for early exit",
                 f"run `edgespec prepare layerskip {self._reference}` once",
             )
-        if "layerskip" not in facts.capabilities.self_drafts:
+        if "layerskip" not in facts.capabilities.self_draft_methods:
             return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
                     "exit_layer is for MLX models, and this one was prepared for one exit",
                     "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
                 )
-            exit_layer = int(read(self._found.path).settings["exit_layer"])
+            exit_layer = int(read_prepared(self._found.path).settings["exit_layer"])
         return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
 
-    def _why_not(self, how: SelfDraft) -> Missing:
+    def _why_not(self, how: SelfDraft) -> MissingDrafter:
         """What the backend says of a way to draft for itself that was not exact when it was tried."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(how).close()
         except CapabilityError as error:
             why, hint = error.what, error.next_step
-        return Missing(why, hint or "choose another method")
+        return MissingDrafter(why, hint or "choose another method")
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
-        from edgespec.backends.mlx.exits import exit_facts
-
-        request = calibration_tokens(self._model.vocabulary)
-        if len(request) >= self._model.room:
+        measure = self._format.measure_exits
+        assert measure is not None
+        request = calibration_prompt(self._model.vocabulary)
+        if len(request) >= self._model.free_tokens:
             raise CapabilityError(
                 f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
                 "give --exit-layer, or a larger --context",
@@ -225,7 +226,7 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = exit_table(*exit_facts(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
         if not table.pays:
@@ -234,25 +235,25 @@ class _Maker:
             )
         return table.best.exit_layer
 
-    def _lowbit(self) -> Drafter | Missing:
+    def _lowbit(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
         copy = None
-        if "lowbit" not in facts.capabilities.self_drafts:
-            return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
-        if self._found.format != "mlx":
+        if "lowbit" not in facts.capabilities.self_draft_methods:
+            return self._why_not(LowBit(facts.path if self._format.low_bit_copy_format else None))
+        if self._format.low_bit_copy_format:
             prepared = self._lowbit_copy()
             if prepared is None:
-                return Missing(
+                return MissingDrafter(
                     f"there is no copy of {facts.name} with fewer bits",
                     f"run `edgespec prepare lowbit {self._reference}` once",
                 )
-            from edgespec.prepare.lowbit import copy_path
+            from edgespec.prepare.lowbit import lowbit_file
 
-            copy = str(copy_path(prepared))
+            copy = str(lowbit_file(prepared))
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
         return self._drafter(self._model.self_draft(how), "lowbit")
 
-    def _lowbit_copy(self) -> Prepared | None:
+    def _lowbit_copy(self) -> PreparedModel | None:
         """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
@@ -261,19 +262,19 @@ class _Maker:
             check_lowbit(prepared, self._found.path)
         return prepared
 
-    def _swift(self) -> Drafter | Missing:
+    def _swift(self) -> Drafter | MissingDrafter:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_drafts:
-            return self._why_not(SkippedLayers((1,)))
-        if self._found.format != "mlx":
-            return Missing(
+        if not self._format.skips_layers:
+            return MissingDrafter(
                 f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
             )
+        if "swift" not in facts.capabilities.self_draft_methods:
+            return self._why_not(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", identity_of(facts)),
+            notes=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
@@ -282,14 +283,14 @@ class _Maker:
         from edgespec.drafters.online import OnlineDrafter
         from edgespec.drafters.online_training import OnlineTrainer
 
-        learner = cast(Trainable, draft).learner()
-        notes = SavedArrays("online", identity_of(self._model.facts, draft.facts))
+        trainer = cast(Trainable, draft).trainer()
+        notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, learner, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
 
 
-def _not_asked(name: str) -> Missing:
-    return Missing(
+def _not_asked(name: str) -> MissingDrafter:
+    return MissingDrafter(
         f"{name} was not asked for when the model was loaded",
         f"load with --method {name} (in Python: method or methods of load)",
     )

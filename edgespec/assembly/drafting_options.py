@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from edgespec.checks import flag, number, whole_number
+from edgespec.checks import check_boolean, check_integer, check_number
 from edgespec.errors import OptionError
 from edgespec.methods import parse_method
 
@@ -64,17 +64,20 @@ class Drafting:
     measure_costs: bool = True
 
     def __post_init__(self) -> None:
-        flag("remember", self.remember)
-        flag("learn", self.learn)
-        if not 0.0 <= number("draft_confidence", self.confidence, "from 0 to below 1") < 1.0:
+        check_boolean("remember", self.remember)
+        check_boolean("learn", self.learn)
+        if not 0.0 <= check_number("draft_confidence", self.confidence, "from 0 to below 1") < 1.0:
             raise OptionError(f"draft_confidence is {self.confidence!r}", "give a number from 0 to below 1")
-        if self.max_loss is not None and not 0.0 <= number("max_loss", self.max_loss, "such as 0.02") <= 1.0:
+        if (
+            self.max_loss is not None
+            and not 0.0 <= check_number("max_loss", self.max_loss, "such as 0.02") <= 1.0
+        ):
             raise OptionError(f"max_loss is {self.max_loss!r}", "give a share from 0 to 1, such as 0.02")
-        whole_number("draft_sinks", self.sink_tokens, 0, _NO_LIMIT)
+        check_integer("draft_sinks", self.sink_tokens, 0, _NO_LIMIT)
         if self.window_tokens is not None:
-            whole_number("draft_window", self.window_tokens, 0, _NO_LIMIT)
+            check_integer("draft_window", self.window_tokens, 0, _NO_LIMIT)
         if self.exit_layer is not None:
-            whole_number("exit_layer", self.exit_layer, 1, _NO_LIMIT)
+            check_integer("exit_layer", self.exit_layer, 1, _NO_LIMIT)
         object.__setattr__(self, "branches", _checked(self.branches))
         self._check_read()
 
@@ -125,7 +128,7 @@ def _checked(branches: object) -> Branches:
     if not isinstance(branches, tuple | list):
         raise OptionError(f"draft_branches is {branches!r}", "give auto, or numbers such as (3, 2)")
     for count in branches:
-        whole_number("draft_branches", count, 1, _MOST_BRANCHES)
+        check_integer("draft_branches", count, 1, _MOST_BRANCHES)
     if math.prod(branches) > _MOST_BRANCHES:
         raise OptionError(
             f"draft_branches {tuple(branches)!r} make {math.prod(branches)} branches",

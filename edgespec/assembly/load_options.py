@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LoadOptions
-from edgespec.checks import flag, path_text, text, whole_number
+from edgespec.checks import check_boolean, check_integer, check_path, check_text
 from edgespec.errors import OptionError
 from edgespec.memory import available_bytes
 
@@ -29,31 +29,31 @@ def load_options(
     adapter: str | PathLike[str] | None,
     exact: bool,
     threads: int | None = None,
-    first_tokens: int | None = None,
+    initial_context_tokens: int | None = None,
 ) -> LoadOptions:
     """From the options of `load` or of `plan`, which leaves out the last two.
 
     given_bytes: the memory that was named. Raises OptionError for a wrong value.
     """
     return LoadOptions(
-        context_tokens=None if context is None else whole_number("context", context, 1, _NO_LIMIT),
-        first_tokens=first_tokens,
-        threads=None if threads is None else whole_number("threads", threads, 1, 1024),
-        gpu_layers=None if gpu_layers is None else whole_number("gpu_layers", gpu_layers, 0, _NO_LIMIT),
-        kv_type=text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
-        flash_attention=text("flash_attention", flash_attention, "auto, on or off"),
-        mmap=flag("mmap", mmap),
-        mlock=flag("mlock", mlock),
+        context_tokens=None if context is None else check_integer("context", context, 1, _NO_LIMIT),
+        initial_context_tokens=initial_context_tokens,
+        threads=None if threads is None else check_integer("threads", threads, 1, 1024),
+        gpu_layers=None if gpu_layers is None else check_integer("gpu_layers", gpu_layers, 0, _NO_LIMIT),
+        kv_type=check_text("kv_type", kv_type, "auto, f16, q8_0 or another type"),
+        flash_attention=check_text("flash_attention", flash_attention, "auto, on or off"),
+        mmap=check_boolean("mmap", mmap),
+        mlock=check_boolean("mlock", mlock),
         max_branches=how.most_branches,
         memory_bytes=available_bytes() if given_bytes is None else given_bytes,
         adapter=None if adapter is None else _adapter_folder(adapter),
-        exact=flag("exact", exact),
+        exact=check_boolean("exact", exact),
     )
 
 
 def _adapter_folder(adapter: str | PathLike[str]) -> str:
     """Where an adapter is; the backend knows what has to be in it. Raises OptionError where nothing is."""
-    folder = Path(path_text("adapter", adapter)).expanduser()
+    folder = Path(check_path("adapter", adapter)).expanduser()
     if not folder.is_dir():
         raise OptionError(
             f"there is no folder of an adapter at {folder}",

@@ -11,21 +11,25 @@ from pathlib import Path
 from edgespec.assembly.drafting import outfit
 from edgespec.assembly.drafting_options import Branches, Drafting
 from edgespec.assembly.exact import hold_to_exact
-from edgespec.assembly.keeping import Keeping, files_of, files_seen, kept_texts
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import Pair, find_pair, load_draft, load_target
-from edgespec.assembly.planning import Planned, Wishes, budget_for, check_fits, plan_pair
+from edgespec.assembly.planning import LoadPlan, PlanRequest, budget_for, check_fits, plan_pair
+from edgespec.assembly.prefix_cache_options import (
+    PrefixCacheOptions,
+    create_prefix_cache,
+    file_states,
+)
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
-from edgespec.checks import flag, path_text, size_bytes, text
-from edgespec.costs import FreeCosts, TargetCosts
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
+from edgespec.checks import check_boolean, check_path, check_text, parse_size
+from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
-from edgespec.memory.context_resize import FIRST_TOKENS
-from edgespec.methods import Drafters
-from edgespec.prepare.lowbit import copy_path, find_lowbit
+from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
+from edgespec.methods import DrafterSet
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -74,9 +78,9 @@ def load(
     learn: bool = False,
     max_loss: float | None = None,
     measure_costs: bool = True,
-    keep: str = "memory",
-    keep_memory: str | int | None = None,
-    keep_disk: str | int | None = None,
+    prefix_cache: str = "memory",
+    prefix_cache_memory: str | int | None = None,
+    prefix_cache_disk: str | int | None = None,
     progress: Progress | None = None,
 ) -> Runtime:
     """Load a target and its draft.
@@ -93,17 +97,17 @@ def load(
     far as that makes no difference. methods: those that replies may ask for besides `method`; what they need
     is loaded as well.
     draft_branches to measure_costs: see `Drafting`.
-    keep: where what was read of other texts than the last is kept, so that going back to one reads it no
-    more: "none", "memory", or "disk", which also keeps it for later runs. keep_memory: at most so much; by
-    default a quarter of what the budget leaves, and 4 GiB. keep_disk: by default 4 GiB, or a tenth of the
-    free disk.
+    prefix_cache: where the KV caches of earlier prompts and replies are kept for reuse: "none", "memory", or
+    "disk", which also keeps them for later runs. prefix_cache_memory: its size limit in memory; by default a
+    quarter of the memory that the plan leaves free, and at most 4 GiB. prefix_cache_disk: its size limit on
+    disk; by default 4 GiB, or a tenth of the free disk.
     progress: called with (what, fraction), False cancels.
 
     Raises EdgespecError with the reason and the next step.
     """
-    text("target", target, "a path, user/repo:quant or a name such as demo")
+    check_text("target", target, "a path, user/repo:quant or a name such as demo")
     if draft is not None:
-        text("draft", draft, "auto, none, a path, user/repo:quant or a name")
+        check_text("draft", draft, "auto, none, a path, user/repo:quant or a name")
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     if progress is not None and not callable(progress):
@@ -116,18 +120,20 @@ def load(
         window_tokens=draft_window,
         sink_tokens=draft_sinks,
         exit_layer=exit_layer,
-        corpus=None if corpus is None else path_text("corpus", corpus),
+        corpus=None if corpus is None else check_path("corpus", corpus),
         remember=remember,
         learn=learn,
         max_loss=max_loss,
-        measure_costs=flag("measure_costs", measure_costs),
+        measure_costs=check_boolean("measure_costs", measure_costs),
     )
-    given_bytes = None if memory is None else size_bytes("memory", memory)
+    given_bytes = None if memory is None else parse_size("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None if flag("reserve_full_context", reserve_full_context) else FIRST_TOKENS,
+        initial_context_tokens=None
+        if check_boolean("reserve_full_context", reserve_full_context)
+        else INITIAL_CONTEXT_TOKENS,
         threads=threads,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
@@ -137,19 +143,21 @@ def load(
         adapter=adapter,
         exact=exact,
     )
-    keeping = Keeping.read(keep, keep_memory, keep_disk)
+    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, prefix_cache_disk)
     check_room_to_plan()
     pair = find_pair(target, draft, how, progress, options)
-    wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
+    wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
     planned = plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes)
     check_fits(planned)
     return _loaded(planned, defaults, keeping, progress)
 
 
-def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Progress | None) -> Runtime:
+def _loaded(
+    planned: LoadPlan, defaults: Defaults, keeping: PrefixCacheOptions, progress: Progress | None
+) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
-    seen = files_seen(pair.target.path, options.adapter)
+    seen = file_states(pair.target.path, options.adapter)
     with ExitStack() as undo:
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
@@ -160,7 +168,7 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             draft = load_draft(pair, pair.draft, model, how, options, progress)
             undo.callback(draft.model.close)
         made = outfit(pair.target, model, draft, how, FreeCosts() if _eager.get() else costs, progress)
-        drafters = Drafters(
+        drafters = DrafterSet(
             model,
             draft.model if draft else None,
             branches=made.growth(draft.model) if draft else (),
@@ -184,7 +192,9 @@ def _loaded(planned: Planned, defaults: Defaults, keeping: Keeping, progress: Pr
             notice=" · ".join(filter(None, (*notices, draft.notice if draft else ""))),
             plan=planned.plan,
             record=_record_of(pair, how),
-            kept=kept_texts(keeping, model, planned.target_options, costs, planned.plan, seen),
+            prefix_cache=create_prefix_cache(
+                keeping, model, planned.target_options, costs, planned.plan, seen
+            ),
             mapped=_mapped(pair, options, copied=isinstance(made.others["lowbit"], Drafter)),
         )
         undo.pop_all()
@@ -195,17 +205,18 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
-        if each and each.format != "mlx" and options.mmap:
+        if each and each.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += files_of(each.path)
-    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+                paths += each.file_format.files(each.path)
+    has_copy = copied and pair.target.file_format.low_bit_copy_format and options.mmap
+    copy = find_lowbit(pair.target.path) if has_copy else None
     if copy:
-        paths.append(copy_path(copy))
+        paths.append(lowbit_file(copy))
     return MappedFiles(paths)
 
 
-def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:
+def _record_of(pair: Pair, how: Drafting) -> AcceptanceRecorder | None:
     """Where guesses are counted; not of drafts that change, or guess when sure or several at once."""
     if pair.draft is None or how.branches or how.confidence or how.learn:
         return None
-    return PairRecord((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

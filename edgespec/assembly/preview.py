@@ -8,19 +8,19 @@ from os import PathLike
 from pathlib import Path
 
 from edgespec.assembly.drafting_options import Branches, Drafting
-from edgespec.assembly.keeping import Keeping
 from edgespec.assembly.load_options import load_options
 from edgespec.assembly.pairing import find_pair
-from edgespec.assembly.planning import Planned, Wishes, budget_for, plan_pair
+from edgespec.assembly.planning import LoadPlan, PlanRequest, budget_for, plan_pair
+from edgespec.assembly.prefix_cache_options import PrefixCacheOptions
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
-from edgespec.checks import size_bytes, text
+from edgespec.checks import check_text, parse_size
 from edgespec.drafters.windowed import AttentionWindow
-from edgespec.heap import addresses_are_limited
+from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
-from edgespec.memory.context_resize import FIRST_TOKENS
+from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
@@ -33,7 +33,7 @@ class Preview:
     draft_window: what the draft sees of a longer text; None where it sees all of it.
     """
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: LoadPlan) -> None:
         pair = planned.pair
         self.target: str = pair.target.name
         self.draft: str | None = pair.draft.name if pair.draft else None
@@ -42,7 +42,7 @@ class Preview:
         self.plan: MemoryPlan = planned.plan
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
-        self.first_context_tokens: int = planned.first_tokens
+        self.first_context_tokens: int = planned.initial_context_tokens
         self.draft_window: AttentionWindow | None = planned.draft_window
 
 
@@ -61,8 +61,8 @@ def plan(
     method: str = "auto",
     adapter: str | PathLike[str] | None = None,
     exact: bool = False,
-    keep: str = "memory",
-    keep_memory: str | int | None = None,
+    prefix_cache: str = "memory",
+    prefix_cache_memory: str | int | None = None,
     draft_branches: Branches = (),
     draft_window: int | None = None,
     draft_sinks: int = 4,
@@ -74,17 +74,17 @@ def plan(
     Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so. That is
     raised only where this process may not even take what looking at a model needs.
     """
-    text("target", target, "a path, user/repo:quant or a name such as demo")
+    check_text("target", target, "a path, user/repo:quant or a name such as demo")
     how = Drafting(
         methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
     )
-    keeping = Keeping.read(keep, keep_memory, None)
-    given_bytes = None if memory is None else size_bytes("memory", memory)
+    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, None)
+    given_bytes = None if memory is None else parse_size("memory", memory)
     options = load_options(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=FIRST_TOKENS,
+        initial_context_tokens=INITIAL_CONTEXT_TOKENS,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
         flash_attention=flash_attention,
@@ -100,7 +100,7 @@ def plan(
             return resolve_metadata(reference, Path(folder), progress)
 
         pair = find_pair(target, draft, how, progress, options, find)
-        if addresses_are_limited():
+        if address_space_is_limited():
             import_module("edgespec.assembly.loading")  # a load has it in memory
-        wishes = Wishes.read(prefer, options, draft, keeping.wanted_bytes)
+        wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
         return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))

@@ -56,15 +56,16 @@ class MemoryEstimate:
 class MemoryEstimator(Protocol):
     """A model's metadata, opened to be asked what it would take. Nothing of its weights is read.
 
-    layers: 0 where they cannot be put on a graphics card one by one. turning_tokens: see `begun_with`.
+    layers: 0 where they cannot be put on a graphics card one by one.
+    longrope_switch_tokens: see `initial_context`.
     """
 
     name: str
     trained_context_tokens: int
     layers: int
-    turning_tokens: int
+    longrope_switch_tokens: int
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """What the model takes when loaded like this; `memory_bytes` is taken for what is there for it.
 
         Raises OptionError for options the model cannot be loaded with, and MemoryBudgetError where even the

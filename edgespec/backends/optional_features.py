@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 
-__all__ = ["Learner", "Skippable", "Trainable", "TrainingExample"]
+__all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class Skippable(LanguageModel, Protocol):
@@ -24,7 +24,7 @@ class Skippable(LanguageModel, Protocol):
     def layer_count(self) -> int:
         """How many layers there are; the first and the last may not be skipped."""
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         """How often the best token is the same without these layers, from 0 to 1.
 
         tokens: the last tokens of the cache, in order; one pass runs them again after what is before them.
@@ -34,7 +34,7 @@ class Skippable(LanguageModel, Protocol):
         for than the cache can look back on, and CancelledError.
         """
 
-    def leave_thread(self) -> None:
+    def release_thread_state(self) -> None:
         """Let go of what is kept for this thread, which may be about to end."""
 
 
@@ -52,7 +52,7 @@ class TrainingExample:
     probs: NDArray[np.float32]
 
 
-class Learner(Protocol):
+class Trainer(Protocol):
     """What changes a draft model a little beside its weights, which stay as they are (OSD, arXiv 2310.07177).
 
     Between calls the model runs as `adapted` says. Its cache is not looked at: what is in there stays
@@ -67,34 +67,34 @@ class Learner(Protocol):
         """Whether the model runs with what was learnt."""
 
     @property
-    def kept_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """What is kept for learning: what was learnt, and what training remembers of it."""
 
     @property
-    def step_bytes(self) -> int:
+    def peak_step_bytes(self) -> int:
         """The most that a step has taken beside that, while it ran; 0 before the first."""
 
-    def adapt(self, wanted: bool) -> None:
+    def set_adapted(self, enabled: bool) -> None:
         """Run with what was learnt, or exactly as loaded."""
 
-    def step(self, lesson: TrainingExample) -> float:
+    def train_step(self, example: TrainingExample) -> float:
         """Learn from one lesson: the loss before. Raises BackendError when the model cannot be trained."""
 
-    def hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
+    def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         """How many of `tokens` from index `first` on are the model's best after those before them."""
 
-    def weights(self) -> dict[str, NDArray[np.float32]]:
+    def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
         """What was learnt."""
 
-    def take_over(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
+    def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         """Go on from what `weights` gave; False when it does not fit, and nothing changed."""
 
-    def leave_thread(self) -> None:
+    def release_thread_state(self) -> None:
         """Let go of what is kept for this thread, which may be about to end."""
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model whose `facts.capabilities.learns`."""
+    """A model whose `facts.capabilities.trainable`."""
 
-    def learner(self) -> Learner:
+    def trainer(self) -> Trainer:
         """The one that teaches this model. Raises CapabilityError where it has no layers to adapt."""

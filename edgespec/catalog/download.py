@@ -17,15 +17,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
-from edgespec.catalog.mlx_files import cached_folder, choose_folder_files, lacking, require_mlx
+from edgespec.backends.mlx_files import missing_files, require_mlx
+from edgespec.catalog.hub_files import (
+    HubFile,
+    cached_folder,
+    cached_model,
+    choose_files,
+    choose_folder_files,
+    holds_gguf,
+    repository_folder,
+)
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
-from edgespec.files import replacing, size_text
+from edgespec.files import format_bytes, replace_when_written
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
-__all__ = ["Listing", "Progress", "choose", "fetch", "listing_of", "translated"]
+__all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
 
 Progress = Callable[[str, float], bool]
 """Called with what is going on and how far it is, 0 to 1; returning False cancels."""
@@ -65,8 +73,8 @@ def fetch(
             f"{repository}{_suffix(quantisation)} is not on this machine",
             "allow its download, or give the path of a file",
         )
-    with translated(repository):
-        listing = listing_of(repository)
+    with translate_errors(repository):
+        listing = list_repository(repository)
         files = choose(repository, listing.files, quantisation)
         folder = repository_folder(cache, repository)
         _check_disk(cache, repository, _absent(folder, listing, files))
@@ -90,7 +98,7 @@ def choose(repository: str, files: list[HubFile], quantisation: str | None) -> l
 
 
 def _whole(folder: Path, repository: str) -> Path:
-    missing = lacking(folder)
+    missing = missing_files(folder)
     if missing:
         raise DownloadError(
             f"{repository} lacks {len(missing)} of its own files, such as {missing[0]}",
@@ -104,21 +112,23 @@ def _suffix(quantisation: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Listing:
+class RepositoryListing:
     """The files of a repository at one commit, so that all of a model is of one state."""
 
     commit: str
     files: list[HubFile]
 
 
-def listing_of(repository: str) -> Listing:
+def list_repository(repository: str) -> RepositoryListing:
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
-    return Listing(info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()])
+    return RepositoryListing(
+        info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
+    )
 
 
-def _absent(folder: Path, listing: Listing, files: list[HubFile]) -> list[HubFile]:
+def _absent(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
     """Those of the files that an earlier download did not finish."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
@@ -132,7 +142,8 @@ def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if needed_bytes > free_bytes:
         raise DownloadError(
-            f"{repository} needs {size_text(needed_bytes)} and {cache} has {size_text(free_bytes)} free",
+            f"{repository} needs {format_bytes(needed_bytes)}"
+            f" and {cache} has {format_bytes(free_bytes)} free",
             "free some space, choose a smaller quantisation, or set HF_HOME to a folder on a larger disk",
         )
 
@@ -150,7 +161,7 @@ class _Report:
         fraction = min((self.finished_bytes + done_bytes) / self._total_bytes, 1.0)
         name = file.name.rsplit("/", 1)[-1]
         if self._progress is not None and not self._progress(
-            f"downloading {name} ({size_text(self._total_bytes)})", fraction
+            f"downloading {name} ({format_bytes(self._total_bytes)})", fraction
         ):
             raise CancelledError(
                 f"the download of {name} was cancelled at {fraction:.0%}",
@@ -205,7 +216,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
             partial.replace(blob)
         if not pointer.exists():
             _link(blob, pointer)
-    with replacing(folder / "refs" / "main") as growing:
+    with replace_when_written(folder / "refs" / "main") as growing:
         growing.write_text(commit, encoding="utf-8")
     report.finished_bytes += size_bytes
     return pointer
@@ -243,8 +254,8 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 failures = 0 if done_bytes > before else failures + 1
                 if failures > _RETRIES:
                     raise DownloadError(
-                        f"the connection was cut {failures} times at {size_text(done_bytes)} of"
-                        f" {size_text(source.size_bytes)}: {error}",
+                        f"the connection was cut {failures} times at {format_bytes(done_bytes)} of"
+                        f" {format_bytes(source.size_bytes)}: {error}",
                         "try again later; it goes on from there",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
@@ -292,7 +303,7 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
 
 
 @contextmanager
-def translated(repository: str) -> Iterator[None]:
+def translate_errors(repository: str) -> Iterator[None]:
     """Turn what the hub's library, the network and the disk raise into one line each."""
     import httpx2
     from filelock import Timeout

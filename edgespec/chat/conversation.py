@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
-from edgespec.chat.prompt import Prompt, PromptBuilder
+from edgespec.chat.prompt import PromptBuilder, RenderedPrompt
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from edgespec.reply import Reply
@@ -34,7 +34,7 @@ class Host(Protocol):
     @property
     def context_tokens(self) -> int: ...
 
-    def known_texts(self) -> Iterable[Sequence[int]]: ...
+    def cached_prefixes(self) -> Iterable[Sequence[int]]: ...
 
     def stream_tokens(
         self, tokens: Sequence[int], *, on_end: Callable[[Reply | None], None] | None = None, **options: Any
@@ -72,7 +72,7 @@ class Chat:
         self._used_tokens: int | None = None if self.messages else 0
         self._host = host
         self._context_full = context_full
-        self._prompts = PromptBuilder(host.template, host.vocabulary, host.known_texts)
+        self._prompts = PromptBuilder(host.template, host.vocabulary, host.cached_prefixes)
 
     @property
     def context_used_tokens(self) -> int:
@@ -135,7 +135,7 @@ class Chat:
         self.messages, self.dropped_messages, self._used_tokens = messages, dropped, len(prompt[1])
         return stream
 
-    def _fitting(self, messages: list[Message]) -> tuple[Prompt, int]:
+    def _fitting(self, messages: list[Message]) -> tuple[RenderedPrompt, int]:
         """The prompt of the messages that fit, by the rule of `context_full`, and how many are left out."""
         context = self._host.context_tokens
         limit = context - min(_REPLY_TOKENS, context // 4)
@@ -159,7 +159,7 @@ class Chat:
             )
         return prompt, dropped
 
-    def _prompt(self, messages: Sequence[Message]) -> Prompt:
+    def _prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
         return self._prompts.build(self._with_system(messages))
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:

@@ -9,10 +9,10 @@ from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
 
-__all__ = ["Prompt", "PromptBuilder"]
+__all__ = ["PromptBuilder", "RenderedPrompt"]
 
 # A prompt as text and as tokens.
-Prompt = tuple[str, list[int]]
+RenderedPrompt = tuple[str, list[int]]
 
 
 class PromptBuilder:
@@ -32,9 +32,9 @@ class PromptBuilder:
         self.template = template
         self._vocabulary = vocabulary
         self._earlier = earlier
-        self._known: Prompt = ("", [])
+        self._known: RenderedPrompt = ("", [])
 
-    def build(self, messages: Sequence[Message]) -> Prompt:
+    def build(self, messages: Sequence[Message]) -> RenderedPrompt:
         """The prompt for the assistant's next reply. Raises TemplateError."""
         shield = _Shield(self._vocabulary, messages)
         text = self.template.render([shield.over(message) for message in messages])
@@ -46,19 +46,19 @@ class PromptBuilder:
             # Only a control token is sure to begin at the seam whatever stands before it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return text, known_tokens + rest
-        start = not (self._vocabulary.start_text and text.startswith(self._vocabulary.start_text))
+        start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return text, self._tokenize(text, shield, start=start)
 
-    def _recalled(self, text: str) -> Prompt:
+    def _recalled(self, text: str) -> RenderedPrompt:
         """The longest beginning of `text` that an earlier text spells, up to a control token."""
-        known: Prompt = ("", [])
+        known: RenderedPrompt = ("", [])
         for tokens in self._earlier():
             spelled = self._spelled(tokens, text)
             if len(spelled[0]) > len(known[0]):
                 known = spelled
         return known
 
-    def _spelled(self, tokens: Sequence[int], text: str) -> Prompt:
+    def _spelled(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
         """How far these tokens spell `text`, up to a control token that both go on with, or to their end."""
         wanted, at, spelled = text.encode("utf-8", "replace"), 0, ("", 0)
         for i, token in enumerate(tokens):
@@ -79,7 +79,7 @@ class PromptBuilder:
                 spelled = (wanted[:at].decode("utf-8", "replace"), len(tokens))
         return spelled[0], list(tokens[: spelled[1]])
 
-    def remember(self, prompt: Prompt, reply: Sequence[int]) -> None:
+    def remember(self, prompt: RenderedPrompt, reply: Sequence[int]) -> None:
         """These tokens followed that prompt."""
         kept = list(reply[:-1]) if reply and self._vocabulary.is_end(reply[-1]) else list(reply)
         said = b"".join(self._vocabulary.piece(token) for token in kept)

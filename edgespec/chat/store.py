@@ -18,7 +18,13 @@ from pathlib import Path
 
 from edgespec.chat.message import Message, Role
 from edgespec.errors import ChatFileError
-from edgespec.files import clear_litter, data_folder, reason_of, regular_bytes, write_private
+from edgespec.files import (
+    data_folder,
+    delete_stale_temporaries,
+    error_reason,
+    regular_file_bytes,
+    write_private_file,
+)
 
 __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 
@@ -104,12 +110,12 @@ class ChatStore:
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
         payload = text.encode("utf-8", "replace") + b"\n"
         if not path.exists():
-            clear_litter(self.folder)
+            delete_stale_temporaries(self.folder)
         try:
-            write_private(path, payload)
+            write_private_file(path, payload)
         except OSError as error:
             raise ChatFileError(
-                f"cannot save the chat to {path}: {reason_of(error)}",
+                f"cannot save the chat to {path}: {error_reason(error)}",
                 "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
             ) from error
         return path
@@ -158,7 +164,7 @@ class ChatStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {reason_of(error)}", "check the permissions of its folder"
+                f"cannot delete {path}: {error_reason(error)}", "check the permissions of its folder"
             ) from error
 
     def list(self) -> list[StoredChat]:
@@ -169,7 +175,7 @@ class ChatStore:
             return []
         except OSError as error:
             raise ChatFileError(
-                f"cannot list the chats in {self.folder}: {reason_of(error)}",
+                f"cannot list the chats in {self.folder}: {error_reason(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
             ) from error
         return sorted(
@@ -198,7 +204,7 @@ def _entry(path: Path) -> StoredChat:
 def read_chat(path: Path) -> SavedChat:
     """Read and check one chat file. Raises ChatFileError with what is wrong and what to do."""
     try:
-        size_bytes = regular_bytes(path)
+        size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
             raise _broken(path, f"it has {size_bytes:,} bytes, more than a chat can have")
         text = path.read_bytes().decode("utf-8")
@@ -206,7 +212,7 @@ def read_chat(path: Path) -> SavedChat:
         raise ChatFileError(f"there is no saved chat at {path}", "pick one from the list of chats") from None
     except OSError as error:
         raise ChatFileError(
-            f"cannot read {path.name}: {reason_of(error)}", f"check the permissions of {path}"
+            f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
         ) from error
     except UnicodeDecodeError as error:
         raise _broken(path, f"it is not UTF-8 text (byte {error.start})") from None

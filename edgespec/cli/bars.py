@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from edgespec.cli.screen import line_of
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec.assembly.preview import MemoryPlan, Pool, Preview
@@ -44,9 +44,9 @@ def picture(preview: Preview) -> RenderableType:
     if preview.draft_window:
         parts.append(_line(f"of a longer text the draft sees {preview.draft_window.seen}"))
     for pool in plan.pools:
-        kept = plan.kept_bytes if pool == "memory" else 0
-        taken = f"{size_text(plan.taken_bytes(pool) - kept)} of {size_text(plan.budget_bytes(pool))}"
-        more = f", and up to {size_text(kept)} for kept texts" if kept else ""
+        kept = plan.prefix_cache_bytes if pool == "memory" else 0
+        taken = f"{format_bytes(plan.planned_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"
+        more = f", and up to {format_bytes(kept)} for kept texts" if kept else ""
         parts += [
             Text(),
             bar(plan, pool),
@@ -55,7 +55,7 @@ def picture(preview: Preview) -> RenderableType:
     parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
         parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
-        said = [f"{each.what} (frees {size_text(each.bytes)}): {each.why}" for each in plan.decisions]
+        said = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts.append(Padding(Group(*map(_line, said)), (0, 0, 0, 2)))
     if not plan.fits:
         parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
@@ -84,7 +84,7 @@ def _line(words: str, style: str = "") -> Text:
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
     """The items of one memory side by side; what is free after them, or what is too much."""
-    taken, budget = plan.taken_bytes(pool), plan.budget_bytes(pool)
+    taken, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(taken, budget, 1)
     text = Text()
     end, columns = 0, 0
@@ -117,7 +117,7 @@ def _items(plan: MemoryPlan) -> Table:
         table.add_row(
             Text(_FULL, _COLOURS.get(item.name, _OTHERS)),
             f"{item.name}{where}",
-            size_text(item.bytes),
+            format_bytes(item.bytes),
             _share(item.bytes, of),
         )
     return table

@@ -13,16 +13,16 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.loading import check_sampling
 from edgespec.cli.options import (
-    KEEPING_NAMES,
     METHOD_NAMES,
     MODEL_NAMES,
+    PREFIX_CACHE_NAMES,
     SAMPLING_NAMES,
     drafting_options,
     given,
-    keeping_options,
     method_options,
     model_options,
     pick,
+    prefix_cache_options,
     reply_options,
     sampling_options,
 )
@@ -55,7 +55,7 @@ __all__ = ["command"]
 )  # fmt: skip
 @click.option("--light/--dark", default=None, help="The colours. [default: as last time]")
 @model_options
-@keeping_options(keep="disk")
+@prefix_cache_options(default="disk")
 @drafting_options(remember=True)
 @method_options
 @sampling_options(logit_bias=False)
@@ -78,7 +78,7 @@ def command(
         import edgespec
 
         return edgespec.load(
-            **pick(options, (*MODEL_NAMES, *KEEPING_NAMES, *METHOD_NAMES)), progress=progress
+            **pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES)), progress=progress
         )
 
     settings = given(ctx, {**sampling, **pick(options, ("max_tokens", "seed"))})

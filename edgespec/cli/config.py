@@ -33,7 +33,7 @@ from edgespec.cli.settings import (
 )
 from edgespec.cli.settings_file import KeyPath, NotEditableError, changed
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.files import cache_folder, config_folder, data_folder, reason_of, write_private
+from edgespec.files import cache_folder, config_folder, data_folder, error_reason, write_private_file
 
 __all__ = ["command"]
 
@@ -193,7 +193,7 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
     "get",
     cls=HelpfulCommand,
     short_help="Print one value.",
-    examples=("edgespec config get target", "edgespec config get chat.keep --json"),
+    examples=("edgespec config get target", "edgespec config get chat.prefix-cache --json"),
 )
 @click.argument("key", shell_complete=_complete_key)
 @json_option
@@ -337,7 +337,7 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
             if after == before:
                 return file if literal is not None else None
             # A file that is kept elsewhere, with a link here, stays there.
-            write_private(file.resolve(), after.encode())
+            write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
             f"{'.'.join(path)} is written in {file} in a form that is left to you", "change it in an editor"
@@ -346,7 +346,7 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
         raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error
     except OSError as error:
         raise ConfigurationError(
-            f"{file} cannot be written: {reason_of(error)}",
+            f"{file} cannot be written: {error_reason(error)}",
             "make room or check the permissions, then try again",
         ) from error
     return file

@@ -12,10 +12,10 @@ from click.shell_completion import CompletionItem
 from edgespec.cli.help import SectionOption
 
 __all__ = [
-    "KEEPING_NAMES",
     "MAX_SEED",
     "METHOD_NAMES",
     "MODEL_NAMES",
+    "PREFIX_CACHE_NAMES",
     "SAMPLING_NAMES",
     "SIZE_NAMES",
     "Decorator",
@@ -25,12 +25,12 @@ __all__ = [
     "every_setting",
     "given",
     "json_option",
-    "keeping_options",
     "listed",
     "method_options",
     "model_options",
     "model_reference",
     "pick",
+    "prefix_cache_options",
     "reply_options",
     "sampling_options",
     "whole",
@@ -45,13 +45,13 @@ MODEL_NAMES = (
     "draft_confidence", "draft_window", "draft_sinks", "exit_layer", "corpus", "remember", "learn",
     "max_loss", "measure_costs",
 )  # fmt: skip
-KEEPING_NAMES = ("keep", "keep_memory", "keep_disk")
+PREFIX_CACHE_NAMES = ("prefix_cache", "prefix_cache_memory", "prefix_cache_disk")
 METHOD_NAMES = ("method", "draft_length", "acceptance")
 SAMPLING_NAMES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "penalty_window", "logit_bias",
 )  # fmt: skip
-SIZE_NAMES = ("memory", "keep_memory", "keep_disk")
+SIZE_NAMES = ("memory", "prefix_cache_memory", "prefix_cache_disk")
 METHODS = (
     "auto", "none", "model", "ngram", "suffix", "lookahead", "layerskip", "lowbit", "swift", "model+suffix",
     "layerskip+suffix", "lowbit+suffix",
@@ -146,14 +146,14 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     """Names of the user, the catalogue, Ollama and LM Studio; files when none begins like that."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.stores import names_here
+    from edgespec.catalog.other_programs import installed_names
     from edgespec.errors import EdgespecError
 
     try:
         own = list(user_aliases())
     except EdgespecError:
         own = []
-    known = (*own, *load_catalogue().names, *names_here())
+    known = (*own, *load_catalogue().names, *installed_names())
     names = [name for name in known if name.lower().startswith(typed.lower())]
     return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(typed, type="file")]
 
@@ -289,15 +289,15 @@ def drafting_options(*, remember: bool = False, measuring: bool = False) -> Deco
     ])  # fmt: skip
 
 
-def keeping_options(*, keep: str) -> Decorator:
+def prefix_cache_options(*, default: str) -> Decorator:
     """What is kept of texts that were read. keep: where, unless the person says otherwise."""
     return _apply([
-        _model("--keep", type=click.Choice(["none", "memory", "disk"]), default=keep,
+        _model("--prefix-cache", type=click.Choice(["none", "memory", "disk"]), default=default,
                help="Where what was read of other chats is kept, so that going back to one reads it no more."
                     " disk: in memory too, and for later runs; private."),
-        _model("--keep-memory", metavar="SIZE",
+        _model("--prefix-cache-memory", metavar="SIZE",
                help="The most of it in memory. [default: a quarter of what --memory leaves, at most 4 GiB]"),
-        _model("--keep-disk", metavar="SIZE",
+        _model("--prefix-cache-disk", metavar="SIZE",
                help="The most of it on disk. [default: 4 GiB, or a tenth of the free disk if less]"),
     ])  # fmt: skip
 
@@ -371,7 +371,7 @@ def every_setting() -> dict[str, SettingOption]:
 
     @click.command()
     @model_options
-    @keeping_options(keep="memory")
+    @prefix_cache_options(default="memory")
     @method_options
     @drafting_options()
     @sampling_options()

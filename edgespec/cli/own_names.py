@@ -11,7 +11,7 @@ from typing import Literal
 from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
 from edgespec.cli.settings_file import NotEditableError, changed
 from edgespec.errors import ModelNotFoundError
-from edgespec.files import reason_of, write_private
+from edgespec.files import error_reason, write_private_file
 
 __all__ = ["Table", "is_named", "write_name"]
 
@@ -50,7 +50,7 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
             )
             literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
             # A link stays one, and leads to the new text.
-            write_private(path.resolve(), changed(text, (table, spelled), literal).encode())
+            write_private_file(path.resolve(), changed(text, (table, spelled), literal).encode())
     except Timeout as error:
         raise ModelNotFoundError(f"another program is writing {path}", "try again when it is done") from error
     except (NotEditableError, ValueError) as error:
@@ -59,7 +59,7 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
         ) from error
     except OSError as error:
         raise ModelNotFoundError(
-            f"{path} cannot be written: {reason_of(error)}", "make it writable"
+            f"{path} cannot be written: {error_reason(error)}", "make it writable"
         ) from error
 
 

@@ -10,7 +10,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option, keeping_options, model_options, pick, planned_options
+from edgespec.cli.options import json_option, model_options, pick, planned_options, prefix_cache_options
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ __all__ = ["command"]
 # Those that are left out, such as --threads, change nothing that is planned.
 _NAMES = (
     "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "adapter", "exact", "keep", "keep_memory", "method", "draft_branches", "draft_window",
-    "draft_sinks",
+    "mlock", "adapter", "exact", "prefix_cache", "prefix_cache_memory", "method", "draft_branches",
+    "draft_window", "draft_sinks",
 )  # fmt: skip
 _WIDTH = 100
 
@@ -40,7 +40,7 @@ _WIDTH = 100
 )
 @json_option
 @model_options
-@keeping_options(keep="memory")
+@prefix_cache_options(default="memory")
 @planned_options
 def command(as_json: bool, **options: Any) -> int:
     """What a model and its draft would take in memory, item by item, and what would be given up to fit.

@@ -24,7 +24,7 @@ from edgespec.errors import (
     ModelNotFoundError,
     OptionError,
 )
-from edgespec.files import config_folder, read_regular, reason_of
+from edgespec.files import config_folder, error_reason, read_regular_file
 
 __all__ = [
     "FOR_ALL",
@@ -129,7 +129,7 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 def read_text(path: Path) -> str | None:
     """The text of a sound settings file; None where there is none. Raises ConfigurationError."""
     try:
-        text = read_regular(path).decode("utf-8-sig")
+        text = read_regular_file(path).decode("utf-8-sig")
         tomllib.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -140,7 +140,7 @@ def read_text(path: Path) -> str | None:
         ) from error
     except OSError as error:
         raise ConfigurationError(
-            f"the settings in {path} cannot be read: {reason_of(error)}",
+            f"the settings in {path} cannot be read: {error_reason(error)}",
             "make it a readable file, or move it away",
         ) from error
     except (ValueError, RecursionError) as error:
@@ -181,9 +181,9 @@ def from_text(option: SettingOption, text: Written) -> Any:
         setting: dict[str, Any] = {option.name: dict(value) if option.multiple else value}
         edgespec.SamplingParams(**setting)
     elif option.name in SIZE_NAMES:
-        from edgespec.checks import size_bytes
+        from edgespec.checks import parse_size
 
-        size_bytes(option.name, value)
+        parse_size(option.name, value)
     elif option.name == "method":
         from edgespec.assembly.drafting_options import Drafting
 

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edgespec.auto.curve import CostCurve
-from edgespec.auto.window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
 from edgespec.backends.base import Capabilities
+from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.lookahead_window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
 from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
@@ -54,7 +54,7 @@ class _Trial:
     @property
     def right(self) -> int:
         """How many tokens the best candidate was right in."""
-        return max((common_prefix(known, self.emitted) for known in self.candidates), default=0)
+        return max((common_prefix_length(known, self.emitted) for known in self.candidates), default=0)
 
     @property
     def settled(self) -> bool:

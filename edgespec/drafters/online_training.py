@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.optional_features import Learner, TrainingExample
-from edgespec.drafters.draft_memory import DraftMemory
+from edgespec.backends.optional_features import Trainer, TrainingExample
+from edgespec.drafters.array_store import ArrayStore
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.draft_model import known
-from edgespec.drafters.notes import Notes
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
@@ -60,15 +60,15 @@ class _Judged:
 class OnlineTrainer:
     """A draft model that is trained between replies. Its own weights stay as they are.
 
-    memory: of the draft, which `learner` adapts. notes: where what was learnt is kept.
+    memory: of the draft, which `trainer` adapts. notes: where what was learnt is kept.
     What was learnt is used only while the last texts, each judged before it was learnt from, say that it
     guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
     """
 
-    def __init__(self, memory: DraftMemory, learner: Learner, *, notes: Notes | None = None) -> None:
+    def __init__(self, memory: DraftCache, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
         self._memory = memory
         self._draft = memory.model
-        self._learner = learner
+        self._trainer = trainer
         self._notes = notes
         self._tokens: list[int] = []
         self._prompt_tokens = 0
@@ -89,7 +89,7 @@ class OnlineTrainer:
     @property
     def size_bytes(self) -> int:
         """What learning takes in memory; a step's own part is known once there was one."""
-        return self._learner.kept_bytes + self._learner.step_bytes
+        return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A reply begins, or is followed again, after `tokens`."""
@@ -119,7 +119,7 @@ class OnlineTrainer:
 
     def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
         size = self._draft.facts.vocab_size
-        tokens, values = logits.limited(size).top(row, TARGET_TOKENS)
+        tokens, values = logits.limit_vocab(size).top(row, TARGET_TOKENS)
         # Ties may bring more than were asked for, and a lesson's rows are of one length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())
@@ -127,11 +127,11 @@ class OnlineTrainer:
             position, tokens[order].astype(np.int64), (weights / weights.sum()).astype(np.float32)
         )
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Judge the last reply, then learn from it, one lesson a step."""
         try:
             self._collect()
-            while self._pending and wanted():
+            while self._pending and should_continue():
                 lesson, first = self._pending.popleft()
                 if self._steps:
                     self._judge(lesson.tokens, first)
@@ -139,12 +139,12 @@ class OnlineTrainer:
                     self._lessons.append(lesson)
                     self._learnt_from += len(lesson.rows)
                     self._due = min(self._due + _STEPS_A_LESSON, _MOST_STEPS)
-            changed = self._learn(wanted)
+            changed = self._learn(should_continue)
             self._choose(changed)
-            if self._stale and wanted():
-                self._compute_again(wanted)
+            if self._stale and should_continue():
+                self._compute_again(should_continue)
         finally:
-            self._learner.leave_thread()
+            self._trainer.release_thread_state()
 
     def _collect(self) -> None:
         """Cut the reply into stretches, each after what is before it.
@@ -167,8 +167,8 @@ class OnlineTrainer:
         self._mistakes, self._guessed = [], False
 
     def _judge(self, tokens: Sequence[int], first: int) -> None:
-        before = self._learner.hits(tokens, first, adapted=False)
-        after = self._learner.hits(tokens, first, adapted=True)
+        before = self._trainer.count_hits(tokens, first, adapted=False)
+        after = self._trainer.count_hits(tokens, first, adapted=True)
         self._judged.append(_Judged(len(tokens) - first, before, after))
         while sum(one.tokens for one in self._judged) > _JUDGED_TOKENS + LESSON_TOKENS:
             self._judged.popleft()
@@ -180,7 +180,7 @@ class OnlineTrainer:
             newest = len(self._lessons)
             # The larger of two draws: new lessons come twice as often, old ones are not forgotten.
             pick = int(self._random.integers(newest, size=2).max())
-            self._learner.step(self._lessons[pick])
+            self._trainer.train_step(self._lessons[pick])
             self._due -= 1
             self._steps += 1
             changed = True
@@ -189,8 +189,8 @@ class OnlineTrainer:
     def _choose(self, changed: bool) -> None:
         """Use what was learnt, unless the last texts say that the original guesses better."""
         wanted = self._better
-        if wanted != self._learner.adapted:
-            self._learner.adapt(wanted)
+        if wanted != self._trainer.adapted:
+            self._trainer.set_adapted(wanted)
             self._stale = True
         elif changed and wanted:
             self._stale = True
@@ -216,17 +216,17 @@ class OnlineTrainer:
         return {
             "learnt": np.array([self._steps, self._learnt_from], np.int64),
             "judged": np.array(judged, np.int64).reshape(-1, 3),
-            **self._learner.weights(),
+            **self._trainer.adapter_weights(),
         }
 
-    def _take_over(self, notes: Notes) -> None:
+    def _take_over(self, notes: ArrayStore) -> None:
         kept = dict(notes.load())
         learnt, judged = kept.pop("learnt", _NOTHING), kept.pop("judged", _NOTHING)
-        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._learner.take_over(kept):
+        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(kept):
             return
         self._steps, self._learnt_from = max(1, int(learnt[0])), int(learnt[1])
         self._judged.extend(_Judged(*one) for one in judged.tolist())
-        self._learner.adapt(self._better)
+        self._trainer.set_adapted(self._better)
 
     @property
     def judged(self) -> tuple[int, int, int]:
@@ -245,7 +245,7 @@ class OnlineTrainer:
         if not self._steps:
             return "the draft has learnt nothing yet"
         before, after, tokens = self.judged
-        used = "" if self._learner.adapted else "; it is not used, the original guesses better"
+        used = "" if self._trainer.adapted else "; it is not used, the original guesses better"
         found = f"the draft took {self._steps} steps on {self._learnt_from} wrong guesses"
         if not tokens:
             return f"{found}{used}"

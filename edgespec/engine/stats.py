@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Literal
 
-__all__ = ["Phase", "RoundClock", "Stats"]
+__all__ = ["Phase", "RoundTimer", "Stats"]
 
 Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
@@ -20,7 +20,7 @@ class Stats:
     draft, verify, sampling and rollback. `growth_seconds` went into making the context larger, before and
     between the rounds, and is no part of them nor of `prefill_seconds`. `ttft_seconds` runs from the request
     to the first token.
-    `plain_step_seconds` is the last known cost of a plain step of this target (0: unknown).
+    `target_step_seconds` is the last known cost of a plain step of this target (0: unknown).
     `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
     that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
     `draft_weight_bytes`, `draft_kv_bytes` and `draft_other_bytes` are what drafting keeps in memory beside
@@ -43,7 +43,7 @@ class Stats:
     prefill_seconds: float = 0.0
     growth_seconds: float = 0.0
     ttft_seconds: float | None = None
-    plain_step_seconds: float = 0.0
+    target_step_seconds: float = 0.0
     ledger_credit_seconds: float | None = None
     worst_case_loss: float | None = None
     draft_weight_bytes: int = 0
@@ -98,19 +98,19 @@ class Stats:
     @property
     def speedup_estimate(self) -> float | None:
         """How many times faster than plain decoding, by the last known cost of a plain step."""
-        if not self.generated_tokens or not self.plain_step_seconds:
+        if not self.generated_tokens or not self.target_step_seconds:
             return None
-        return self.generated_tokens * self.plain_step_seconds / self.decode_seconds
+        return self.generated_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
         """What plain decoding would have taken for these tokens, by the last known cost of a plain step."""
-        return self.generated_tokens * self.plain_step_seconds or None
+        return self.generated_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
         """Every count, time and rate by name."""
         counted = asdict(self)
-        del counted["plain_step_seconds"]
+        del counted["target_step_seconds"]
         return counted | {
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_target_pass": self.tokens_per_target_pass,
@@ -121,7 +121,7 @@ class Stats:
         }
 
 
-class RoundClock:
+class RoundTimer:
     """Shares the seconds of a round out among its phases. Only what is booked counts.
 
     now: seconds, from any moment on.
@@ -145,15 +145,15 @@ class RoundClock:
         self._seconds[phase] += moment - self._at
         self._at = moment
 
-    def book(self, stats: Stats, begun_seconds: float, waited_seconds: float) -> None:
+    def book(self, stats: Stats, overlapped_seconds: float, waited_seconds: float) -> None:
         """The round is over: its times go to the stats.
 
-        The pass takes time in other phases as well, which is its own: `begun_seconds` while the draft was
+        Part of the pass runs in other phases: `overlapped_seconds` while the draft was
         made, and `waited_seconds` in which sampling waited for it.
         """
         seconds = self._seconds
-        stats.draft_seconds += seconds["draft"] - begun_seconds
-        stats.verify_seconds += seconds["verify"] + begun_seconds + waited_seconds
+        stats.draft_seconds += seconds["draft"] - overlapped_seconds
+        stats.verify_seconds += seconds["verify"] + overlapped_seconds + waited_seconds
         stats.sampling_seconds += seconds["sampling"] - waited_seconds
         stats.rollback_seconds += seconds["rollback"]
         stats.overhead_seconds += seconds["overhead"]

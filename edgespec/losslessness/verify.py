@@ -8,10 +8,10 @@ from time import monotonic
 from typing import Any
 
 from edgespec.backends.base import LanguageModel
-from edgespec.checks import number, whole_number
-from edgespec.engine.chain import SamplingParams
+from edgespec.checks import check_integer, check_number
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
@@ -70,8 +70,8 @@ def verify(
         raise OptionError(
             "there is nothing to verify", "give prompts, methods, temperatures and draft lengths"
         )
-    whole_number("samples", samples, 1, 1 << 31)
-    if not number("rest_seconds", rest_seconds, "from 0 up") >= 0:
+    check_integer("samples", samples, 1, 1 << 31)
+    if not check_number("rest_seconds", rest_seconds, "from 0 up") >= 0:
         raise OptionError(f"rest_seconds is {rest_seconds}", "give a number from 0 up")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each its own")
@@ -167,7 +167,7 @@ class _Proof:
     def _rest(self) -> None:
         """Let the drafters of the last reply learn from it, until they have or the time is up."""
         end = monotonic() + self._rest_seconds
-        self._runtime.rest(lambda: monotonic() < end and self._wanted())
+        self._runtime.run_idle_work(lambda: monotonic() < end and self._wanted())
 
     def check(
         self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int

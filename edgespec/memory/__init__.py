@@ -1,7 +1,6 @@
 """The memory that target, draft and their caches are given."""
 
 from edgespec.memory.budget import (
-    PROCESS_BYTES,
     Budget,
     available_bytes,
     check_room_to_plan,
@@ -10,25 +9,24 @@ from edgespec.memory.budget import (
     resident_bytes,
     within_limits,
 )
-from edgespec.memory.ladder import Choice, Measured, Prefer, StepName, fitted
+from edgespec.memory.fitting import PairEstimate, PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 
 __all__ = [
-    "PROCESS_BYTES",
     "Budget",
-    "Choice",
     "Decision",
     "Item",
     "Limit",
-    "Measured",
     "MemoryPlan",
-    "Prefer",
-    "StepName",
+    "PairEstimate",
+    "PlanChoice",
+    "PlanOption",
+    "Preference",
     "available_bytes",
     "check_room_to_plan",
     "find_budget",
-    "fitted",
+    "fit_to_budget",
     "items_of",
     "peak_bytes",
     "resident_bytes",

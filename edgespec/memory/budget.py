@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from edgespec.backends.registry import process_bytes
 from edgespec.errors import MemoryBudgetError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
@@ -17,7 +18,6 @@ if sys.platform != "win32":
 
 __all__ = [
     "OWN_STEP_BYTES",
-    "PROCESS_BYTES",
     "STEP_BYTES",
     "Budget",
     "available_bytes",
@@ -28,8 +28,6 @@ __all__ = [
     "within_limits",
 ]
 
-# What Python and the libraries take before any model: measured, with the terminal's interface.
-PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
 # Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
@@ -58,10 +56,10 @@ def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]]
     cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
     """
     gpu_bytes = sum(free - _reserve(free) for _, free in cards)
-    on_cards = "".join(f"; {size_text(free)} free on {name}" for name, free in cards)
+    on_cards = "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
     if given_bytes is not None:
         there = int(psutil.virtual_memory().total)
-        more = f", more than the {size_text(there)} of this machine" if given_bytes > there else ""
+        more = f", more than the {format_bytes(there)} of this machine" if given_bytes > there else ""
         return Budget(given_bytes, f"--memory{more}{on_cards}", gpu_bytes)
     limits = process_limits()
     least, source = min(map(_left_by, limits))
@@ -83,12 +81,12 @@ def _left_by(limit: Limit) -> tuple[int, str]:
         kept_free, whose = _reserve(limit.bytes), "for other programs"
     else:
         kept_free, whose = limit.stack_bytes, "for stacks of threads"
-    source = f"{limit.what}, less {size_text(kept_free)} {whose}"
+    source = f"{limit.what}, less {format_bytes(kept_free)} {whose}"
     # Python and its libraries are planned with so much; what else this process holds is no model's.
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     held = resident_bytes()
     if (beside := held - process) > 0:
-        source += f" and {size_text(beside)} that this one holds"
+        source += f" and {format_bytes(beside)} that this one holds"
     own = min(held, process)
     if limit.stack_bytes is None:
         return max(0, limit.bytes - held - kept_free + own), source
@@ -107,8 +105,8 @@ def check_room_to_plan() -> None:
     left = max(0, least.bytes - resident_bytes())
     if left < _PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"this process may take {size_text(left)} more ({least.what}),"
-            f" and looking at a model takes {size_text(_PLANNING_BYTES)}",
+            f"this process may take {format_bytes(left)} more ({least.what}),"
+            f" and looking at a model takes {format_bytes(_PLANNING_BYTES)}",
             "close other programs, or raise the limit",
         )
 

@@ -7,21 +7,21 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.memory_check import in_blocks
+from edgespec.backends.memory_check import round_up_to_block
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
 
-__all__ = ["FIRST_TOKENS", "ROUND_TOKENS", "ResizableContext", "room_to_grow"]
+__all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 
 # A context begins with so many tokens, which most replies never fill.
-FIRST_TOKENS = 2048
+INITIAL_CONTEXT_TOKENS = 2048
 # It is made larger before a round has less than this: as wide as a pass may be, so that none is cut short.
-ROUND_TOKENS = 256
+MIN_ROOM_TOKENS = 256
 # What is left of a draft model's context where its memory is needed for the text itself.
 _LEAST_TOKENS = 256
 
 
-def room_to_grow(plan: MemoryPlan) -> bool:
+def has_room_to_resize(plan: MemoryPlan) -> bool:
     """Whether memory is left for the copy of a cache that is made larger: one at a time, half of it at most.
 
     Where a plan fills what was given, the context is better taken at once.
@@ -30,7 +30,7 @@ def room_to_grow(plan: MemoryPlan) -> bool:
     for item in plan.items:
         if item.kind == "cache":
             caches[item.role] += item.bytes
-    return max(caches.values(), default=0) / 2 <= plan.left_bytes("memory")
+    return max(caches.values(), default=0) / 2 <= plan.free_bytes("memory")
 
 
 class ResizableContext:
@@ -42,7 +42,7 @@ class ResizableContext:
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
-        self.limit_tokens = target.facts.most_context_tokens
+        self.limit_tokens = target.facts.max_context_tokens
         self.notice = ""
         self._target = target
         self._draft = draft
@@ -58,11 +58,14 @@ class ResizableContext:
     @property
     def short(self) -> bool:
         """Whether the next round might have too little room, and may have more."""
-        return self._target.room < ROUND_TOKENS and self._target.facts.context_tokens < self.limit_tokens
+        return (
+            self._target.free_tokens < MIN_ROOM_TOKENS
+            and self._target.facts.context_tokens < self.limit_tokens
+        )
 
     def make_room(self) -> float:
         """Make room for the next rounds, if there may be more. Returns the seconds that took."""
-        return self.hold(self._target.length + ROUND_TOKENS)
+        return self.hold(self._target.length + MIN_ROOM_TOKENS)
 
     def hold(self, tokens: int) -> float:
         """Let the context hold so many tokens, as far as it may. Returns the seconds that took.
@@ -90,7 +93,7 @@ class ResizableContext:
     def gives(self) -> bool:
         """Whether there may be memory to give back, see `shrink` and `suspend_draft`."""
         draft = self._draft if not self._suspended_tokens else None
-        target = self._smaller(self._target, self._target.length + ROUND_TOKENS)
+        target = self._smaller(self._target, self._target.length + MIN_ROOM_TOKENS)
         return target is not None or (draft is not None and self._draft_gives)
 
     def shrink(self, tokens: int = 0) -> int:
@@ -100,7 +103,7 @@ class ResizableContext:
         beyond its new size goes.
         """
         before = self.kv_bytes
-        self._make_smaller(self._target, max(tokens, self._target.length + ROUND_TOKENS))
+        self._make_smaller(self._target, max(tokens, self._target.length + MIN_ROOM_TOKENS))
         if self._draft and self._draft_follows and not self._suspended_tokens:
             self._make_smaller(self._draft, self._target.facts.context_tokens)
         return max(0, before - self.kv_bytes)
@@ -115,7 +118,7 @@ class ResizableContext:
 
         So much at most is copied meanwhile, while memory is short.
         """
-        size = max(self._first_tokens[id(model)], in_blocks(tokens))
+        size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
     def _make_smaller(self, model: LanguageModel, tokens: int) -> None:
@@ -201,7 +204,7 @@ class ResizableContext:
         draft = self._draft
         if draft is None or not self._draft_follows or self._suspended_tokens:
             return
-        size = min(self._target.facts.context_tokens, draft.facts.most_context_tokens)
+        size = min(self._target.facts.context_tokens, draft.facts.max_context_tokens)
         if size <= draft.facts.context_tokens:
             return
         try:

@@ -17,7 +17,7 @@ import psutil
 
 from edgespec.cgroups import ControlGroup, control_groups
 from edgespec.cores import usable_cores
-from edgespec.heap import addresses_are_limited
+from edgespec.heap import address_space_is_limited
 
 if sys.platform != "win32":
     import resource
@@ -112,7 +112,7 @@ def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
     Mapped files and stacks of threads count towards it as well, whether or not they are in memory.
     held_bytes, mapped_bytes: what the process holds, and all it has addresses for.
     """
-    if not addresses_are_limited():
+    if not address_space_is_limited():
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     left = max(0, soft - mapped_bytes) + held_bytes

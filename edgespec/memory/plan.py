@@ -72,7 +72,7 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """Whether every memory holds what is to lie in it."""
-        return all(self.left_bytes(pool) >= 0 for pool in self.pools)
+        return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -83,16 +83,16 @@ class MemoryPlan:
         """What may be taken of a memory."""
         return self.budget.gpu_bytes if pool == "gpu" else self.budget.bytes
 
-    def taken_bytes(self, pool: Pool) -> int:
+    def planned_bytes(self, pool: Pool) -> int:
         """What the items take of a memory."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
-    def left_bytes(self, pool: Pool) -> int:
+    def free_bytes(self, pool: Pool) -> int:
         """What is left of a memory; below 0 where it is too small."""
-        return self.budget_bytes(pool) - self.taken_bytes(pool)
+        return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
-    def kept_bytes(self) -> int:
+    def prefix_cache_bytes(self) -> int:
         """What texts that are kept may take at most; what they do not take stays free."""
         return sum(item.bytes for item in self.items if item.kind == "kept")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter as now
 
-from edgespec.files import size_text
-from edgespec.heap import give_back
+from edgespec.files import format_bytes
+from edgespec.heap import release_free_memory
 from edgespec.memory.budget import available_bytes
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import RESERVE_BYTES, Copies
+from edgespec.memory.prefix_cache import RESERVE_BYTES, SegmentStore
 
 __all__ = ["MemoryPressure"]
 
@@ -33,7 +33,7 @@ class MemoryPressure:
     def __init__(
         self,
         context: ResizableContext,
-        copies: Copies | None = None,
+        copies: SegmentStore | None = None,
         available: Callable[[], int] = available_bytes,
     ) -> None:
         self.notice = self.said = ""
@@ -72,15 +72,17 @@ class MemoryPressure:
             return 0.0
         given: list[tuple[str, int]] = []
         if short and (freed := _returned(self._context.shrink(tokens))):
-            given.append((f"{size_text(freed)} of the context that no text needs", freed))
+            given.append((f"{format_bytes(freed)} of the context that no text needs", freed))
             short = self.short
         if short and self._copies and (freed := _returned(self._copies.give_way())):
-            given.append((f"{size_text(freed)} of kept texts", freed))
+            given.append((f"{format_bytes(freed)} of kept texts", freed))
             short = self.short
         if not short:
             self._context.resume_draft()
         elif self._is_severe() and (freed := _returned(self._context.suspend_draft())):
-            given.append((f"the draft's {size_text(freed)}: it guesses no more until there is room", freed))
+            given.append(
+                (f"the draft's {format_bytes(freed)}: it guesses no more until there is room", freed)
+            )
         if given:
             self._news.append(self._given(given))
         return now() - started
@@ -97,7 +99,7 @@ class MemoryPressure:
             return
         self._next_look = clock + _LOOK_SECONDS
         if copies.held_bytes and self.short and (freed := _returned(copies.give_way(write=False))):
-            said = self._given([(f"{size_text(freed)} of kept texts", freed)])
+            said = self._given([(f"{format_bytes(freed)} of kept texts", freed)])
             self.notice = " · ".join(filter(None, (self.notice, said)))
 
     def _given(self, given: Sequence[tuple[str, int]]) -> str:
@@ -109,5 +111,5 @@ class MemoryPressure:
 def _returned(freed_bytes: int) -> int:
     """So many bytes, which the system has now."""
     if freed_bytes:
-        give_back()
+        release_free_memory()
     return freed_bytes

@@ -175,7 +175,7 @@ def run_chat(
 ) -> None:
     """Run the chat until the person leaves.
 
-    resume: the id or a piece of the title of a saved chat to open, or `last`.
+    resume: the id or part of the title of a saved chat to open, or `last`.
     Raises what `load` raised, CancelledError when loading was cancelled.
     """
     app = ChatApp(

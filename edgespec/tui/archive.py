@@ -7,7 +7,7 @@ from datetime import datetime
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
 from edgespec.errors import ChatFileError, EdgespecError
-from edgespec.tui.session import Session
+from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["Archive"]
 
@@ -21,21 +21,21 @@ class Archive:
         # When each chat was changed last, as far as it is known here.
         self._updated: dict[str, datetime] = {}
 
-    async def save(self, session: Session, target: str) -> bool:
-        """Save the session as it is now, giving it an id the first time. An empty chat is not saved.
+    async def save(self, chat: OpenChat, target: str) -> bool:
+        """Save the chat as it is now, giving it an id the first time. An empty chat is not saved.
 
-        True where another program has changed the chat meanwhile: what it wrote stays, and the session has
+        True where another program has changed the chat meanwhile: what it wrote stays, and the chat has
         a new id.
         """
-        if not session.lines:
+        if not chat.entries:
             return False
         async with self._lock:
-            if not session.id:
-                session.id = self._store.new_id()
-            wanted = session.saved(target)
+            if not chat.id:
+                chat.id = self._store.new_id()
+            wanted = chat.saved(target)
             known = self._updated.get(wanted.id)
             saved = await asyncio.to_thread(self._store.save_after, wanted, known)
-            session.id = saved.id
+            chat.id = saved.id
             self._updated[saved.id] = saved.updated
         return saved.id != wanted.id
 
@@ -65,7 +65,7 @@ def _forget_texts() -> None:
     import edgespec
 
     try:
-        edgespec.forget("replies")
-        edgespec.forget("kept")
+        edgespec.delete_data("replies")
+        edgespec.delete_data("prefix-cache")
     except EdgespecError as error:
         raise ChatFileError(f"the chat is deleted, but {error.what}", error.next_step) from error

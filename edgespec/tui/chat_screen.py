@@ -14,15 +14,15 @@ from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
+from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.resuming import LAST, chosen
 from edgespec.tui.screens.confirm import ConfirmScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.screens.system import SystemScreen
-from edgespec.tui.session import Session, code_blocks
 from edgespec.tui.settings import accepted
 from edgespec.tui.slash import run_command
-from edgespec.tui.widgets.prompt import Prompt
+from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.transcript import Transcript
 from edgespec.tui.worker import Act
@@ -63,8 +63,8 @@ class ChatScreen(ChatView):
 
     _interrupted_at = -_TWICE_SECONDS
 
-    @on(Prompt.Sent)
-    async def _prompt_sent(self, event: Prompt.Sent) -> None:
+    @on(PromptInput.Sent)
+    async def _prompt_sent(self, event: PromptInput.Sent) -> None:
         text = event.text
         if not text.strip():
             return
@@ -118,12 +118,12 @@ class ChatScreen(ChatView):
 
     async def action_regenerate(self) -> None:
         """Write the last reply again."""
-        if not self.session.lines and not self.turns.writing:
+        if not self.current_chat.entries and not self.turns.writing:
             self.say("There is no reply to write again yet.")
             return
 
         async def again() -> None:
-            if self.session.last_user_text is not None:
+            if self.current_chat.last_user_text is not None:
                 await self.take_turn("regenerate", "")
 
         await self.when_free(again)
@@ -135,13 +135,13 @@ class ChatScreen(ChatView):
 
     async def action_copy_reply(self) -> None:
         """Copy the last reply as it was written."""
-        line = self.session.last_reply
-        await self.copy(line.content.strip() if line is not None else "", "the last reply")
+        entry = self.current_chat.last_reply
+        await self.copy(entry.content.strip() if entry is not None else "", "the last reply")
 
     async def action_copy_code(self) -> None:
         """Copy the last code block of the last reply."""
-        line = self.session.last_reply
-        blocks = code_blocks(line.content) if line is not None else []
+        entry = self.current_chat.last_reply
+        blocks = code_blocks(entry.content) if entry is not None else []
         await self.copy(blocks[-1].rstrip("\n") if blocks else "", "the code block")
 
     async def copy(self, text: str, what: str) -> None:
@@ -160,7 +160,7 @@ class ChatScreen(ChatView):
         await self.when_free(self._new_chat)
 
     async def _new_chat(self) -> None:
-        await self.show_session(Session(self.first_system, dict(self.first_settings)))
+        await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
         await self.refresh_sidebar()
         self.prompt.focus()
 
@@ -169,19 +169,19 @@ class ChatScreen(ChatView):
         await self.when_free(self._clear)
 
     async def _clear(self) -> None:
-        await self.show_session(Session(self.session.system, dict(self.session.settings)))
+        await self.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
         await self.refresh_sidebar()
         self.prompt.focus()
 
     async def save_as(self, title: str) -> None:
         """Save now, under this title if it is not empty."""
-        if not self.session.lines:
+        if not self.current_chat.entries:
             self.say("There is nothing to save yet.")
             return
-        self.session.title = " ".join(title.split())[:80] or self.session.title
+        self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
         if await self.save():
             self.refresh_facts()
-            self.say(f"Saved as {self.session.shown_title!r}.")
+            self.say(f"Saved as {self.current_chat.shown_title!r}.")
 
     async def open_by_title(self, title: str) -> bool:
         """Open the newest chat whose title holds these words. False when there is none."""
@@ -222,7 +222,7 @@ class ChatScreen(ChatView):
                 await self.show_error(error)
                 return
             settings, problems = accepted(saved.sampling)
-            await self.show_session(Session.opened(saved, settings))
+            await self.show_chat(OpenChat.opened(saved, settings))
             await self.refresh_sidebar()
             for problem in problems:
                 await self.transcript.note(f"A setting of this chat was left out: {problem}.")
@@ -244,7 +244,7 @@ class ChatScreen(ChatView):
         except ChatFileError as error:
             await self.show_error(error)
             return
-        if chat.id == self.session.id:
+        if chat.id == self.current_chat.id:
             await self.when_free(self._new_chat)
         await self.refresh_sidebar()
         self.sidebar.focus_list()
@@ -268,15 +268,15 @@ class ChatScreen(ChatView):
     @work
     async def action_system(self) -> None:
         """Edit the system prompt."""
-        text = await self.app.push_screen_wait(SystemScreen(self.session.system or ""))
+        text = await self.app.push_screen_wait(SystemScreen(self.current_chat.system or ""))
         if text is not None:
             await self.set_system(text or None)
 
     async def set_system(self, text: str | None) -> None:
         """Use another system prompt from the next message on."""
-        if text == self.session.system:
+        if text == self.current_chat.system:
             return
-        self.session.system = text
+        self.current_chat.system = text
         await self.transcript.note(
             "The system prompt holds from your next message on." if text else "No system prompt from now on."
         )
@@ -285,8 +285,8 @@ class ChatScreen(ChatView):
     @work
     async def action_settings(self) -> None:
         """Edit the sampling settings."""
-        settings = await self.app.push_screen_wait(SettingsScreen(self.session.settings))
-        if settings is not None and settings != self.session.settings:
+        settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings))
+        if settings is not None and settings != self.current_chat.settings:
             await self.set_settings(settings, "The settings hold from your next message on.")
 
     async def set_settings(self, settings: dict[str, Setting], said: str) -> bool:
@@ -297,7 +297,7 @@ class ChatScreen(ChatView):
         except OptionError as error:
             await self.transcript.note(f"Not set: {error}.")
             return False
-        self.session.settings = settings
+        self.current_chat.settings = settings
         await self.transcript.note(said)
         await self.save()
         return True
@@ -317,7 +317,7 @@ class ChatScreen(ChatView):
         """Colour tokens by who wrote them, or show markdown."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
-        if self.preferences.origin and not any(line.pieces for line in self.session.lines):
+        if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
             self.say("The next replies show who wrote each token.")
         self.post_message(self.PreferencesChanged())
 
@@ -338,16 +338,16 @@ class ChatScreen(ChatView):
 
     # Words from the widgets
 
-    @on(Prompt.HelpWanted)
+    @on(PromptInput.HelpWanted)
     def _help_wanted(self) -> None:
         self.action_help()
 
-    @on(Prompt.EndOfInput)
+    @on(PromptInput.EndOfInput)
     async def _end_of_input(self) -> None:
         await self.app.run_action("quit")
 
-    @on(Prompt.Scroll)
-    def _scroll(self, event: Prompt.Scroll) -> None:
+    @on(PromptInput.Scroll)
+    def _scroll(self, event: PromptInput.Scroll) -> None:
         if event.pages < 0:
             self.transcript.scroll_page_up(animate=False)
         else:

@@ -18,14 +18,14 @@ from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
+from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.session import Session
 from edgespec.tui.texts import error_text, notices, welcome_rows
 from edgespec.tui.turns import Turns
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.header import Header
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage, Welcome
-from edgespec.tui.widgets.prompt import Prompt
+from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
@@ -67,13 +67,13 @@ class ChatView(Screen[None]):
         self.preferences = preferences
         self.first_system = system
         self.first_settings = dict(settings)
-        self.session = Session(system, dict(settings))
+        self.current_chat = OpenChat(system, dict(settings))
         self.archive = Archive(store)
         self.turns = Turns(thread, on_opened=self._chat_opened, on_ended=self._turn_ended)
         self.history = History()
         self.editing = False
         self.transcript = Transcript(self._welcome(), id="transcript")
-        self.prompt = Prompt(self.history, id="prompt")
+        self.prompt = PromptInput(self.history, id="prompt")
         self.sidebar = Sidebar(id="sidebar")
         self._header = Header(id="header")
         self._details = Details(id="details")
@@ -107,7 +107,7 @@ class ChatView(Screen[None]):
         self._header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
-        self.turns.open_chat(self.session.system, self.session.messages)
+        self.turns.open_chat(self.current_chat.system, self.current_chat.messages)
         self._run_timer()
         self.transcript.set_origin(self.preferences.origin)
         self.prompt.replace_text(self._typed)
@@ -115,15 +115,15 @@ class ChatView(Screen[None]):
 
     # The chat that is open
 
-    async def show_session(self, session: Session) -> None:
+    async def show_chat(self, chat: OpenChat) -> None:
         """Open this chat in the place of the present one."""
-        self.session = session
+        self.current_chat = chat
         self._last_stats = None
         self.leave_edit()
-        self.history.seed(line.content for line in session.lines if line.role == "user")
-        self.turns.open_chat(session.system, session.messages)
+        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
+        self.turns.open_chat(chat.system, chat.messages)
         self._run_timer()
-        await self.transcript.show_chat(session.lines, welcome=self._welcome())
+        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
         self.refresh_facts()
 
     def _welcome(self) -> Welcome:
@@ -132,7 +132,7 @@ class ChatView(Screen[None]):
     async def save(self) -> bool:
         """Save the chat and refresh the list; a failure is said in the transcript."""
         try:
-            parted = await self.archive.save(self.session, self.runtime.target.name)
+            parted = await self.archive.save(self.current_chat, self.runtime.target.name)
         except ChatFileError as error:
             await self.show_error(error)
             return False
@@ -150,7 +150,7 @@ class ChatView(Screen[None]):
         except ChatFileError as error:
             await self.show_error(error)
             return
-        self.sidebar.show(chats, current=self.session.id)
+        self.sidebar.show(chats, current=self.current_chat.id)
 
     async def show_error(self, error: Exception) -> None:
         """Say what went wrong, and what can be done, in the transcript."""
@@ -165,23 +165,23 @@ class ChatView(Screen[None]):
 
     async def take_turn(self, act: Act, text: str) -> None:
         """Ask the model, with the transcript showing at once what will be answered."""
-        transcript, lines = self.transcript, self.session.lines
+        transcript, entries = self.transcript, self.current_chat.entries
         await transcript.remove_notes()
         if act == "send":
             gone = 0
         else:
             last = "user" if act == "edit" else "assistant"
-            places = [place for place, line in enumerate(lines) if line.role == last]
-            gone = len(lines) - places[-1] if places else 0
-            if act == "regenerate" and lines[-1].role == "user":
+            places = [place for place, entry in enumerate(entries) if entry.role == last]
+            gone = len(entries) - places[-1] if places else 0
+            if act == "regenerate" and entries[-1].role == "user":
                 gone = 0
         if gone:
             await transcript.remove_messages(gone)
         if act != "regenerate":
             await transcript.add(UserMessage(text))
         reply = await transcript.start_reply()
-        options = dict(self.session.settings)
-        self._asked = Ask(act, text, self.session.system, options)
+        options = dict(self.current_chat.settings)
+        self._asked = Ask(act, text, self.current_chat.system, options)
         self.turns.begin(self._asked, reply)
         self._run_timer()
         self.refresh_facts()
@@ -194,23 +194,23 @@ class ChatView(Screen[None]):
             await self.show_error(event.error)
 
     async def _turn_ended(self, event: TurnEnded, reply: ReplyMessage) -> None:
-        session, transcript = self.session, self.transcript
-        session.follow(event.messages)
+        chat, transcript = self.current_chat, self.transcript
+        chat.follow(event.messages)
         self._context_used_tokens = event.context_used_tokens
         self._dropped_messages = event.dropped_messages
-        answered = bool(session.lines) and session.lines[-1].role == "assistant" and event.reply is not None
+        answered = bool(chat.entries) and chat.entries[-1].role == "assistant" and event.reply is not None
         if event.reply is not None:
             self._last_stats = event.reply.stats
         if answered:
-            line = session.lines[-1]
-            await reply.finish(line.content, event.reply)
-            line.pieces, line.reply = tuple(reply.pieces), event.reply
+            entry = chat.entries[-1]
+            await reply.finish(entry.content, event.reply)
+            entry.chunks, entry.reply = tuple(reply.chunks), event.reply
             await transcript.prune()
         else:
             # The conversation is not what the screen shows: begin again from what it is.
             await reply.finish(reply.text, event.reply)
             self._give_back_text()
-            await transcript.show_chat(session.lines, welcome=self._welcome())
+            await transcript.show_chat(chat.entries, welcome=self._welcome())
         transcript.set_dropped(event.dropped_messages)
         if event.error is not None:
             await self.show_error(event.error)
@@ -222,9 +222,9 @@ class ChatView(Screen[None]):
         ask = self._asked
         if ask is None or ask.act == "regenerate" or self.prompt.text:
             return
-        if self.session.last_user_text == ask.text:
+        if self.current_chat.last_user_text == ask.text:
             return
-        self.editing = ask.act == "edit" and self.session.last_user_text is not None
+        self.editing = ask.act == "edit" and self.current_chat.last_user_text is not None
         self._unsent = ""
         self.prompt.replace_text(ask.text)
 
@@ -237,7 +237,7 @@ class ChatView(Screen[None]):
 
     async def begin_edit(self) -> None:
         """Put the last message into the input."""
-        text = self.session.last_user_text
+        text = self.current_chat.last_user_text
         if text is None:
             self.say("There is no message to edit yet.")
             return
@@ -284,10 +284,10 @@ class ChatView(Screen[None]):
         """How the running or last reply is sped up; before the first, what is planned."""
         if live := self.turns.live_method:
             return live
-        line = self.session.last_reply
-        if self.turns.writing or line is None or line.reply is None:
+        entry = self.current_chat.last_reply
+        if self.turns.writing or entry is None or entry.reply is None:
             return self.runtime.method
-        return line.reply.method
+        return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
         """Bring header, status, hints and details up to date."""
@@ -305,11 +305,11 @@ class ChatView(Screen[None]):
             memory_bytes=self._memory_bytes,
             unseen_messages=self._dropped_messages,
         )
-        self._header.chat_title = self.session.shown_title
+        self._header.chat_title = self.current_chat.shown_title
         self._refresh_hints()
         if details and "details" in self._panels:
-            line = self.session.last_reply
-            reply = None if writing or line is None else line.reply
+            entry = self.current_chat.last_reply
+            reply = None if writing or entry is None else entry.reply
             self._details.show(
                 partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from edgespec import MemoryUse, MethodReport, ModelFacts, Piece, Reply, Stats
+    from edgespec import MemoryUse, MethodReport, ModelFacts, Reply, Stats, TextChunk
     from edgespec.chat.message import Message
 
 __all__ = ["ChatLike", "Load", "Progress", "RuntimeLike", "StreamLike"]
@@ -33,8 +33,8 @@ class StreamLike(Protocol):
     def reply(self) -> Reply:
         """The whole reply, once the iteration has ended."""
 
-    def __iter__(self) -> Iterator[Piece]:
-        """The pieces, in order."""
+    def __iter__(self) -> Iterator[TextChunk]:
+        """The chunks, in order."""
 
     def cancel(self) -> None:
         """Ask the reply to end within one round."""

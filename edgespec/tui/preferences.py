@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from edgespec.files import write_private
+from edgespec.files import write_private_file
 
 __all__ = ["Preferences"]
 
@@ -37,4 +37,4 @@ class Preferences:
     def write(self, path: Path) -> None:
         """Keep them, if that is possible: a full disk must not disturb the chat."""
         with suppress(OSError):
-            write_private(path, json.dumps(asdict(self)).encode())
+            write_private_file(path, json.dumps(asdict(self)).encode())

@@ -59,7 +59,7 @@ async def _copy(screen: ChatScreen, argument: str) -> bool:
     if what in ("code", "block"):
         await screen.action_copy_code()
     elif what in ("chat", "all"):
-        await screen.copy(screen.session.as_markdown(), "the chat")
+        await screen.copy(screen.current_chat.as_markdown(), "the chat")
     elif what in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
@@ -90,13 +90,13 @@ async def _set(screen: ChatScreen, argument: str) -> bool:
     try:
         field = field_named(name)
         if not text:
-            current = screen.session.settings.get(field.name)
+            current = screen.current_chat.settings.get(field.name)
             value = f"{default_text(field)} (default)" if current is None else shown(current)
             await screen.transcript.note(
                 f"{field.name} is {value}. {field.hint[:1].upper()}{field.hint[1:]}."
             )
             return True
-        settings = dict(screen.session.settings)
+        settings = dict(screen.current_chat.settings)
         if text.lower() in ("default", "none", "off") and not (field.name == "method" and text == "none"):
             settings.pop(field.name, None)
             said = f"{field.name} is back to its default, {default_text(field)}."
@@ -113,7 +113,9 @@ async def _show(screen: ChatScreen, _argument: str) -> bool:
     await screen.transcript.add(
         Panel(
             "In use",
-            Pairs(show_rows(screen.runtime, screen.session, screen.method, screen.stats), stack_below=24),
+            Pairs(
+                show_rows(screen.runtime, screen.current_chat, screen.method, screen.stats), stack_below=24
+            ),
         )
     )
     return True

@@ -5,21 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.tui.numbers import count, parameters_text, percent
 from edgespec.tui.settings import FIELDS, default_text, shown
 
 if TYPE_CHECKING:
     from edgespec import MemoryPlan, MemoryUse, MethodReport, ModelFacts, PrefixCacheUsage, Stats
     from edgespec.tui.model import RuntimeLike
-    from edgespec.tui.session import Session
+    from edgespec.tui.open_chat import OpenChat
 
 __all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
 
 
 def facts_line(facts: ModelFacts) -> str:
     """A model in one line."""
-    parts = [facts.name, parameters_text(facts.parameters), facts.quantisation, size_text(facts.file_bytes)]
+    parts = [
+        facts.name,
+        parameters_text(facts.parameters),
+        facts.quantisation,
+        format_bytes(facts.file_bytes),
+    ]
     return " · ".join(part for part in parts if part)
 
 
@@ -38,7 +43,7 @@ def notices(runtime: RuntimeLike) -> list[str]:
 
 
 def show_rows(
-    runtime: RuntimeLike, session: Session, method: MethodReport, stats: Stats | None
+    runtime: RuntimeLike, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
     """The answer to /show: the models, how replies are made, settings not at their default, the others.
 
@@ -55,15 +60,13 @@ def show_rows(
     rows += [
         ("takes back", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
-        ("memory", size_text(runtime.memory_bytes())),
-        ("system", session.system or "none"),
+        ("memory", format_bytes(runtime.memory_bytes())),
+        ("system", chat.system or "none"),
     ]
     rows += [
-        (field.name, shown(session.settings[field.name]))
-        for field in FIELDS
-        if field.name in session.settings
+        (field.name, shown(chat.settings[field.name])) for field in FIELDS if field.name in chat.settings
     ]
-    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in session.settings]
+    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
     return [*rows, ("defaults", ", ".join(rest))]
 
 
@@ -75,39 +78,41 @@ def _context(most_tokens: int, tokens_now: int) -> str:
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """The answer to /memory."""
-    kept = use.kept
+    kept = use.prefix_cache
     rows = [
-        ("weights", size_text(use.weight_bytes)),
-        ("caches", size_text(use.kv_bytes)),
-        ("process", size_text(use.resident_bytes)),
+        ("weights", format_bytes(use.weight_bytes)),
+        ("caches", format_bytes(use.kv_bytes)),
+        ("process", format_bytes(use.resident_bytes)),
         *_now_rows(use),
         *_plan_rows(use.plan),
         ("kept", _kept(kept)),
     ]
     if kept.disk_limit_bytes:
-        disk = f"{size_text(kept.disk_bytes)} of this model, of {size_text(kept.disk_limit_bytes)} for all"
+        disk = (
+            f"{format_bytes(kept.disk_bytes)} of this model, of {format_bytes(kept.disk_limit_bytes)} for all"
+        )
         rows.append(("on disk", disk))
     rows.append(
-        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.tokens_not_read, 'token')} not read again")
+        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.reused_tokens, 'token')} not read again")
     )
     return [*rows, ("trouble", kept.notice)] if kept.notice else rows
 
 
 def _kept(kept: PrefixCacheUsage) -> str:
     """What is kept of texts in memory, of what may be."""
-    texts, limit = count(kept.texts, "text"), size_text(kept.memory_limit_bytes)
-    return f"{texts}, {size_text(kept.memory_bytes)} in memory, of {limit}"
+    texts, limit = count(kept.texts, "text"), format_bytes(kept.memory_limit_bytes)
+    return f"{texts}, {format_bytes(kept.memory_bytes)} in memory, of {limit}"
 
 
 def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
     """How large the context is by now, what is free, and what other programs were given."""
     rows = []
     if use.context_tokens:
-        rows.append(("context", _context(use.most_context_tokens, use.context_tokens)))
+        rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
-        rows.append(("free", size_text(use.available_bytes)))
-    if use.given_way:
-        rows.append(("gave way", f"{size_text(use.given_way_bytes)} so far; {use.given_way}"))
+        rows.append(("free", format_bytes(use.available_bytes)))
+    if use.last_reclaim:
+        rows.append(("gave way", f"{format_bytes(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
     return rows
 
 
@@ -120,9 +125,9 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
         name = "planned" if pool == "memory" else "on cards"
-        rows.append((name, f"{size_text(taken)} of {size_text(plan.budget_bytes(pool))}"))
+        rows.append((name, f"{format_bytes(taken)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("budget", plan.budget.source))
     return [*rows, *(("given up", f"{each.what}: {each.why}") for each in plan.decisions)]
 

@@ -77,11 +77,11 @@ class Turns:
 
     async def tick(self) -> None:
         """Bring over what the model thread has done since the last tick."""
-        # Events first: every piece of a reply is in its queue before the event of its end.
+        # Events first: every chunk of a reply is in its queue before the event of its end.
         events = self._thread.take_events()
-        pieces = self._thread.take_pieces()
-        if pieces and self._reply is not None:
-            await self._reply.write(pieces)
+        chunks = self._thread.take_chunks()
+        if chunks and self._reply is not None:
+            await self._reply.write(chunks)
         elif self._reply is not None:
             self._reply.show_reading(self._thread.read_fraction)
         for event in events:

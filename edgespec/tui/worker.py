@@ -1,6 +1,6 @@
 """The model thread: the one thread that loads the model, runs every reply and closes it.
 
-The screen hands it jobs and reads two queues: the pieces of the reply, and events. A reply is stopped
+The screen hands it jobs and reads two queues: the chunks of the reply, and events. A reply is stopped
 by `cancel`, which is safe from any thread. The thread is a daemon: whatever it is stuck in, the program
 can end.
 """
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError
-from edgespec.heap import spare_addresses
+from edgespec.heap import limit_malloc_arenas
 
 if TYPE_CHECKING:
-    from edgespec import MethodReport, Piece, Reply, Stats
+    from edgespec import MethodReport, Reply, Stats, TextChunk
     from edgespec.tui.model import ChatLike, Load, RuntimeLike, StreamLike
 
 __all__ = [
@@ -96,7 +96,7 @@ class ModelThread:
     """Runs the model away from the screen."""
 
     def __init__(self, load: Load) -> None:
-        self.pieces: SimpleQueue[Piece] = SimpleQueue()
+        self.chunks: SimpleQueue[TextChunk] = SimpleQueue()
         self.events: SimpleQueue[Event] = SimpleQueue()
         self._load = load
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -110,7 +110,7 @@ class ModelThread:
 
     def start(self) -> None:
         """Start the thread, which loads the model first."""
-        spare_addresses()
+        limit_malloc_arenas()
         self._thread.start()
 
     @property
@@ -136,7 +136,7 @@ class ModelThread:
         self._jobs.put(lambda: self._open(system, history))
 
     def ask(self, ask: Ask) -> None:
-        """Take one turn; its pieces go to `pieces`, its end to `events`."""
+        """Take one turn; its chunks go to `chunks`, its end to `events`."""
         self._cancelled.clear()
         self._jobs.put(lambda: self._turn(ask))
 
@@ -163,9 +163,9 @@ class ModelThread:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
-    def take_pieces(self) -> list[Piece]:
+    def take_chunks(self) -> list[TextChunk]:
         """Everything written since the last call."""
-        return _drained(self.pieces)
+        return _drained(self.chunks)
 
     def take_events(self) -> list[Event]:
         """Everything that happened since the last call."""
@@ -236,8 +236,8 @@ class ModelThread:
         # A cancel that came before there was a stream to cancel.
         if self._cancelled.is_set():
             stream.cancel()
-        for piece in stream:
-            self.pieces.put(piece)
+        for chunk in stream:
+            self.chunks.put(chunk)
         return stream.reply
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.reused import ReusedBytes
+from edgespec.backends.llamacpp.buffer_pool import BufferPool
+from edgespec.backends.registry import process_bytes
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
-from edgespec.memory import PROCESS_BYTES, budget
+from edgespec.heap import release_free_memory
+from edgespec.memory import budget
 from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
@@ -63,7 +64,7 @@ class Cell:
         """What `edgespec.plan` and `edgespec.load` are both given."""
         named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
         drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
-        return {"target": self.target, "draft": self.draft, "keep": "none", **named, **drafting}
+        return {"target": self.target, "draft": self.draft, "prefix_cache": "none", **named, **drafting}
 
 
 def planned(cell: Cell) -> dict[str, Any]:
@@ -78,11 +79,13 @@ def measured(cell: Cell) -> dict[str, Any]:
 
     Where loading was refused, why, and what the process held afterwards and at most meanwhile.
     """
-    with edgespec.load(cell.warm, "none", method="none", keep="none", context=_WARM_TOKENS) as smallest:
+    with edgespec.load(
+        cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS
+    ) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
         _read(smallest._target, cell)
     with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
-        edgespec.load(cell.warm, "none", memory="1MiB", method="none", keep="none").close()
+        edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
     _forget_unused()
     _forget_peak()
     before = _status()
@@ -128,7 +131,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     steps = min(before["VmRSS"], process) % budget.OWN_STEP_BYTES + budget.STEP_BYTES
     limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -137,7 +140,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 def _grow(runtime: edgespec.Runtime) -> None:
     """Read a text that fills less than half of the context, then one that goes on from it to the end."""
-    context = runtime._target.facts.most_context_tokens
+    context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
         list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):
@@ -157,7 +160,12 @@ def _read(model: Any, cell: Cell) -> None:
         _fill_rows(model, room)
     else:
         _fill_cells(model, room)
-    if cell.full and not cell.is_mlx and model.facts.capabilities.cuts and room > 2 * _WIDE_TOKENS:
+    if (
+        cell.full
+        and not cell.is_mlx
+        and model.facts.capabilities.partial_truncate
+        and room > 2 * _WIDE_TOKENS
+    ):
         # The widest pass there is sees all of the context.
         model.truncate(room - _WIDE_TOKENS)
         model.prefill(_text(_WIDE_TOKENS))
@@ -171,7 +179,7 @@ def _verify(model: Any, width: int) -> None:
     """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
-    if tree.width <= model.room:
+    if tree.width <= model.free_tokens:
         model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
         model.commit(())
 
@@ -186,16 +194,16 @@ def _fill_cells(model: Any, room: int) -> None:
     part = (room - _LAST_TOKENS) // (len(others) + 1)
     model.prefill(_text(part))
     # Of a sequence the library copies no cell that lies before a window: those are copied window by window.
-    parts = [context.state()] if context.plan.recurrent else context.lift(0, 0, part)
+    parts = [context.export_sequence()] if context.plan.recurrent else context.export_cells(0, 0, part)
     for sequence in others:
         whole = context.plan.recurrent
-        if not (context.set_state(parts[0], sequence) if whole else _put(context, parts, sequence)):
+        if not (context.import_sequence(parts[0], sequence) if whole else _put(context, parts, sequence)):
             raise SystemExit("the cells of a sequence could not be copied")
         if whole:
             _hold(context, sequence, part)
     # No text is ever copied like that: what the copy was written to is no part of a plan.
     del parts
-    context._copies = ReusedBytes()
+    context._copies = BufferPool()
     _forget_unused()
     _forget_peak()
     model.prefill(_text(_LAST_TOKENS - 270))
@@ -238,11 +246,11 @@ def _read_turns(model: ReplayModel, room: int) -> None:
 
 
 def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
-    """As `LlamaContext.put_down`, in another sequence than the first."""
+    """As `LlamaContext.import_cells`, in another sequence than the first."""
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)
-        if not context.set_state(part, context._spare):
+        if not context.import_sequence(part, context._spare):
             return False
         context.copy(context._spare, sequence, start, stop)
         context.drop(context._spare, 0)
@@ -273,7 +281,7 @@ def _forget_peak() -> None:
 
 def _forget_unused() -> None:
     gc.collect()
-    give_back()
+    release_free_memory()
 
 
 if __name__ == "__main__":

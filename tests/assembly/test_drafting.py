@@ -200,7 +200,7 @@ class TestMlx:
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
-        monkeypatch.setattr(comparison, "_TRANSLATED_FROM", 0.0)
+        monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
 
@@ -268,7 +268,7 @@ class TestOptions:
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None
             assert runtime.plan is not None
-            needed = runtime.plan.total_bytes - runtime.plan.kept_bytes
+            needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
             assert "sees the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

@@ -15,7 +15,7 @@ import pytest
 import edgespec
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, find_pair
-from edgespec.assembly.planning import Planned, Wishes, check_fits, plan_pair
+from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
@@ -26,7 +26,7 @@ from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.catalog.conftest import own_home as own_home
-from tests.catalog.stores import add_to_lmstudio
+from tests.catalog.fake_stores import add_to_lmstudio
 
 _OPTIONS = LoadOptions(context_tokens=1024)
 
@@ -36,14 +36,14 @@ def _planned(
     how: Drafting | None = None,
     options: LoadOptions = _OPTIONS,
     draft: str | None = "demo-draft",
-    fixed: Wishes | None = None,
-) -> Planned:
+    fixed: PlanRequest | None = None,
+) -> LoadPlan:
     how = how or Drafting()
     pair: Pair = find_pair("demo", draft, how, None)
     return plan_pair(pair, how, options, Budget(budget_bytes, "here"), fixed)
 
 
-def _roles(planned: Planned) -> set[str]:
+def _roles(planned: LoadPlan) -> set[str]:
     return {item.role for item in planned.plan.items}
 
 
@@ -67,7 +67,7 @@ def test_tokens_of_another_vocabulary_are_planned(tmp_path: Path) -> None:
 
 def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     alone = _total(draft=None)
-    planned = _planned(alone, fixed=Wishes(frozenset({"context", "kv_type"})))
+    planned = _planned(alone, fixed=PlanRequest(frozenset({"context", "kv_type"})))
     assert planned.plan.fits
     assert planned.pair.draft is None
     assert "does not fit the memory" in planned.pair.why_no_draft
@@ -75,13 +75,13 @@ def test_the_draft_is_dropped_before_the_chat_fails() -> None:
 
 
 def test_a_draft_that_was_asked_for_is_not() -> None:
-    fixed = Wishes(frozenset({"context", "kv_type", "draft"}))
+    fixed = PlanRequest(frozenset({"context", "kv_type", "draft"}))
     planned = _planned(_total(draft=None), fixed=fixed)
     assert not planned.plan.fits
     with pytest.raises(MemoryBudgetError, match="use --draft none"):
         check_fits(planned)
     by_method = _planned(
-        _total(draft=None), Drafting(methods=("model",)), fixed=Wishes(frozenset({"kv_type"}))
+        _total(draft=None), Drafting(methods=("model",)), fixed=PlanRequest(frozenset({"kv_type"}))
     )
     assert by_method.pair.draft is not None
 
@@ -107,7 +107,7 @@ class TestCopies:
         without = _total(draft=None) - sum(
             item.bytes for item in _planned(1 << 40, draft=None).plan.items if item.role == "low-bit copy"
         )
-        fixed = Wishes(frozenset({"context", "kv_type"}))
+        fixed = PlanRequest(frozenset({"context", "kv_type"}))
         planned = _planned(without, draft=None, fixed=fixed)
         assert planned.plan.fits
         assert not planned.how.room_for_copy
@@ -117,7 +117,7 @@ class TestCopies:
 
     @pytest.mark.usefixtures("copied")
     def test_none_takes_the_place_of_a_draft_that_was_given_up(self) -> None:
-        fixed = Wishes(frozenset({"context", "kv_type"}))
+        fixed = PlanRequest(frozenset({"context", "kv_type"}))
         planned = _planned(_total(draft=None, how=Drafting(methods=("none",))), fixed=fixed)
         assert planned.plan.fits
         assert planned.pair.draft is None
@@ -125,7 +125,7 @@ class TestCopies:
 
 
 def test_the_draft_s_cache_alone_is_quantised_first() -> None:
-    options = {"context": 4096, "draft_window": 0, "threads": 1, "keep": "none", "method": "model"}
+    options = {"context": 4096, "draft_window": 0, "threads": 1, "prefix_cache": "none", "method": "model"}
     prompt = {"prompt": "How do I list files?", "max_tokens": 16, "seed": 3}
     replies, bytes_ = [], []
     memory = None
@@ -162,7 +162,7 @@ class TestWhatIsHere:
             add_to_lmstudio(folder, f"{name}-GGUF/{name}-Q4_0.gguf", copy)
 
     def test_the_draft_with_fewer_bits_drafts_where_the_other_does_not_fit(self) -> None:
-        fixed = Wishes(frozenset({"context", "kv_type", "draft_window"}))
+        fixed = PlanRequest(frozenset({"context", "kv_type", "draft_window"}))
         total = _total(fixed=fixed)
         assert _planned(total, fixed=fixed).plan.decisions == ()
         planned = _planned(total - 1, fixed=fixed)
@@ -173,11 +173,11 @@ class TestWhatIsHere:
         assert decision.what == "maker/Small-GGUF as the draft"
         assert "same model with fewer bits" in decision.why
         assert decision.bytes > 2**18
-        named = _planned(total - 1, fixed=Wishes(fixed.fixed | {"draft"}))
+        named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
         assert not named.plan.fits
         memory, found = None, []
         for _ in range(2):
-            how = {"context": 1024, "kv_type": "f16", "threads": 1, "method": "model", "keep": "none"}
+            how = {"context": 1024, "kv_type": "f16", "threads": 1, "method": "model", "prefix_cache": "none"}
             with edgespec.load("demo", "auto", **how, memory=memory) as runtime:  # type: ignore[arg-type]
                 assert runtime.draft is not None
                 assert runtime.plan is not None
@@ -189,7 +189,7 @@ class TestWhatIsHere:
 
     def test_a_refusal_names_what_is_here_first(self) -> None:
         target = resolve("maker/Large-GGUF", allow_download=False)
-        fixed = Wishes(frozenset({"kv_type", "draft_window"}))
+        fixed = PlanRequest(frozenset({"kv_type", "draft_window"}))
         quarter = LoadOptions(context_tokens=512)
         smaller = plan_pair(Pair(target, None, ""), Drafting(), quarter, Budget(1 << 40, "here"), fixed)
         planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
@@ -206,14 +206,14 @@ def test_loading_goes_by_the_plan() -> None:
     with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
         assert runtime.plan is not None
         assert runtime.plan.kv_type == "q8_0"
-        kept = runtime.memory().kept.memory_limit_bytes
-        assert 0 < kept == runtime.plan.kept_bytes
+        kept = runtime.memory().prefix_cache.memory_limit_bytes
+        assert 0 < kept == runtime.plan.prefix_cache_bytes
         total = runtime.plan.total_bytes - kept
     with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
         assert runtime.plan is not None
         assert "a cache of type q4_0" in runtime.target.notice
         assert runtime.memory().plan is runtime.plan
-        assert runtime.memory().kept.memory_limit_bytes == runtime.plan.kept_bytes
+        assert runtime.memory().prefix_cache.memory_limit_bytes == runtime.plan.prefix_cache_bytes
         assert runtime.plan.total_bytes <= total - 1
     with pytest.raises(MemoryBudgetError, match="use --context 3840 or less"):
         edgespec.load("demo", "none", context=4096, kv_type="q8_0", memory=total - 1, threads=1)
@@ -254,7 +254,7 @@ def test_weights_that_the_plan_leaves_as_they_are_stay_so(tmp_path: Path) -> Non
     options: dict[str, Any] = {"draft": "none", "method": "none", "context": 512}
     with edgespec.load(str(path), **options) as runtime:
         assert runtime.plan is not None
-        needed = runtime.plan.total_bytes - runtime.plan.kept_bytes
+        needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
         widened = runtime.target.weight_bytes
     with edgespec.load(str(path), **options, memory=needed - 1) as runtime:
         assert runtime.plan is not None

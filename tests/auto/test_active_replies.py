@@ -11,12 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec.auto.active_replies import ActiveReplies
-from edgespec.auto.curve import CostCurve
-from edgespec.auto.live import LiveCosts
-from edgespec.drafters.auto_controller import AutoController
+from edgespec.auto.controller import AutoController
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.costs.curve import CostCurve
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.simulation import MACHINES, World, policy, stationary
+from scripts.simulation import MACHINES, World, policy, stationary
 
 A100 = next(machine for machine in MACHINES if machine.name == "A100")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.llamacpp.device_split import on_device
+from edgespec.backends.llamacpp.device_split import device_split
 from edgespec.backends.llamacpp.devices import cards
 from edgespec.catalog import resolve
 
@@ -17,7 +17,7 @@ def _path() -> str:
 
 
 def test_all_layers_are_all_but_the_embedding() -> None:
-    there, share, twice = on_device(_path(), _LAYERS, None)
+    there, share, twice = device_split(_path(), _LAYERS, None)
     assert share == 1.0
     assert 0 < there < resolve("demo").path.stat().st_size
     names = {tensor.name for tensor in read_header(resolve("demo").path).tensors}
@@ -27,14 +27,14 @@ def test_all_layers_are_all_but_the_embedding() -> None:
 
 @pytest.mark.parametrize("layers", range(_LAYERS + 1))
 def test_the_last_layers_go_first_and_the_output_before_them(layers: int) -> None:
-    there, share, _ = on_device(_path(), _LAYERS, layers)
-    more, larger, _ = on_device(_path(), _LAYERS, layers + 1)
+    there, share, _ = device_split(_path(), _LAYERS, layers)
+    more, larger, _ = device_split(_path(), _LAYERS, layers + 1)
     assert there < more
     assert share == max(0, layers - 1) / _LAYERS
     assert larger == layers / _LAYERS
 
 
 def test_where_there_are_no_cards_nothing_is_there() -> None:
-    assert on_device(_path(), 0, None) == (0, 0.0, 0)
-    assert on_device(_path(), _LAYERS, 0) == (0, 0.0, 0)
+    assert device_split(_path(), 0, None) == (0, 0.0, 0)
+    assert device_split(_path(), _LAYERS, 0) == (0, 0.0, 0)
     assert all(card.free_bytes <= card.total_bytes for card in cards())

@@ -15,7 +15,7 @@ import pytest
 import edgespec
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.header_validation import check_asserted
+from edgespec.backends.llamacpp.header_validation import check_header
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.errors import EdgespecError, ModelFileError
 from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
@@ -86,7 +86,7 @@ def test_a_large_vocabulary_takes_little_to_look_at(tmp_path: Path) -> None:
     writer.close()
     tracemalloc.start()
     try:
-        check_asserted(path)
+        check_header(path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
-from edgespec.backends.llamacpp import sizing
+from edgespec.backends.llamacpp import context_planning
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.layerskip import SHARED_BYTES, LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
+from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.drafters.base import Extra
+from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, same, step, tokens_for, tree_of
@@ -67,7 +68,7 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
 def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
     """As with a large vocabulary: the lower half has a few rows in a pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "_UNREAD_BYTES", 0)
+        patch.setattr(context_planning, "_UNREAD_BYTES", 0)
         model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
     assert model._lower.context.max_width == 16
     yield model
@@ -85,7 +86,7 @@ class TestTheWhole:
         mine, its = both.halves.facts, both.whole.facts
         for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):
             assert getattr(mine, name) == getattr(its, name)
-        assert mine.capabilities.self_drafts == {"layerskip", "lowbit"}
+        assert mine.capabilities.self_draft_methods == {"layerskip", "lowbit"}
         assert mine.chat_template == its.chat_template
         assert mine.file_bytes < its.file_bytes * 1.05
 
@@ -133,7 +134,7 @@ class TestTheWhole:
     ) -> None:
         monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
         monkeypatch.setattr("edgespec.backends.llamacpp.devices.sys.platform", system)
-        shared = int(metadata(both.halves._weights[0], SHARED_BYTES) or 0)
+        shared = int(metadata(both.halves._weights[0], SHARED_BYTES_KEY) or 0)
         assert shared > 1_000_000
         model = load_layerskip(str(folders[4]), "demo", _options(**options))
         assert model.facts.weight_bytes == both.whole.facts.weight_bytes + (times - 1) * shared
@@ -190,17 +191,17 @@ class TestInPieces:
         narrow.prefill(tokens)
         expected = step(narrow, 4)
         narrow.truncate(20)
-        run_to_tap = LlamaContext.run_to_tap
+        run_to_hook = LlamaContext.run_to_hook
 
         def once(self: LlamaContext, *given: Any) -> None:
-            run_to_tap(self, *given)
+            run_to_hook(self, *given)
             narrow.interrupt(True)
 
-        monkeypatch.setattr(LlamaContext, "run_to_tap", once)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", once)
         with pytest.raises(CancelledError):
             narrow.prefill(tokens[20:])
         narrow.interrupt(False)
-        monkeypatch.setattr(LlamaContext, "run_to_tap", run_to_tap)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", run_to_hook)
         assert narrow.length == 20
         narrow.prefill(tokens[20:])
         np.testing.assert_array_equal(step(narrow, 4), expected)
@@ -211,7 +212,7 @@ class TestInPieces:
         """And it is small, whatever the vocabulary."""
         facts, below = both.halves.facts, both.halves._lower.context
         logits_bytes = 4 * facts.vocab_size * below.max_width
-        assert logits_bytes <= sizing._UNREAD_BYTES
+        assert logits_bytes <= context_planning._UNREAD_BYTES
         enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
         # The files' bytes are checked too, before anything is loaded.
         assert enough > facts.file_bytes
@@ -252,7 +253,9 @@ class TestTakingOver:
                 draft = _with_root(draft, tree.tokens[0])
             for first in range(0, draft.width, 2):
                 end = first + 2
-                view.verify(TokenTree(draft.tokens[:end], draft.parents[:end], draft.laws[:end]), first)
+                view.verify(
+                    TokenTree(draft.tokens[:end], draft.parents[:end], draft.draft_probs[:end]), first
+                )
             logits, expected = halves.verify(tree), whole.verify(tree)
             for row in range(tree.width):
                 same(whole, row_of(halves, logits, row), row_of(whole, expected, row))
@@ -270,13 +273,13 @@ class TestTakingOver:
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
         run: list[tuple[int, ...]] = []
-        run_to_tap = LlamaContext.run_to_tap
+        run_to_hook = LlamaContext.run_to_hook
 
         def watched(self: LlamaContext, tokens: tuple[int, ...], *rest: Any) -> None:
             run.append(tuple(tokens))
-            run_to_tap(self, tokens, *rest)
+            run_to_hook(self, tokens, *rest)
 
-        monkeypatch.setattr(LlamaContext, "run_to_tap", watched)
+        monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
         halves.verify(TokenTree.chain(5, [6, 7, 8]))
         assert run == [(8,)]
         halves.commit((1, 2, 3))
@@ -291,7 +294,7 @@ class TestTakingOver:
         below.drop(0, 3)
         below.run([4], [3], [[0]])
         below.drop(0, 3)
-        below.run_to_tap([5], [3], [[0]])
+        below.run_to_hook([5], [3], [[0]])
         # Where its logits would be, there is what earlier passes left.
         assert not np.array_equal(below._logits[:1], whole)
 
@@ -306,7 +309,7 @@ class TestTakingOver:
         view.commit((1,))
         view.truncate(3)
         assert view.length == halves.length == 30
-        assert view.room == halves.room
+        assert view.free_tokens == halves.free_tokens
         view.close()
         same(halves, step(halves, 4), expected)
         with pytest.raises(ClosedError):
@@ -341,7 +344,7 @@ class TestTakingOver:
 @pytest.fixture(scope="module")
 def plain(demo_target: Path) -> Iterator[Runtime]:
     model = llamacpp.load(str(demo_target), "demo", _options())
-    with Runtime(model, None, Drafters(model, None)) as runtime:
+    with Runtime(model, None, DrafterSet(model, None)) as runtime:
         yield runtime
 
 
@@ -350,8 +353,8 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     model = load_layerskip(str(folder), "demo", _options(**options))
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
-    assert drafter.extra == Extra()
-    return Runtime(model, None, Drafters(model, None, others={"layerskip": drafter}))
+    assert drafter.memory_use == MemoryUse()
+    return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
 
 
 class TestSameReplies:
@@ -388,4 +391,4 @@ class TestSameReplies:
 
 
 def _with_root(tree: TokenTree, root: int) -> TokenTree:
-    return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.laws)
+    return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.draft_probs)

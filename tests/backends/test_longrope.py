@@ -18,9 +18,9 @@ PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(180)]
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("loading", "preview"):
-        monkeypatch.setattr(f"edgespec.assembly.{module}.FIRST_TOKENS", 256)
-    for module in ("memory.growing", "session"):
-        monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
+        monkeypatch.setattr(f"edgespec.assembly.{module}.INITIAL_CONTEXT_TOKENS", 256)
+    for module in ("memory.context_resize", "session"):
+        monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 
 def said(runtime: Runtime) -> list[tuple[int, ...]]:
@@ -42,7 +42,13 @@ def test_a_context_that_grows_says_what_a_full_one_does(
     first_trained: int, begins: int, tmp_path: Path
 ) -> None:
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=first_trained, layers=2))
-    options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none", "threads": 1, "keep": "none"}
+    options: dict[str, Any] = {
+        "draft": None,
+        "context": 1024,
+        "method": "none",
+        "threads": 1,
+        "prefix_cache": "none",
+    }
     with edgespec.load(path, **options, reserve_full_context=True) as runtime:
         whole = said(runtime)
     assert edgespec.plan(path, "none", context=1024).first_context_tokens == begins

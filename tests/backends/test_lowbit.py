@@ -100,7 +100,7 @@ def drafted(view: LanguageModel, tree: TokenTree) -> Rows:
     """What the view says of a tree that it grows level by level."""
     rows = []
     for first in sorted(set(range(0, tree.width, 3))):
-        some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.laws[: first + 3])
+        some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.draft_probs[: first + 3])
         logits = view.verify(some, first)
         rows += [row_of(view, logits, row) for row in range(some.width - first)]
     return np.stack(rows)
@@ -121,20 +121,20 @@ def check_equal(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -
 
 def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
     """Every cell that the view may look at is the target's, and there is none in between."""
-    lent, held = target._lent(), _context(view)  # type: ignore[attr-defined]
+    lent, held = target._shared_target(), _context(view)  # type: ignore[attr-defined]
     length = target.length
     begin = 0
     # With a window about as large as the context it looks at everything.
     if how.window_tokens and held.plan.tokens < lent.plan.tokens:
         # It moves on by 64 tokens at once.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
-    nothing = held.lift(0, CONTEXT + 1, CONTEXT + 2)
+    nothing = held.export_cells(0, CONTEXT + 1, CONTEXT + 2)
     for position in range(length):
-        there = held.lift(0, position, position + 1)
+        there = held.export_cells(0, position, position + 1)
         if min(how.sink_tokens, begin) <= position < begin:
             assert there == nothing
         else:
-            assert there == lent.lift(position, position + 1)
+            assert there == lent.export_cells(position, position + 1)
 
 
 def _context(model: LanguageModel) -> LlamaContext:
@@ -205,7 +205,7 @@ class TestHandingOver:
                 if act.what == "truncate":
                     target.truncate(act.amount)
                 elif act.what == "prefill":
-                    target.prefill(tokens_for(target, min(act.amount, target.room), seed))
+                    target.prefill(tokens_for(target, min(act.amount, target.free_tokens), seed))
                 elif act.what == "save":
                     saved = target.snapshot()
                 elif act.what == "restore":
@@ -244,18 +244,18 @@ class TestHandingOver:
 
     def test_only_new_cells_are_handed_over(self, full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         handed: list[tuple[int, int]] = []
-        lift = LlamaContext.lift
+        export_cells = LlamaContext.export_cells
 
         def counted(self: LlamaContext, source: int, start: int, end: int) -> list[memoryview]:
             handed.append((start, end))
-            return lift(self, source, start, end)
+            return export_cells(self, source, start, end)
 
         target = full.target
         target.truncate(0)
         view = full.view(sinks=2, window=10)
         whole = full.view()
         target.prefill(tokens_for(target, 400))
-        monkeypatch.setattr(LlamaContext, "lift", counted)
+        monkeypatch.setattr(LlamaContext, "export_cells", counted)
         view.verify(TokenTree.chain(3))
         assert handed == [(0, 2), (386, 400)]
         whole.verify(TokenTree.chain(3))
@@ -275,7 +275,7 @@ class TestHandingOver:
     def test_stopped_while_handing_over(
         self, full: Pair, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target, put_down = full.target, LlamaContext.put_down
+        target, import_cells = full.target, LlamaContext.import_cells
         target.truncate(0)
         view = full.view(4, window)
         target.prefill(tokens_for(target, 300))
@@ -284,10 +284,10 @@ class TestHandingOver:
         target.prefill(tokens_for(target, 400, 1))
 
         def stopped(*_: object) -> bool:
-            monkeypatch.setattr(LlamaContext, "put_down", put_down)
+            monkeypatch.setattr(LlamaContext, "import_cells", import_cells)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(LlamaContext, "put_down", stopped)
+        monkeypatch.setattr(LlamaContext, "import_cells", stopped)
         with pytest.raises(KeyboardInterrupt):
             view.verify(TokenTree.chain(3))
         check_equal(full, view, LowBit(str(full.copy), 4, window), tree_of(target, TREES["binary"]))
@@ -343,7 +343,7 @@ class TestWindows:
             root, *guesses = tokens_for(target, 4, seed)
             tree = TokenTree.chain(root, guesses)
             # As many drafts as there is room for beside the window, in every round.
-            widest = min(view.facts.capabilities.max_width, view.room)
+            widest = min(view.facts.capabilities.max_width, view.free_tokens)
             view.verify(TokenTree.chain(root, tokens_for(target, widest - 1, seed)))
             target.verify(tree)
             target.commit((1, 2))
@@ -384,9 +384,9 @@ class TestLimits:
         view.prefill([1, 2, 3])
         assert view.length == target.length == 20
         with pytest.raises(CapabilityError, match="lent"):
-            target.forget(4, 8)
+            target.remove_range(4, 8)
         view.close()
-        target.forget(4, 8)
+        target.remove_range(4, 8)
         assert target.length == 16
 
     def test_closed(self, tmp_path: Path) -> None:

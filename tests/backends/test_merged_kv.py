@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
+from edgespec.backends.llamacpp.context_planning import work_bytes
 from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
-from edgespec.backends.llamacpp.merged_kv import join
+from edgespec.backends.llamacpp.merged_kv import merge_kv
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.quantise import quantise
-from edgespec.backends.llamacpp.sizing import work_bytes
 from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import CapabilityError, MemoryBudgetError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.runtime import Runtime
 from tests.backends.contract import TREES, path_to, row_of, step, tokens_for, tree_of
@@ -62,7 +62,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Forms:
 
 
 def cells(model: LlamaCppModel | LayerSkipModel) -> list[bytes]:
-    return [bytes(part) for part in model._lent().lift(0, model.length)]
+    return [bytes(part) for part in model._shared_target().export_cells(0, model.length)]
 
 
 class TestTheSameBytes:
@@ -110,12 +110,12 @@ class TestTheSameBytes:
         assert cells(halves) == expected
         # Two cells of the upper layers change places.
         above = halves._context
-        later, earlier = above.lift(0, 6, 7), above.lift(0, 2, 3)
+        later, earlier = above.export_cells(0, 6, 7), above.export_cells(0, 2, 3)
         for position in (2, 6):
             above.drop(0, position, position + 1)
-        assert above.put_down(later, 6, 7)
-        assert above.put_down(earlier, 2, 3)
-        assert [bytes(part) for part in above.lift(0, 0, 9)] != expected
+        assert above.import_cells(later, 6, 7)
+        assert above.import_cells(earlier, 2, 3)
+        assert [bytes(part) for part in above.export_cells(0, 0, 9)] != expected
         assert cells(halves) == expected
         for model in (whole, halves):
             model.close()
@@ -126,7 +126,7 @@ class TestOtherBytes:
     def parts(self, tiny: Forms) -> Iterator[tuple[bytes, bytes]]:
         whole, halves = tiny.load()
         halves.prefill([5, 6, 7])
-        yield tuple(bytes(half.lift(0, 0, 3)[0]) for half in (halves._lower.context, halves._context))  # type: ignore[misc]
+        yield tuple(bytes(half.export_cells(0, 0, 3)[0]) for half in (halves._lower.context, halves._context))  # type: ignore[misc]
         whole.close()
         halves.close()
 
@@ -148,7 +148,7 @@ class TestOtherBytes:
         changed = bytearray(parts[1])
         changed[at] = value
         with pytest.raises(CapabilityError, match=rf"halves of m cannot lend .* otherwise \(({says})\)"):
-            join([memoryview(parts[0])], [memoryview(changed)], "m")
+            merge_kv([memoryview(parts[0])], [memoryview(changed)], "m")
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
@@ -157,19 +157,19 @@ class TestOtherBytes:
         more = data.draw(st.binary(max_size=40))
         if len(parts[1]) != cut + len(more):
             with pytest.raises(CapabilityError):
-                join([memoryview(parts[0])], [memoryview(parts[1][:cut] + more)], "m")
+                merge_kv([memoryview(parts[0])], [memoryview(parts[1][:cut] + more)], "m")
         with pytest.raises(CapabilityError):
-            join([memoryview(parts[0])], [], "m")
+            merge_kv([memoryview(parts[0])], [], "m")
         few = [memoryview(parts[0][: min(cut, 50)])]
         with pytest.raises(CapabilityError, match="too early"):
-            join(few, few, "m")
+            merge_kv(few, few, "m")
 
     def test_a_model_that_writes_them_otherwise_does_not_lend(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._MARK_BYTES", 4)
         halves = load_layerskip(str(tiny.halves), "tiny", LoadOptions(context_tokens=CONTEXT))
-        assert halves.facts.capabilities.self_drafts == {"layerskip"}
+        assert halves.facts.capabilities.self_draft_methods == {"layerskip"}
         with pytest.raises(CapabilityError, match=r"lays it out otherwise .*; load the model's own file"):
             halves.self_draft(LowBit(str(tiny.copy)))
         halves.prefill([1, 2, 3])
@@ -183,12 +183,12 @@ class TestBothWays:
         halves.prefill(tokens_for(halves, 20))
         view = halves.self_draft(LowBit(str(tiny.copy)))
         with pytest.raises(CapabilityError, match="lent"):
-            halves.forget(4, 8)
+            halves.remove_range(4, 8)
         view.close()
         for model in (whole, halves):
             model.truncate(0)
             model.prefill(tokens_for(model, 20))
-            model.forget(4, 8)
+            model.remove_range(4, 8)
             model.verify(tree_of(model, TREES["binary"]))
             model.commit(())
         rows = []
@@ -239,9 +239,9 @@ class TestBothWays:
 def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
     others: dict[str, Any] = {}
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
-        if name in model.facts.capabilities.self_drafts:
+        if name in model.facts.capabilities.self_draft_methods:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
-    return Runtime(model, None, Drafters(model, None, others=others))
+    return Runtime(model, None, DrafterSet(model, None, others=others))
 
 
 class TestSameReplies:

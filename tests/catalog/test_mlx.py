@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 
-from edgespec.catalog import choose_draft, download, mlx_files, resolve
+from edgespec.backends import mlx_files
+from edgespec.backends.mlx_files import missing_files
+from edgespec.catalog import choose_draft, download, resolve
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.download import fetch
-from edgespec.catalog.mlx_files import lacking
 from edgespec.errors import (
     BackendMissingError,
     CancelledError,
@@ -92,7 +93,7 @@ class TestFolders:
     def test_a_part_that_only_the_index_knows_is_missed(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
         (folder / INDEX).write_text('{"weight_map": {"a": "model-b.safetensors", "b": "model.safetensors"}}')
-        assert lacking(folder) == ["model-b.safetensors"]
+        assert missing_files(folder) == ["model-b.safetensors"]
 
     @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', "\udcff"])
     def test_a_broken_index_is_one_line(self, tmp_path: Path, text: str) -> None:
@@ -197,7 +198,7 @@ class TestDownload:
         assert kept > 0
         mlx_hub.requests.clear()
         mlx_hub.ranges.clear()
-        assert not lacking(fetch(REPOSITORY, None))
+        assert not missing_files(fetch(REPOSITORY, None))
         assert mlx_hub.ranges == [f"bytes={kept}-"]
         assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
 
@@ -283,7 +284,7 @@ class TestDownload:
         with pytest.raises(DownloadError, match="free some space"):
             fetch(REPOSITORY, None)
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 100_000))
-        assert not lacking(fetch(REPOSITORY, None))
+        assert not missing_files(fetch(REPOSITORY, None))
 
     def test_a_disk_that_fills_up(self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> None:

@@ -15,7 +15,7 @@ from edgespec import Chat, Message, Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.errors import BackendError, BusyError, ContextFullError, EdgespecError, OptionError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0.7}
 FIRST, SECOND, THIRD = "How do I list files by size?", "And by name?", "What about hidden ones?"
@@ -168,7 +168,7 @@ class TestTrouble:
     @pytest.fixture
     def unreliable(self, demo_target: Path) -> Iterator[tuple[Runtime, Unreliable]]:
         model: Any = Unreliable(llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=512)))
-        with Runtime(model, None, Drafters(model, None)) as runtime:
+        with Runtime(model, None, DrafterSet(model, None)) as runtime:
             yield runtime, model
 
     @pytest.mark.parametrize("countdown", [1, 4])

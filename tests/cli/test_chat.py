@@ -104,8 +104,16 @@ def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch
     monkeypatch.setattr(edgespec, "load", lambda **options: loaded.update(options))
     run("chat")
     opened.load(print)
-    assert (loaded["keep"], loaded["keep_memory"], loaded["keep_disk"]) == ("disk", None, None)
-    run("chat", "--keep", "none", "--keep-memory", "1GiB", "--keep-disk", "2GB")
+    assert (loaded["prefix_cache"], loaded["prefix_cache_memory"], loaded["prefix_cache_disk"]) == (
+        "disk",
+        None,
+        None,
+    )
+    run("chat", "--prefix-cache", "none", "--prefix-cache-memory", "1GiB", "--prefix-cache-disk", "2GB")
     opened.load(print)
-    assert (loaded["keep"], loaded["keep_memory"], loaded["keep_disk"]) == ("none", "1GiB", "2GB")
-    assert "is not one of" in one_line_error(run("chat", "--keep", "cloud"), 2)
+    assert (loaded["prefix_cache"], loaded["prefix_cache_memory"], loaded["prefix_cache_disk"]) == (
+        "none",
+        "1GiB",
+        "2GB",
+    )
+    assert "is not one of" in one_line_error(run("chat", "--prefix-cache", "cloud"), 2)

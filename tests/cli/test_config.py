@@ -35,7 +35,7 @@ def test_each_value_is_shown_with_its_place(run: Run, file: Path, monkeypatch: p
         "chat": {
             "target": {"value": "demo", "from": "file", "where": str(file)},
             "remember": {"value": True, "from": "default", "where": None},
-            "keep": {"value": "disk", "from": "default", "where": None},
+            "prefix_cache": {"value": "disk", "from": "default", "where": None},
         }
     }
     assert shown["variables"]["EDGESPEC_CONFIG_DIR"]["value"] == str(file.parent)
@@ -60,7 +60,7 @@ def test_the_path(run: Run, file: Path) -> None:
 def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('target = "a\\nb"\n[chat]\nseed = 3\n')
     monkeypatch.setenv("EDGESPEC_CONTEXT", "99")
-    keys = ("target", "chat.seed", "seed", "context", "keep", "chat.keep", "gpu-layers")
+    keys = ("target", "chat.seed", "seed", "context", "prefix-cache", "chat.prefix-cache", "gpu-layers")
     said = [run("config", "get", key).stdout for key in keys]
     assert said == ["a b\n", "3\n", "another each time\n", "99\n", "memory\n", "disk\n", "all\n"]
     assert json_of(run("config", "get", "chat.seed", "--json")) == {

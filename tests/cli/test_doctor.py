@@ -13,7 +13,7 @@ import edgespec
 from edgespec.catalog import mlx_installed
 from edgespec.cli.doctor import _hardware, _libraries
 from edgespec.errors import BackendError
-from edgespec.machine import LlamaCpp, Mlx, inspect_machine
+from edgespec.machine import LlamaCppInfo, MlxInfo, inspect_machine
 from tests.cli.conftest import Run, json_of
 
 
@@ -26,7 +26,7 @@ def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     assert machine["folders"].keys() == {"models", "chats", "logs", "aliases"}
     demo = next(check for check in report["checks"] if check["name"] == "demo")
     assert demo["ok"]
-    assert "wrote 16 tokens" in demo["says"]
+    assert "generated 16 tokens" in demo["finding"]
 
 
 def test_mlx_is_told_with_its_versions_and_its_device() -> None:
@@ -40,32 +40,32 @@ def test_mlx_is_told_with_its_versions_and_its_device() -> None:
 
 def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx_lm", None)
-    assert inspect_machine().mlx == Mlx(problem="not installed")
+    assert inspect_machine().mlx == MlxInfo(problem="not installed")
 
 
 @pytest.mark.parametrize(
     ("accelerator", "mlx", "ok", "says", "next_step"),
     [
-        ("", Mlx(problem="not installed"), True, 'not installed.*pip install "edgespec.mlx."', ""),
-        ("metal", Mlx(problem="not installed"), False, "not installed$", 'pip install "edgespec[mlx]"'),
-        ("", Mlx(problem="does not load"), False, "does not load$", 'pip install "edgespec[mlx]"'),
-        ("", Mlx("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
+        ("", MlxInfo(problem="not installed"), True, 'not installed.*pip install "edgespec.mlx."', ""),
+        ("metal", MlxInfo(problem="not installed"), False, "not installed$", 'pip install "edgespec[mlx]"'),
+        ("", MlxInfo(problem="does not load"), False, "does not load$", 'pip install "edgespec[mlx]"'),
+        ("", MlxInfo("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
         (
             "metal",
-            Mlx("0.32", "0.32", "GPU (M4)", True, False, 8_000_000_000),
+            MlxInfo("0.32", "0.32", "GPU (M4)", True, False, 8_000_000_000),
             True,
-            "GPU .M4., .* 7.5 GiB in place",
+            "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
-        ("cuda", Mlx("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
-        ("cuda", Mlx("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
+        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
+        ("cuda", MlxInfo("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
     ],
 )
-def test_what_is_said_of_mlx(accelerator: str, mlx: Mlx, ok: bool, says: str, next_step: str) -> None:
+def test_what_is_said_of_mlx(accelerator: str, mlx: MlxInfo, ok: bool, says: str, next_step: str) -> None:
     machine = replace(inspect_machine(), accelerator=accelerator, mlx=mlx)
     (check,) = [check for check in _libraries(machine) if check.name == "mlx"]
     assert (check.ok, check.next_step) == (ok, next_step)
-    assert re.search(says, check.says)
+    assert re.search(says, check.finding)
 
 
 def test_each_check_is_a_line(run: Run) -> None:
@@ -91,7 +91,7 @@ def test_a_demo_that_does_not_run_is_the_exit_status(run: Run, monkeypatch: pyte
 
 def test_what_is_amiss_has_a_next_step() -> None:
     machine = inspect_machine()
-    without_library = replace(machine, llama_cpp=LlamaCpp(problem="it does not load; install it"))
+    without_library = replace(machine, llama_cpp=LlamaCppInfo(problem="it does not load; install it"))
     assert not _libraries(without_library)[0].ok
     with_gpu = replace(machine, accelerator="cuda", llama_cpp=replace(machine.llama_cpp, gpu_offload=False))
     gpu = next(check for check in _libraries(with_gpu) if check.name == "gpu")

@@ -59,7 +59,7 @@ def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
 def test_the_context_grows_unless_all_of_it_is_taken_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", 256)
     long = "Repeat: " + "tar -xzf archive.tar.gz " * 15
     grown = answer(run, long)
     whole = answer(run, "--reserve-full-context", long)
@@ -74,7 +74,7 @@ def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
 
 def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "is_terminal", lambda stream: True)
-    assert one_line_error(run("generate"), 2).startswith("there is no prompt; give one")
+    assert one_line_error(run("generate"), 2).startswith("no prompt was given")
 
 
 def test_an_unquoted_prompt_says_so(run: Run) -> None:
@@ -82,7 +82,7 @@ def test_an_unquoted_prompt_says_so(run: Run) -> None:
 
 
 def test_stdin_that_is_no_text(run: Run) -> None:
-    assert "not UTF-8 text: byte 3" in one_line_error(run("generate", "-", input=b"ab\xff"), 2)
+    assert "not valid UTF-8 at byte 3" in one_line_error(run("generate", "-", input=b"ab\xff"), 2)
 
 
 def test_unicode_goes_in_and_out(run: Run) -> None:
@@ -140,7 +140,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "target: demo -> " in notes
     assert "draft: demo-draft -> " in notes
     assert "demo" in notes
-    assert "8 tokens at" in notes
+    assert "8 tokens, " in notes
     assert "seed 3" in notes
     assert notes.rstrip().endswith("\x1b[2mmodel+suffix: asked for\x1b[0m")
     assert "\x1b[2m" in notes

@@ -12,7 +12,7 @@ import pytest
 
 from edgespec import SamplingParams, __version__, load
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
-from edgespec.cli.options import KEEPING_NAMES, METHOD_NAMES, METHODS, MODEL_NAMES, SAMPLING_NAMES
+from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACHE_NAMES, SAMPLING_NAMES
 from edgespec.cli.program import COMMANDS, program
 from edgespec.methods import DRAFTER_NAMES
 from tests.cli.conftest import Run, one_line_error
@@ -93,12 +93,12 @@ def test_model_options_are_those_of_load(path: str) -> None:
 @pytest.mark.parametrize(("path", "keep"), [("chat", "disk"), ("generate", "memory")])
 def test_only_a_chat_keeps_what_was_read_for_later_runs(path: str, keep: str) -> None:
     parameters, defaults = inspect.signature(load).parameters, defaults_of(path)
-    wanted = {name: parameters[name].default for name in KEEPING_NAMES} | {"keep": keep}
-    assert {name: defaults[name] for name in KEEPING_NAMES} == wanted
+    wanted = {name: parameters[name].default for name in PREFIX_CACHE_NAMES} | {"prefix_cache": keep}
+    assert {name: defaults[name] for name in PREFIX_CACHE_NAMES} == wanted
 
 
 def test_nothing_of_load_is_left_out() -> None:
-    named = {*MODEL_NAMES, *KEEPING_NAMES, *METHOD_NAMES, "methods", "progress"}
+    named = {*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES, "methods", "progress"}
     assert named == set(inspect.signature(load).parameters)
 
 

@@ -39,15 +39,15 @@ def test_what_texts_may_take_is_part_of_it(run: Run) -> None:
         assert said["total_bytes"] <= said["budget_bytes"]
         return sum(item["bytes"] for item in said["items"] if item["kind"] == "kept"), said["total_bytes"]
 
-    none, without = planned("--keep", "none")
+    none, without = planned("--prefix-cache", "none")
     assert none == 0
     left = 200 * 2**20 - without
     assert planned() == (left // 4, without + left // 4)
-    assert planned("--keep", "disk") == planned()
-    assert planned("--keep-memory", "1MiB")[0] == 2**20
-    assert planned("--keep-memory", "1GiB")[0] == left
+    assert planned("--prefix-cache", "disk") == planned()
+    assert planned("--prefix-cache-memory", "1MiB")[0] == 2**20
+    assert planned("--prefix-cache-memory", "1GiB")[0] == left
     assert "kept texts, at most" in run("plan", "--memory", "200MiB").stdout
-    assert run("plan", "--keep-memory", "lots").exit_code == 2
+    assert run("plan", "--prefix-cache-memory", "lots").exit_code == 2
 
 
 def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:

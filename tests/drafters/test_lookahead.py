@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.curve import CostCurve
-from edgespec.auto.window import LookaheadWindow
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
+from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.lookahead_window import LookaheadWindow
 from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.tables import END, PROMPT, VOCAB, runtime, table, with_drafter

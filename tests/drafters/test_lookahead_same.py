@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec import Reply
-from edgespec.auto.window import LookaheadWindow
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.lookahead_window import LookaheadWindow
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from tests.engine.exact import (
     AllChances,

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from edgespec import Runtime
+from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, LowBit
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.combined import CombinedDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from tests.runtime.asking import HOWTO, REPEATS, equal
@@ -105,7 +105,7 @@ def test_borrowed_memory_guesses_as_well_as_its_own(target: LanguageModel, low_b
 
 def test_what_it_keeps_beside_the_target(target: LanguageModel, low_bit_copy: Path) -> None:
     drafter, windowed = (low_bit(target, low_bit_copy, how) for how in ("chain", "window 64"))
-    assert drafter.extra.weight_bytes == windowed.extra.weight_bytes < target.facts.weight_bytes
-    assert drafter.extra.cache_bytes == target.facts.kv_bytes == 3 * windowed.extra.cache_bytes
+    assert drafter.memory_use.weight_bytes == windowed.memory_use.weight_bytes < target.facts.weight_bytes
+    assert drafter.memory_use.cache_bytes == target.facts.kv_bytes == 3 * windowed.memory_use.cache_bytes
     drafter.close()
     windowed.close()

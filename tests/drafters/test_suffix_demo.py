@@ -11,8 +11,8 @@ import pytest
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.corpus import suffix_drafter
 from edgespec.drafters.suffix import SuffixDrafter
-from edgespec.texts import suffix_drafter
 from tests.tables import with_drafter
 
 COPY = "Repeat this command list exactly:\n\n```sh\ntar -xzf archive.tar.gz\ntar -czf archive.tar.gz dir\n```"

@@ -18,9 +18,10 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp import memory_estimate as blueprint_module
 from edgespec.backends.llamacpp.computing import converted_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan
-from edgespec.backends.llamacpp.files import load_simulated
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import PARTS, load_layerskip
+from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.llamacpp.layerskip_files import PARTS
+from edgespec.backends.llamacpp.loading import load_skeleton
 from edgespec.backends.llamacpp.memory_estimate import (
     Buffers,
     GgufMemoryEstimator,
@@ -28,7 +29,7 @@ from edgespec.backends.llamacpp.memory_estimate import (
     buffers_in,
     simulated,
 )
-from edgespec.backends.llamacpp.native import library, overheard
+from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog import resolve
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -61,8 +62,8 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
 
 def _beside(paths: str | list[str], how: LoadOptions) -> tuple[int, int]:
     """What the library takes and says nothing of, and what it says and never uses."""
-    with overheard() as lines:
-        weights = load_simulated(paths, "tiny", None)
+    with captured_log() as lines:
+        weights = load_skeleton(paths, "tiny", None)
     try:
         context = ContextPlan(how.context_tokens or 0, KvTypes("f16", "f16"), 1)
         tiled = sum("type q6_K" in line for line in lines)
@@ -81,10 +82,10 @@ def _check(path: Path, **options: object) -> None:
     how = LoadOptions(**options)  # type: ignore[arg-type]
     blueprint = GgufMemoryEstimator(str(path), path.name)
     try:
-        planned = blueprint.footprint(how)
+        planned = blueprint.estimate(how)
     finally:
         blueprint.close()
-    with overheard() as lines:
+    with captured_log() as lines:
         model = llamacpp.load(str(path), path.name, how)
         model.prefill([1, 2, 3])
     real = _last_load(lines)
@@ -127,7 +128,7 @@ def test_contexts_beyond_reason_are_told_from_two_that_are_set_up_once(
     blueprint = GgufMemoryEstimator(str(resolve("demo").path), "demo")
     try:
         first, *others = (
-            blueprint.footprint(LoadOptions(context_tokens=2**19 * times, kv_type=kv_type))
+            blueprint.estimate(LoadOptions(context_tokens=2**19 * times, kv_type=kv_type))
             for kv_type in ("f16", "q8_0")
             for times in (1, 2, 2000)
         )
@@ -152,8 +153,8 @@ def test_without_flash_attention_what_is_looked_at_is_there_in_halves_too(
     for flash_attention in ("off", "on"):
         how = LoadOptions(context_tokens=32_768, flash_attention=flash_attention, kv_type="f16")
         blueprint = GgufMemoryEstimator(str(write(tmp_path / "tiny.gguf")), "tiny")
-        with overheard() as lines:
-            planned = blueprint.footprint(how).of("compute")
+        with captured_log() as lines:
+            planned = blueprint.estimate(how).of("compute")
         blueprint.close()
         last = [line for line in _last_load(lines) if "compute buffer size" in line]
         beside[flash_attention] = planned - sum(size for _, size in buffers_in(last).compute)
@@ -173,7 +174,7 @@ def test_merges_of_a_vocabulary_count() -> None:
     """Pairs of tokens that are put together are kept, too: some models have two for each token."""
     path, size = resolve("demo").path, 8192
     blueprint = GgufMemoryEstimator(str(path), "demo")
-    planned = blueprint.footprint(LoadOptions(context_tokens=512)).of("vocabulary")
+    planned = blueprint.estimate(LoadOptions(context_tokens=512)).of("vocabulary")
     blueprint.close()
     assert 250 * size < planned < 320 * size
 
@@ -191,10 +192,10 @@ def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Pa
     how = LoadOptions(context_tokens=4096, flash_attention=flash_attention)
     blueprint = SplitModelMemoryEstimator(str(folder), "demo")
     try:
-        planned = blueprint.footprint(how)
+        planned = blueprint.estimate(how)
     finally:
         blueprint.close()
-    with overheard() as lines:
+    with captured_log() as lines:
         model = load_layerskip(str(folder), "demo", how)
     facts = model.facts
     model.close()
@@ -227,7 +228,7 @@ limit = psutil.Process().memory_info().vms + int((sys.argv[4:] or [450])[0]) * 2
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 path, context, kv_type = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 try:
-    how = {"threads": 1, "method": "none", "keep": "none", "reserve_full_context": True}
+    how = {"threads": 1, "method": "none", "prefix_cache": "none", "reserve_full_context": True}
     with edgespec.load(path, "none", context=context, kv_type=kv_type, **how) as runtime:
         reply = runtime.generate("hello " * 500, max_tokens=4, temperature=0.0, raw=True)
         print(json.dumps([runtime.plan.to_json(), reply.stats.generated_tokens, runtime.context_tokens]))

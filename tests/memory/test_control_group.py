@@ -22,7 +22,7 @@ FILL = """
 import edgespec
 from edgespec.errors import MemoryBudgetError
 try:
-    with edgespec.load("demo", "auto", context=2048, keep="memory", reserve_full_context=True) as runtime:
+    with edgespec.load("demo", "auto", context=2048, reserve_full_context=True) as runtime:
         prompt = [500 + i * i % 3000 for i in range(2048 - 60)]
         stream = runtime.stream_tokens(prompt, max_tokens=16)
         list(stream)

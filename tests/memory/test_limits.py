@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.memory import find_budget, limits, resident_bytes, within_limits
 from edgespec.memory.limits import Limit, address_limit, apple_limit, cgroup_limits, process_limits
 
@@ -147,7 +147,7 @@ class TestBudget:
         there = psutil.virtual_memory().total
         budget = find_budget(there + 1)
         assert budget.bytes == there + 1
-        assert budget.source == f"--memory, more than the {size_text(there)} of this machine"
+        assert budget.source == f"--memory, more than the {format_bytes(there)} of this machine"
 
     def test_what_was_found_leaves_a_reserve_and_says_where_it_is_from(
         self, monkeypatch: pytest.MonkeyPatch
@@ -164,7 +164,7 @@ class TestBudget:
     ) -> None:
         found = (Limit(2000 << 20, "the group"),)
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
-        monkeypatch.setattr("edgespec.memory.budget.PROCESS_BYTES", {"gguf": 80 << 20, "mlx": 80 << 20})
+        monkeypatch.setattr("edgespec.memory.budget.process_bytes", lambda: 80 << 20)
         alone = find_budget().bytes
         monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: 500 << 20)
         budget = find_budget()

@@ -14,7 +14,7 @@ import pytest
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 from scripts.matrix.gguf_models import Sizes, write_gguf
 from tests.backends.tiny_models import write_llama
 
@@ -35,7 +35,7 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
 
 def _own_bytes() -> int:
     """What the process holds, without pages of files."""
-    give_back()
+    release_free_memory()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -62,7 +62,7 @@ def test_rows_that_weights_are_multiplied_by_are_planned(quantisation: str, tmp_
     path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
     options = LoadOptions(context_tokens=1024, threads=2)
     blueprint = GgufMemoryEstimator(str(path), "wide")
-    planned = blueprint.footprint(options)
+    planned = blueprint.estimate(options)
     blueprint.close()
     # Of Q4_0 what the processor arranges anew is no page of the file.
     weights = planned.of("weights") if quantisation == "Q4_0" else 0
@@ -86,7 +86,7 @@ def test_notes_on_passes_and_tiles_are_planned(quantisation: str, tmp_path: Path
 _VOCABULARIES = """
 import sys
 from pathlib import Path
-from edgespec.backends.mlx.files import _load_tokenizer
+from edgespec.backends.mlx.weight_loading import _load_tokenizer
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from tests.memory.test_measured_peak import _own_bytes
 
@@ -122,7 +122,7 @@ def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     options = LoadOptions(context_tokens=512)
     blueprint = MlxMemoryEstimator(str(path), "large", options)
-    planned = blueprint.footprint(options).of("vocabulary")
+    planned = blueprint.estimate(options).of("vocabulary")
     blueprint.close()
     program = [sys.executable, "-c", _VOCABULARIES, str(small), str(path), str(tokens)]
     done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=_SCRIPTS.parent)

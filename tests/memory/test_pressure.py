@@ -27,9 +27,9 @@ from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import RESERVE_BYTES
 from edgespec.memory.prefix_cache.segments import Segment
 from edgespec.memory.pressure import MemoryPressure
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.backends.tiny_models import write_jamba
-from tests.memory.prefix_cache.keeping import ask, keeper
+from tests.memory.prefix_cache.helpers import ask, keeper
 from tests.tables import table
 
 FIRST = 256
@@ -42,17 +42,17 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts begin small, and nothing is done between replies unless a test is about that."""
-    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", FIRST)
-    for module in ("memory.growing", "session"):
-        monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
+    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
+    for module in ("memory.context_resize", "session"):
+        monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
 
 
 def free(runtime: Runtime, free_bytes: int) -> None:
     """So much is free now."""
-    runtime._session.giving.available = lambda: free_bytes
-    if kept := runtime._session.kept:
-        kept.copies._available = lambda: free_bytes
+    runtime._session.memory_pressure.available = lambda: free_bytes
+    if kept := runtime._session.prefix_cache:
+        kept.store._available = lambda: free_bytes
 
 
 def until(condition: Callable[[], bool]) -> bool:
@@ -69,7 +69,7 @@ def said(runtime: Runtime, prompt: list[int], **options: Any) -> Reply:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Runtime]:
-    with edgespec.load("demo", None, context=512, reserve_full_context=True, keep="none") as runtime:
+    with edgespec.load("demo", None, context=512, reserve_full_context=True, prefix_cache="none") as runtime:
         yield runtime
 
 
@@ -77,7 +77,7 @@ class TestTheContext:
     @pytest.mark.parametrize("draft", [pytest.param(None, marks=pytest.mark.long), "demo-draft"])
     def test_it_is_made_smaller_before_a_short_text(self, draft: str | None, plain: Runtime) -> None:
         method = "model" if draft else "suffix"
-        plain.forget()
+        plain.clear_cache()
         with edgespec.load("demo", draft, context=512, method=method) as runtime:
             for prompt, available, expected in (
                 (LONG, PLENTY, 512),
@@ -98,7 +98,7 @@ class TestTheContext:
                 if prompt == [*SHORT, 9]:
                     assert runtime.memory().kv_bytes <= before / 2
                     assert "of the context that no text needs" in reply.method.note
-                    assert runtime.memory().given_way_bytes >= before - runtime.memory().kv_bytes
+                    assert runtime.memory().reclaimed_bytes >= before - runtime.memory().kv_bytes
                     assert reply.stats.growth_seconds > 0
                 if prompt == [*SHORT, 9, 8]:
                     assert "little memory was free" not in reply.method.note
@@ -125,14 +125,14 @@ class TestTheContext:
     def test_half_of_it_is_freed_at_least(self, blocks: int, acts: list[tuple[bool, int]]) -> None:
         limit = blocks * 256
         model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
-        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        model.facts = dataclasses.replace(model.facts, requested_context_tokens=limit)
         context = ResizableContext(model)
         for grow, tokens in acts:
             before = model.facts.context_tokens
             if grow:
                 context.hold(tokens)
                 model.truncate(0)
-                model.prefill([1] * min(tokens, model.room))
+                model.prefill([1] * min(tokens, model.free_tokens))
                 continue
             model.truncate(min(tokens, model.length))
             held, gives = list(model._tokens), context.gives
@@ -197,7 +197,7 @@ class TestTheDraft:
                 assert reply.tokens == said(plain, prompt, method="none").tokens
                 assert reply.stats.drafted_tokens > 0
                 assert "little memory was free" not in reply.method.note
-            assert not runtime._session.giving.anything
+            assert not runtime._session.memory_pressure.anything
 
 
 class TestBetweenReplies:
@@ -214,8 +214,8 @@ class TestBetweenReplies:
             assert runtime.target.context_tokens == 512
             free(runtime, LITTLE)
             assert until(lambda: runtime.target.context_tokens == FIRST)
-            assert until(lambda: "no text needs" in runtime.memory().given_way)
-            assert runtime.memory().given_way_bytes > 0
+            assert until(lambda: "no text needs" in runtime.memory().last_reclaim)
+            assert runtime.memory().reclaimed_bytes > 0
             # It is told by the next reply, which goes on with the very cache; and told once.
             prompt = [*SHORT, *reply.tokens, 9]
             later = said(runtime, prompt)
@@ -227,22 +227,22 @@ class TestBetweenReplies:
     def test_texts_go_to_disk_and_are_gone_back_to(self, tmp_path: Path) -> None:
         model = table(1)
         kept = keeper(model, tmp_path)
-        with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(3)]
             for chat in chats:
                 ask(runtime, chat, max_tokens=5)
-            assert kept.copies.held_bytes > 0
+            assert kept.store.held_bytes > 0
             free(runtime, LITTLE)
-            assert until(lambda: not kept.copies.held_bytes)
-            assert runtime.memory().kept.disk_bytes > 0
+            assert until(lambda: not kept.store.held_bytes)
+            assert runtime.memory().prefix_cache.disk_bytes > 0
             free(runtime, PLENTY)
             assert ask(runtime, [*chats[0], 1], max_tokens=5).stats.cached_prompt_tokens >= 149
 
     def test_the_thread_ends_where_there_is_nothing_to_give(self) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -250,11 +250,11 @@ class TestBetweenReplies:
             assert watcher.is_alive()
             free(runtime, LITTLE)
             assert until(lambda: not watcher.is_alive())
-            assert not runtime._session.giving.anything
+            assert not runtime._session.memory_pressure.anything
 
     def test_who_is_dropped_is_not_held_by_it(self) -> None:
         model = table(1)
-        runtime = Runtime(model, None, Drafters(model, None), kept=keeper(model))
+        runtime = Runtime(model, None, DrafterSet(model, None), prefix_cache=keeper(model))
         free(runtime, PLENTY)
         for seed in range(2):
             ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -270,8 +270,8 @@ import resource, sys, time
 import psutil
 import edgespec, edgespec.assembly.loading
 
-edgespec.assembly.loading.FIRST_TOKENS = 256
-with edgespec.load("demo", None, context=1024, method="suffix", keep="none") as runtime:
+edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS = 256
+with edgespec.load("demo", None, context=1024, method="suffix", prefix_cache="none") as runtime:
     for prompt in ("word " * 600, "word"):
         runtime.generate(prompt, raw=True, max_tokens=2)
     large = runtime.target.context_tokens
@@ -296,7 +296,7 @@ def test_a_limit_that_is_really_there_is_noticed() -> None:
 
 
 def watcher_of(runtime: Runtime) -> threading.Thread:
-    thread = runtime._session._idle._thread
+    thread = runtime._session._idle_worker._thread
     assert thread
     return thread
 
@@ -310,36 +310,36 @@ class TestWithinAReply:
         kept = keeper(model, tmp_path)
         chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(5)]
         expected = ask(
-            Runtime(other := table(1), None, Drafters(other, None)), chats[4], max_tokens=60, seed=2
+            Runtime(other := table(1), None, DrafterSet(other, None)), chats[4], max_tokens=60, seed=2
         )
-        with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for chat in chats[:3]:
                 ask(runtime, chat, max_tokens=5)
-            runtime.save_texts()
+            runtime.save_prefix_cache()
             ask(runtime, chats[3], max_tokens=5)
-            on_disk = runtime.memory().kept.disk_bytes
+            on_disk = runtime.memory().prefix_cache.disk_bytes
             stream = runtime.stream_tokens(chats[4], max_tokens=60, seed=2)
             next(stream)
-            unsaved = [piece for piece in kept.copies.forest if piece.snapshot and not piece.on_disk]
+            unsaved = [piece for piece in kept.store.tree if piece.snapshot and not piece.on_disk]
             assert unsaved
-            assert 0 < sum(piece.size_bytes for piece in unsaved) < kept.copies.held_bytes
-            runtime._session.giving._next_look = 0.0
+            assert 0 < sum(piece.size_bytes for piece in unsaved) < kept.store.held_bytes
+            runtime._session.memory_pressure._next_look = 0.0
             # As much is missing as those on disk take.
-            kept.copies._available = lambda: RESERVE_BYTES - (kept_before - wanted)
-            kept_before, wanted = kept.copies.held_bytes, sum(piece.size_bytes for piece in unsaved)
-            runtime._session.giving.available = kept.copies._available
+            kept.store._available = lambda: RESERVE_BYTES - (kept_before - wanted)
+            kept_before, wanted = kept.store.held_bytes, sum(piece.size_bytes for piece in unsaved)
+            runtime._session.memory_pressure.available = kept.store._available
             next(stream)
-            assert kept.copies.held_bytes == wanted
+            assert kept.store.held_bytes == wanted
             assert all(piece.snapshot for piece in unsaved)
-            runtime._session.giving._next_look = 0.0
+            runtime._session.memory_pressure._next_look = 0.0
             free(runtime, NOTHING)
             for _ in stream:
                 pass
-            assert kept.copies.held_bytes == 0
+            assert kept.store.held_bytes == 0
             assert stream.reply.tokens == expected.tokens
             assert "was free: gave back" in stream.reply.method.note
-            assert runtime.memory().kept.disk_bytes == on_disk
+            assert runtime.memory().prefix_cache.disk_bytes == on_disk
             free(runtime, PLENTY)
             assert "little memory was free" not in ask(runtime, [*chats[4], 2], max_tokens=5).method.note
 
@@ -348,16 +348,14 @@ class TestWithinAReply:
     def test_the_system_has_what_was_freed(self, within: bool) -> None:
         model = table(1)
         kept = keeper(model)
-        giving = MemoryPressure(ResizableContext(model), kept.copies, lambda: NOTHING)
-        kept.copies._available = lambda: NOTHING
+        giving = MemoryPressure(ResizableContext(model), kept.store, lambda: NOTHING)
+        kept.store._available = lambda: NOTHING
         largest = b"1" * (30 << 20)  # from here on the allocator keeps what is no larger
         del largest
         between = []
         for i in range(30):
             snapshot = Snapshot(10, b"1" * (5 << 20))
-            kept.copies.forest.add(
-                Segment(str(i), None, np.full(10, i, np.int32), len(snapshot.data), snapshot)
-            )
+            kept.store.tree.add(Segment(str(i), None, np.full(10, i, np.int32), len(snapshot.data), snapshot))
             between.append(bytes([i]) * 700)
             del snapshot
         before = resident_bytes()
@@ -369,7 +367,7 @@ class TestWithinAReply:
     def test_one_look_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, Drafters(model, None), kept=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
             clock, looks = 100.0, []
@@ -379,7 +377,7 @@ class TestWithinAReply:
                 return PLENTY
 
             monkeypatch.setattr(pressure, "now", lambda: clock)
-            giving = MemoryPressure(runtime._session.context, kept.copies, available)
+            giving = MemoryPressure(runtime._session.context, kept.store, available)
             looks.clear()
             for _ in range(300):
                 giving.within_reply()

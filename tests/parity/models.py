@@ -13,7 +13,7 @@ import pytest
 from edgespec import Reply, Runtime
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.backends import tiny_models
 from tests.parity.weights import keep_to_letters, quieten, write_near, write_renamed
 
@@ -132,7 +132,7 @@ class Tiny:
     def plain(self, ask: Ask) -> tuple[int, ...]:
         """The tokens of plain decoding."""
         if ask not in self._plain:
-            runtime = Runtime(self.target, None, Drafters(self.target, None))
+            runtime = Runtime(self.target, None, DrafterSet(self.target, None))
             self._plain[ask] = reply_to(runtime, ask, "none").tokens
         return self._plain[ask]
 

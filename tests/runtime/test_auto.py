@@ -11,12 +11,12 @@ import pytest
 
 import edgespec
 from edgespec import Runtime
-from edgespec.auto.curve import CostCurve
-from edgespec.auto.ledger import Ledger, Terms
-from edgespec.auto.live import LiveCosts
-from edgespec.costs import TargetCosts
-from edgespec.drafters.auto_controller import AutoController
-from edgespec.drafters.combined import CombinedDrafter
+from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.controller import AutoController
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.target_costs import TargetCosts
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Rejection
 from edgespec.engine.loop import decode
@@ -72,7 +72,7 @@ class TestTheLaw:
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
             both = CombinedDrafter([own], True, curve=costs.v, clock=model.clock)
-            auto = AutoController(both, Ledger(Terms(0.0, 1.3)), costs, clock=model.clock)
+            auto = AutoController(both, LossLimit(LossLimits(0.0, 1.3)), costs, clock=model.clock)
             auto.begin(ROOT)
             stats = Stats()
             steps = decode(

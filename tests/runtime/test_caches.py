@@ -12,7 +12,7 @@ from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.errors import BackendError, BusyError
-from edgespec.methods import Drafters
+from edgespec.methods import DrafterSet
 from tests.runtime.asking import HOWTO, REPEATS
 from tests.tables import PROMPT, near, runtime, table
 
@@ -38,7 +38,7 @@ class TestCacheReuse:
         options = LoadOptions(context_tokens=1024)
         target: Any = Recording(llamacpp.load(str(demo_target), "target", options))
         draft: Any = Recording(llamacpp.load(str(demo_draft), "draft", options))
-        with Runtime(target, draft, Drafters(target, draft)) as runtime:
+        with Runtime(target, draft, DrafterSet(target, draft)) as runtime:
             yield runtime, target, draft
 
     @pytest.mark.parametrize("method", ["model", "model+ngram"])
@@ -74,7 +74,7 @@ class TestCacheReuse:
     def test_what_was_forgotten_is_read_again(self, pair: tuple[Runtime, Recording, Recording]) -> None:
         runtime, target, draft = pair
         first = runtime.generate(REPEATS, max_tokens=20, method="model+ngram", seed=1)
-        runtime.forget()
+        runtime.clear_cache()
         assert target.length == draft.length == 0
         target.prefilled.clear()
         draft.prefilled.clear()
@@ -89,9 +89,9 @@ class TestCacheReuse:
         stream = runtime.stream(REPEATS, max_tokens=8)
         next(stream)
         with pytest.raises(BusyError):
-            runtime.forget()
+            runtime.clear_cache()
         stream.close()
-        runtime.forget()
+        runtime.clear_cache()
 
 
 class Failing:

@@ -22,7 +22,7 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory import Budget, Item, MemoryPlan
-from edgespec.memory.context_resize import ResizableContext, room_to_grow
+from edgespec.memory.context_resize import ResizableContext, has_room_to_resize
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
@@ -37,9 +37,9 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts begin smaller and grow with less room left, so that a short reply makes them grow."""
-    monkeypatch.setattr("edgespec.assembly.loading.FIRST_TOKENS", FIRST)
-    for module in ("memory.growing", "session"):
-        monkeypatch.setattr(f"edgespec.{module}.ROUND_TOKENS", 16)
+    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
+    for module in ("memory.context_resize", "session"):
+        monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 
 def ended(runtime: Runtime, prompt: list[int], **options: Any) -> Reply:
@@ -177,7 +177,7 @@ class Memory:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
         made: dict[LlamaContext, int] = {}
-        make, free = LlamaContext.make, LlamaContext._free
+        make, free = LlamaContext.allocate, LlamaContext._free
 
         def freed(context: LlamaContext) -> None:
             made.pop(context, None)
@@ -190,7 +190,7 @@ class Memory:
             make(context, plan)
             made[context] = plan.tokens
 
-        monkeypatch.setattr(LlamaContext, "make", limited)
+        monkeypatch.setattr(LlamaContext, "allocate", limited)
         monkeypatch.setattr(LlamaContext, "_free", freed)
 
 
@@ -271,23 +271,23 @@ class TestTheBudget:
     """A cache that is made larger is copied in part: where there is no memory for that it is made whole."""
 
     @staticmethod
-    def plan(left_bytes: int, *caches: tuple[str, int]) -> MemoryPlan:
+    def plan(free_bytes: int, *caches: tuple[str, int]) -> MemoryPlan:
         items = tuple(Item(role, f"{role} cache", "cache", size) for role, size in caches)
-        budget = Budget(left_bytes + sum(size for _, size in caches), "given")
+        budget = Budget(free_bytes + sum(size for _, size in caches), "given")
         return MemoryPlan(budget, 4096, "f16", items)
 
     def test_it_grows_where_a_copy_of_half_of_it_fits(self) -> None:
-        assert room_to_grow(self.plan(300, ("target", 600)))
-        assert not room_to_grow(self.plan(299, ("target", 600)))
-        assert room_to_grow(self.plan(300, ("target", 600), ("draft", 500)))
-        assert not room_to_grow(self.plan(300, ("target", 300), ("target", 301)))
-        assert room_to_grow(self.plan(0))
+        assert has_room_to_resize(self.plan(300, ("target", 600)))
+        assert not has_room_to_resize(self.plan(299, ("target", 600)))
+        assert has_room_to_resize(self.plan(300, ("target", 600), ("draft", 500)))
+        assert not has_room_to_resize(self.plan(300, ("target", 300), ("target", 301)))
+        assert has_room_to_resize(self.plan(0))
 
     def test_all_is_taken_at_once_otherwise(self) -> None:
         options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none"}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.plan is not None
-            least = runtime.plan.total_bytes - runtime.plan.kept_bytes
+            least = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
         for more, expected in ((0, 1024), (1 << 30, FIRST)):
             with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
@@ -296,7 +296,7 @@ class TestTheBudget:
     def test_no_more_than_half_is_copied(self, limit_blocks: int, texts: list[int]) -> None:
         limit = limit_blocks * 256
         model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
-        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        model.facts = dataclasses.replace(model.facts, requested_context_tokens=limit)
         context = ResizableContext(model)
         for tokens in texts:
             before = model.facts.context_tokens

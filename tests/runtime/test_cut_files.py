@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.errors import ModelFileError
-from edgespec.prepare.lowbit import copy_path, prepare_lowbit
+from edgespec.prepare.lowbit import lowbit_file, prepare_lowbit
 from tests.backends.tiny_models import write_llama
 
 SCRIPT = """
@@ -19,7 +19,8 @@ import os, sys
 import edgespec
 
 target, draft = sys.argv[1:]
-with edgespec.load(target, draft, method="none", threads=1, measure_costs=False, keep="none") as runtime:
+options = {"method": "none", "threads": 1, "measure_costs": False, "prefix_cache": "none"}
+with edgespec.load(target, draft, **options) as runtime:
     said = runtime.generate("the file", raw=True, max_tokens=2, seed=1).tokens
     for path in (target, draft):
         whole = open(path, "rb").read()
@@ -38,7 +39,7 @@ COPY = """
 import os, sys
 import edgespec
 
-options = {"method": "lowbit", "threads": 1, "measure_costs": False, "keep": "none", "context": 256}
+options = {"method": "lowbit", "threads": 1, "measure_costs": False, "prefix_cache": "none", "context": 256}
 with edgespec.load("demo", "none", **options) as runtime:
     runtime.generate("the file", raw=True, max_tokens=2, seed=1)
     os.truncate(sys.argv[1], 4096)
@@ -55,7 +56,7 @@ def test_a_copy_that_drafts_is_looked_at_as_well(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
     # A type that no processor's kernels have in another order: nothing of it is read but through the map.
-    copy = copy_path(prepare_lowbit(demo_target, "Q5_0"))
+    copy = lowbit_file(prepare_lowbit(demo_target, "Q5_0"))
     command = [sys.executable, "-c", COPY, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from edgespec import Capabilities, MemoryUse, MethodReport, ModelFacts, Piece, PrefixCacheUsage, Reply, Stats
+from edgespec import (
+    Capabilities,
+    MemoryUse,
+    MethodReport,
+    ModelFacts,
+    PrefixCacheUsage,
+    Reply,
+    Stats,
+    TextChunk,
+)
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError, OptionError
 from edgespec.methods import parse_method
@@ -49,7 +58,7 @@ def facts(name: str, *, notice: str = "") -> ModelFacts:
 
 @dataclass
 class Script:
-    """One reply: its text, the pace, and what goes wrong after how many pieces."""
+    """One reply: its text, the pace, and what goes wrong after how many chunks."""
 
     text: str = MARKDOWN
     pause_seconds: float = 0.0
@@ -60,13 +69,13 @@ class Script:
     ignores_cancel: bool = False
 
 
-def made_up_stats(pieces: int) -> Stats:
+def made_up_stats(chunks: int) -> Stats:
     """Numbers that never change, so that a picture of the screen can be compared."""
     return Stats(
         prompt_tokens=48,
         cached_prompt_tokens=12,
-        generated_tokens=pieces,
-        target_passes=max(1, pieces // 3),
+        generated_tokens=chunks,
+        target_passes=max(1, chunks // 3),
         drafted_tokens=40,
         accepted_tokens=29,
         drafted_per_position=[12, 11, 10, 7],
@@ -78,7 +87,7 @@ def made_up_stats(pieces: int) -> Stats:
         overhead_seconds=0.0048,
         prefill_seconds=0.024,
         ttft_seconds=0.031,
-        plain_step_seconds=0.0081,
+        target_step_seconds=0.0081,
         ledger_credit_seconds=0.1,
         worst_case_loss=0.087,
         draft_weight_bytes=2_801_952,
@@ -89,7 +98,7 @@ def made_up_stats(pieces: int) -> Stats:
 
 
 class ScriptedStream:
-    """Words of the script as pieces, every third one the target's own."""
+    """Words of the script as chunks, every third one the target's own."""
 
     def __init__(self, script: Script, on_end: Callable[[Reply | None], None]) -> None:
         self.script = script
@@ -110,7 +119,7 @@ class ScriptedStream:
     def cancel(self) -> None:
         self._cancelled.set()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextChunk]:
         script = self.script
         words = script.text.replace(" ", " \0").split("\0")
         said = ""
@@ -126,7 +135,7 @@ class ScriptedStream:
                 break
             said += word
             self.stats = made_up_stats(place + 1)
-            yield Piece(word, 1, place % 3 != 2)
+            yield TextChunk(word, 1, place % 3 != 2)
             if script.pause_seconds:
                 time.sleep(script.pause_seconds)
         cancelled = self._cancelled.is_set()

@@ -11,21 +11,21 @@ import pytest
 
 from edgespec.chat.store import ChatStore
 from edgespec.tui.archive import Archive
-from edgespec.tui.session import Line, Session
+from edgespec.tui.open_chat import ChatEntry, OpenChat
 
 
-async def opened(archive: Archive, chat_id: str) -> Session:
-    return Session.opened(await archive.load(chat_id), {})
+async def opened(archive: Archive, chat_id: str) -> OpenChat:
+    return OpenChat.opened(await archive.load(chat_id), {})
 
 
-def says(session: Session, text: str) -> None:
-    session.lines += [Line("user", text), Line("assistant", f"{text}!")]
+def says(chat: OpenChat, text: str) -> None:
+    chat.entries += [ChatEntry("user", text), ChatEntry("assistant", f"{text}!")]
 
 
 async def test_a_chat_that_another_program_went_on_with_becomes_two(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     one, other = Archive(store), Archive(store)
-    mine = Session()
+    mine = OpenChat()
     says(mine, "hello")
     assert not await one.save(mine, "demo")
     theirs = await opened(other, mine.id)
@@ -47,7 +47,7 @@ async def test_a_chat_that_another_program_deleted_is_saved_again(
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     store = ChatStore(tmp_path)
     archive = Archive(store)
-    chat = Session()
+    chat = OpenChat()
     says(chat, "hello")
     await archive.save(chat, "demo")
     chat_id = chat.id
@@ -60,7 +60,7 @@ async def test_a_chat_that_another_program_deleted_is_saved_again(
 async def test_what_cannot_be_read_any_more_is_not_written_over(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     archive = Archive(store)
-    chat = Session()
+    chat = OpenChat()
     says(chat, "hello")
     await archive.save(chat, "demo")
     path = tmp_path / f"{chat.id}.json"
@@ -75,22 +75,22 @@ async def test_what_cannot_be_read_any_more_is_not_written_over(tmp_path: Path) 
 def test_of_two_programs_that_save_at_once_neither_loses_a_turn(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     for turn in range(8):
-        begun = Session()
+        begun = OpenChat()
         says(begun, "hello")
         asyncio.run(Archive(store).save(begun, "demo"))
         both = Barrier(2)
 
         def go_on(
             name: str, chat_id: str = begun.id, turn: int = turn, both: Barrier = both
-        ) -> tuple[str, Session]:
+        ) -> tuple[str, OpenChat]:
             archive = Archive(store)
-            session = asyncio.run(opened(archive, chat_id))
-            says(session, f"{name} {turn}")
+            chat = asyncio.run(opened(archive, chat_id))
+            says(chat, f"{name} {turn}")
             both.wait()
-            asyncio.run(archive.save(session, "demo"))
-            return session.id, session
+            asyncio.run(archive.save(chat, "demo"))
+            return chat.id, chat
 
         with ThreadPoolExecutor(2) as threads:
             saved = list(threads.map(go_on, ("mine", "theirs")))
-        for chat_id, session in saved:
-            assert store.load(chat_id).messages == session.messages
+        for chat_id, chat in saved:
+            assert store.load(chat_id).messages == chat.messages

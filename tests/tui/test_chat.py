@@ -27,7 +27,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         assert "--target 8b-q4" in welcome
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
-        assert reply.text == d.chat.session.lines[-1].content
+        assert reply.text == d.chat.current_chat.entries[-1].content
         assert reply.query_one("MarkdownFence").is_attached
         facts = d.chat.query_one(StatusLine).facts
         assert facts.method == "model+suffix"
@@ -54,10 +54,10 @@ async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load
         await d.sees(ASK)
         await d.press("enter")
         await d.settled()
-        session = d.chat.session
-        assert len(session.lines) == 4
-        assert session.system == "Be brief."
-        assert session.settings == STEADY
+        chat = d.chat.current_chat
+        assert len(chat.entries) == 4
+        assert chat.system == "Be brief."
+        assert chat.settings == STEADY
         assert d.chat.query_one(StatusLine).facts.context_used_tokens > 20
         await d.say("And by name?")
         assert d.saved() == [path]
@@ -67,14 +67,14 @@ async def test_each_turn_is_saved_and_can_be_continued_in_another_run(demo: Load
 async def test_the_same_seed_regenerates_the_same_reply(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={"seed": 7, "temperature": 0.8}) as d:
         await d.say(ASK)
-        first = d.chat.session.lines[-1].content
+        first = d.chat.current_chat.entries[-1].content
         await d.press("ctrl+r")
         await d.settled()
-        assert [line.content for line in d.chat.session.lines] == [ASK, first]
+        assert [entry.content for entry in d.chat.current_chat.entries] == [ASK, first]
         assert len(d.chat.transcript.query(ReplyMessage)) == 1
         await d.say("/set seed 8")
         await d.say("/regen")
-        assert d.chat.session.lines[-1].content != first
+        assert d.chat.current_chat.entries[-1].content != first
 
 
 async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
         assert d.chat.prompt.text == "half a thought"
         await d.press("ctrl+p")
         await d.say(ASK)
-        assert [line.content for line in d.chat.session.lines if line.role == "user"] == [
+        assert [entry.content for entry in d.chat.current_chat.entries if entry.role == "user"] == [
             "What does tar do?",
             ASK,
         ]
@@ -119,11 +119,11 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         await d.say(ASK)
-        before = d.chat.session.lines[-1]
-        assert "".join(piece.text for piece in before.pieces) == before.content
+        before = d.chat.current_chat.entries[-1]
+        assert "".join(chunk.text for chunk in before.chunks) == before.content
         await d.press("f4")
         reply = d.chat.transcript.query_one(ReplyMessage)
-        drafted = sum(p.token_count for p in before.pieces if p.accepted)
+        drafted = sum(p.token_count for p in before.chunks if p.accepted)
         shown = [reply.coloured]
         assert f"{drafted} from the draft" in d.transcript()
         await d.press("f4")
@@ -136,7 +136,7 @@ async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: 
     async with driving(demo, tmp_path, settings=STEADY) as d:
         await d.press("ctrl+t")
         await d.say(ASK)
-        assert d.chat.session.lines[-1].content.strip() in d.transcript()
+        assert d.chat.current_chat.entries[-1].content.strip() in d.transcript()
 
 
 async def test_new_and_clear_leave_the_old_chat_in_the_list(demo: Load, tmp_path: Path) -> None:
@@ -145,14 +145,14 @@ async def test_new_and_clear_leave_the_old_chat_in_the_list(demo: Load, tmp_path
         await d.say("/system Be brief.")
         await d.press("ctrl+l")
         await d.settled()
-        assert d.chat.session.lines == []
-        systems = [d.chat.session.system]
+        assert d.chat.current_chat.entries == []
+        systems = [d.chat.current_chat.system]
         await d.say("What does tar do?")
         await d.press("ctrl+n")
         await d.settled()
-        systems.append(d.chat.session.system)
+        systems.append(d.chat.current_chat.system)
         assert systems == ["Be brief.", None]
-        assert d.chat.session.settings == STEADY
+        assert d.chat.current_chat.settings == STEADY
         assert len(d.saved()) == 2
 
 
@@ -166,10 +166,10 @@ async def test_the_system_prompt_reaches_the_model(demo: Load, tmp_path: Path) -
         d.app.screen.query_one(TextArea).text = "Answer in the style of a very patient teacher."
         await d.press("ctrl+s")
         await d.settled()
-        assert d.chat.session.system == "Answer in the style of a very patient teacher."
+        assert d.chat.current_chat.system == "Answer in the style of a very patient teacher."
         await d.press("ctrl+r")
         await d.settled()
-        reply = d.chat.session.lines[-1].reply
+        reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.stats.prompt_tokens > 18
         assert d.chat.query_one(StatusLine).facts.context_used_tokens != plain
@@ -192,9 +192,9 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         screen.query_one("#set-max-tokens", Input).value = "5"
         await d.press("ctrl+s")
         await d.settled()
-        assert d.chat.session.settings == {"temperature": 0.2, "max_tokens": 5}
+        assert d.chat.current_chat.settings == {"temperature": 0.2, "max_tokens": 5}
         await d.say("Show me examples of `tar`")
-        reply = d.chat.session.lines[-1].reply
+        reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
         assert "cut: the longest reply, or the context, was reached" in d.transcript()
@@ -202,10 +202,10 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
 
 async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
-        d.chat.session.settings["method"] = "telepathy"  # as an older chat may have it
+        d.chat.current_chat.settings["method"] = "telepathy"  # as an older chat may have it
         await d.say(ASK)
         assert "telepathy" in d.transcript()
-        assert d.chat.session.lines == []
+        assert d.chat.current_chat.entries == []
         assert d.chat.prompt.text == ASK
         d.chat.prompt.clear()
         await d.say("/set method default")
@@ -214,12 +214,12 @@ async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_
         d.chat.prompt.clear()
         await d.say("/set method lowbit")
         assert "lowbit was not asked for" in d.transcript()
-        assert "method" not in d.chat.session.settings
+        assert "method" not in d.chat.current_chat.settings
         d.chat.prompt.clear()
         await d.say("/set method none")
         await d.say(ASK)
         assert d.chat.query_one(StatusLine).facts.method == "plain"
-        assert len(d.chat.session.lines) == 2
+        assert len(d.chat.current_chat.entries) == 2
 
 
 async def test_copy(demo: Load, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ async def test_copy(demo: Load, tmp_path: Path) -> None:
         await d.press("ctrl+y")
         assert d.app.clipboard == ""
         await d.say(ASK)
-        reply = d.chat.session.lines[-1].content
+        reply = d.chat.current_chat.entries[-1].content
         await d.press("ctrl+y")
         await until(d.pilot, lambda: d.app.clipboard == reply.strip())
         await d.press("ctrl+o")
@@ -242,7 +242,7 @@ async def test_a_long_chat_slides_and_says_so(demo: Load, tmp_path: Path) -> Non
         words = "copy move delete list find sort " * 24
         for turn in range(5):
             await d.say(f"{turn}: explain this list of words: {words}")
-        assert len(d.chat.session.lines) == 10
+        assert len(d.chat.current_chat.entries) == 10
         assert "6 earlier messages no longer fit the context and are not seen by the model" in d.transcript()
         assert d.chat.query_one(StatusLine).facts.unseen_messages == 6
         column = list(d.chat.transcript.query_one("#messages").children)
@@ -258,7 +258,7 @@ async def test_a_message_too_long_for_the_context_is_explained_and_kept(demo: Lo
         assert d.chat.prompt.text == long.strip()
         d.chat.prompt.clear()
         await d.say(ASK)
-        assert len(d.chat.session.lines) == 2
+        assert len(d.chat.current_chat.entries) == 2
 
 
 async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: L
         await d.press("enter")
         await d.said("not complete JSON")
         assert broken.exists()
-        assert len(d.chat.session.lines) == 2
+        assert len(d.chat.current_chat.entries) == 2
         options.highlighted = options.get_option_index(str(good))
         d.chat.query_one("#sidebar").query_one(OptionList).focus()
         await d.press("delete")
@@ -285,7 +285,7 @@ async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: L
         await d.press("delete")
         await d.sees("Remove “")
         await d.press("y")
-        await until(d.pilot, lambda: not good.exists() and not d.chat.session.lines)
+        await until(d.pilot, lambda: not good.exists() and not d.chat.current_chat.entries)
 
 
 async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:
         assert ChatStore(tmp_path / "chats").list()[0].title == "Disk tricks"
         await d.say("/new")
         await d.say("/load disk")
-        assert d.chat.session.title == "Disk tricks"
-        assert len(d.chat.session.lines) == 2
+        assert d.chat.current_chat.title == "Disk tricks"
+        assert len(d.chat.current_chat.entries) == 2
         await d.say("/load no such thing")
         assert "No saved chat has 'no such thing' in its title" in d.transcript()
 
@@ -331,7 +331,7 @@ async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
         await d.say("/show")
         assert "top_k 40" in d.transcript()
         await d.say("/set temperature default")
-        assert d.chat.session.settings == {}
+        assert d.chat.current_chat.settings == {}
 
 
 async def test_a_wrong_command_is_answered_with_the_nearest_name(demo: Load, tmp_path: Path) -> None:
@@ -339,6 +339,6 @@ async def test_a_wrong_command_is_answered_with_the_nearest_name(demo: Load, tmp
         await d.say("/regne")
         assert "Did you mean /regen?" in d.transcript()
         assert d.chat.prompt.text == "/regne"
-        assert d.chat.session.lines == []
+        assert d.chat.current_chat.entries == []
         await d.say("/etc/hosts")
-        assert d.chat.session.lines[0].content == "/etc/hosts"
+        assert d.chat.current_chat.entries[0].content == "/etc/hosts"

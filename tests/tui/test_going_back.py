@@ -33,7 +33,7 @@ async def test_a_chat_is_gone_on_with(wanted: str, shown: str, tmp_path: Path) -
         await d.said(shown)
         await d.say("Go on")
         assert len(d.saved()) == 2
-        assert len(d.chat.session.lines) == 4
+        assert len(d.chat.current_chat.entries) == 4
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ async def test_a_chat_is_gone_on_with(wanted: str, shown: str, tmp_path: Path) -
 async def test_where_there_is_none_a_new_one_begins(wanted: str, says: str, tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, resume=wanted) as d:
         await d.said(says)
-        assert d.chat.session.lines == []
+        assert d.chat.current_chat.entries == []
 
 
 async def test_what_takes_memory_is_told(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(
 
     def load(progress: object) -> edgespec.Runtime:
         assert progress
-        return edgespec.load("demo", "none", method="none", keep="disk", threads=1, context=512)
+        return edgespec.load("demo", "none", method="none", prefix_cache="disk", threads=1, context=512)
 
     settings: dict[str, str | int | float | bool | list[str]] = {"max_tokens": 24, "seed": 1}
     async with driving(load, tmp_path, settings=settings, system="Be brief.") as d:
@@ -74,5 +74,5 @@ async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(
         assert first
         assert again
         assert again.cached_prompt_tokens >= first.prompt_tokens
-        await d.chat.archive.delete(d.chat.session.id)
+        await d.chat.archive.delete(d.chat.current_chat.id)
     assert not list(data_folder().rglob("*.kept"))

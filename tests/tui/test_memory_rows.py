@@ -41,10 +41,10 @@ def test_what_is_free_and_what_others_were_given() -> None:
         3,
         PrefixCacheUsage(),
         context_tokens=2048,
-        most_context_tokens=8192,
+        max_context_tokens=8192,
         available_bytes=400 * 2**20,
-        given_way_bytes=96 * 2**20,
-        given_way="little memory was free: gave back 96.0 MiB of kept texts",
+        reclaimed_bytes=96 * 2**20,
+        last_reclaim="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
     assert rows["context"] == "8,192 tokens, memory for 2,048 so far"
@@ -57,5 +57,5 @@ def test_what_is_free_and_what_others_were_given() -> None:
 
 
 def test_a_context_that_is_as_large_as_it_gets_says_so_once() -> None:
-    use = MemoryUse(1, 2, 3, PrefixCacheUsage(), context_tokens=1024, most_context_tokens=1024)
+    use = MemoryUse(1, 2, 3, PrefixCacheUsage(), context_tokens=1024, max_context_tokens=1024)
     assert dict(memory_rows(use))["context"] == "1,024 tokens"

@@ -111,7 +111,7 @@ async def test_an_engine_error_is_a_panel_and_the_chat_goes_on(
         await d.settled()
         assert "Fine again." in d.transcript()
         assert title not in d.transcript()
-        assert [line.role for line in d.chat.session.lines] == ["user", "assistant"]
+        assert [entry.role for entry in d.chat.current_chat.entries] == ["user", "assistant"]
 
 
 async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ async def test_a_failed_edit_keeps_the_conversation(tmp_path: Path) -> None:
         await d.say("first")
         await d.press("ctrl+p")
         await d.say("second")
-        assert [line.content for line in d.chat.session.lines] == ["first", "One."]
+        assert [entry.content for entry in d.chat.current_chat.entries] == ["first", "One."]
         assert d.chat.editing
         assert d.chat.prompt.text == "second"
 
@@ -132,9 +132,9 @@ async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -
         await d.press("escape")
         await d.settled()
         assert "stopped" in d.transcript()
-        kept = d.chat.session.lines[-1].content
+        kept = d.chat.current_chat.entries[-1].content
         assert 0 < len(kept) < 5000
-        assert ChatStore(tmp_path / "chats").load(d.chat.session.id).messages[-1].content == kept
+        assert ChatStore(tmp_path / "chats").load(d.chat.current_chat.id).messages[-1].content == kept
 
 
 async def test_a_reply_stopped_before_its_first_word_gives_the_text_back(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_a_reply_stopped_before_its_first_word_gives_the_text_back(tmp_pat
         await d.send("never mind")
         await d.press("escape")
         await d.settled()
-        assert d.chat.session.lines == []
+        assert d.chat.current_chat.entries == []
         assert d.chat.prompt.text == "never mind"
 
 
@@ -169,7 +169,7 @@ async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
         await d.said("word word")
         await d.press("ctrl+n")
         await d.settled()
-        assert d.chat.session.lines == []
+        assert d.chat.current_chat.entries == []
         assert len(d.saved()) == 1
 
 
@@ -203,7 +203,7 @@ async def test_control_c_stops_then_clears_then_leaves(tmp_path: Path) -> None:
         await d.said("word word")
         await d.press("ctrl+c")
         await d.settled()
-        assert d.chat.session.lines[-1].role == "assistant"
+        assert d.chat.current_chat.entries[-1].role == "assistant"
         await d.write("half")
         await d.press("ctrl+c")
         assert d.chat.prompt.text == ""
@@ -226,7 +226,7 @@ async def test_a_save_that_fails_is_said_and_the_chat_goes_on(
         assert "Cannot save the chat: no space left on device" in d.transcript()
         monkeypatch.undo()
         await d.say("another")
-        assert len(d.chat.session.lines) == 4
+        assert len(d.chat.current_chat.entries) == 4
         assert len(d.saved()) == 1
 
 
@@ -235,8 +235,8 @@ async def test_a_chat_with_settings_that_make_no_sense_still_opens(tmp_path: Pat
     chat = _odd_chat(store)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.say("/load odd")
-        assert d.chat.session.id == chat.id
-        assert d.chat.session.settings == {"top_k": 20}
+        assert d.chat.current_chat.id == chat.id
+        assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature is 'hot'" in d.transcript()
         assert "This chat was held with 8b-q4: --target 8b-q4 goes on with it." in d.transcript()
 
@@ -271,7 +271,7 @@ async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path
         await d.press("ctrl+home")
         await d.said("520 earlier messages")
         await d.say("more")
-        assert d.chat.session.lines[-2].content == "more"
+        assert d.chat.current_chat.entries[-2].content == "more"
 
 
 async def test_text_the_model_writes_is_never_markup(tmp_path: Path) -> None:
@@ -290,10 +290,10 @@ async def test_a_fast_reply_is_drawn_in_few_steps(tmp_path: Path, monkeypatch: p
     drawn = 0
     write = ReplyMessage.write
 
-    async def counted(reply: ReplyMessage, pieces: list[object]) -> None:
+    async def counted(reply: ReplyMessage, chunks: list[object]) -> None:
         nonlocal drawn
         drawn += 1
-        await write(reply, pieces)  # type: ignore[arg-type]
+        await write(reply, chunks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ReplyMessage, "write", counted)
     fast = Script(text="word " * 300, pause_seconds=0.004)
@@ -302,7 +302,7 @@ async def test_a_fast_reply_is_drawn_in_few_steps(tmp_path: Path, monkeypatch: p
         await d.say("go")
         seconds = time.monotonic() - began
         assert drawn <= 26 * seconds + 2
-        assert d.chat.session.lines[-1].content.count("word") == 300
+        assert d.chat.current_chat.entries[-1].content.count("word") == 300
 
 
 async def test_the_screen_keeps_up_and_stays_at_the_end(tmp_path: Path) -> None:

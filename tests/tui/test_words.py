@@ -15,8 +15,8 @@ from edgespec.errors import OptionError
 from edgespec.request import USUAL_REPLY_TOKENS
 from edgespec.tui import commands, numbers
 from edgespec.tui.history import History
+from edgespec.tui.open_chat import ChatEntry, OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.session import Line, Session, code_blocks
 from edgespec.tui.settings import FIELDS, accepted, default_text, field_named, parse, shown
 from edgespec.tui.slash import _ACTIONS
 from edgespec.tui.texts import show_rows
@@ -211,11 +211,11 @@ def test_pairs_hang_and_stack() -> None:
 
 
 def test_a_session_keeps_what_is_known_about_unchanged_messages() -> None:
-    session = Session(lines=[Line("user", "a"), Line("assistant", "b"), Line("user", "c")])
-    first = session.lines[0]
-    session.follow([Message("user", "a"), Message("assistant", "B")])
-    assert session.lines[0] is first
-    assert [line.content for line in session.lines] == ["a", "B"]
+    chat = OpenChat(entries=[ChatEntry("user", "a"), ChatEntry("assistant", "b"), ChatEntry("user", "c")])
+    first = chat.entries[0]
+    chat.follow([Message("user", "a"), Message("assistant", "B")])
+    assert chat.entries[0] is first
+    assert [entry.content for entry in chat.entries] == ["a", "B"]
 
 
 def test_code_blocks_are_found() -> None:
@@ -236,7 +236,7 @@ def test_preferences_survive_and_broken_ones_do_not_hurt(tmp_path: Path) -> None
 
 def test_a_context_that_has_not_grown_yet_is_told() -> None:
     said = {
-        most: dict(show_rows(ScriptedRuntime(context_tokens=most), Session(), METHOD, None))["context"]
+        most: dict(show_rows(ScriptedRuntime(context_tokens=most), OpenChat(), METHOD, None))["context"]
         for most in (1024, 8192)
     }
     assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, memory for 1,024 so far"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec.backends.llamacpp.files import default_threads
+from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import library
 
 __all__ = ["LlamaCppFacts", "about"]

@@ -1,4 +1,4 @@
-"""Earlier moments of a context, held as sequences that share its cells."""
+"""Earlier checkpoints of a context, held as sequences that share its cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StateCheckpoint:
 
 
 class StateCheckpoints:
-    """Holds as many moments of sequence 0 as there are spare sequences.
+    """Holds as many checkpoints of sequence 0 as there are spare sequences.
 
     Nothing is copied here: keys and values are shared, and the library writes the next state elsewhere
     while the present one is.
@@ -30,22 +30,22 @@ class StateCheckpoints:
         self._free = list(sequences)
         self._forgotten: list[int] = []
 
-    def take(self, length: int) -> StateCheckpoint:
+    def save(self, length: int) -> StateCheckpoint:
         """Hold sequence 0, which has `length` tokens."""
-        self.tidy()
+        self.release_dropped()
         moment = StateCheckpoint(length, self._free.pop())
         weakref.finalize(moment, self._forgotten.append, moment.sequence)
         self._context.copy(0, moment.sequence)
         return moment
 
-    def go_back(self, moment: StateCheckpoint) -> None:
+    def restore(self, moment: StateCheckpoint) -> None:
         """Make sequence 0 what it was; what came after is dropped, finished or not."""
-        self.tidy()
+        self.release_dropped()
         self._context.drop(0, 0)
         self._context.copy(moment.sequence, 0)
 
-    def tidy(self) -> None:
-        """Take the cells of forgotten moments back."""
+    def release_dropped(self) -> None:
+        """Take the cells of forgotten checkpoints back."""
         while self._forgotten:
             sequence = self._forgotten.pop()
             self._context.drop(sequence, 0)

@@ -9,10 +9,10 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan
 from edgespec.backends.llamacpp.devices import on_cpu
-from edgespec.backends.llamacpp.files import threads_for
+from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.heap import addresses_are_limited
+from edgespec.heap import address_space_is_limited
 
 __all__ = ["converted_bytes", "logits_bytes", "unused_bytes"]
 
@@ -30,7 +30,7 @@ def unused_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
     Each graph can take either (`build_inp_embd` of llama-graph.cpp). Where addresses are limited they count
     all the same, and where there is a card buffers of the processor are pinned for it, used or not.
     """
-    if addresses_are_limited() or library().llama_supports_gpu_offload():
+    if address_space_is_limited() or library().llama_supports_gpu_offload():
         return 0
     return int(min(options.batch_tokens, plan.tokens) * library().llama_model_n_embd_inp(weights) * 4)
 

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
+from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.reused import ReusedBytes
 from edgespec.errors import (
     BackendError,
     CancelledError,
     ContextFullError,
     MemoryBudgetError,
-    NoMemoryError,
     OptionError,
+    OutOfMemoryError,
 )
 from edgespec.heap import large_buffers_apart
 
@@ -55,7 +55,7 @@ class ContextPlan:
     token_bytes: int = 0
     rows: int = MAX_WIDTH
 
-    def sized(self, tokens: int) -> ContextPlan:
+    def with_tokens(self, tokens: int) -> ContextPlan:
         """The same for so many tokens."""
         more = (tokens - self.tokens) * self.token_bytes
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + more)
@@ -64,7 +64,7 @@ class ContextPlan:
 class LlamaContext:
     """One context with a unified KV memory.
 
-    tap: reads tensors out of its passes. takes_hidden: its passes may be given hidden states in
+    hook: reads tensors out of its passes. takes_hidden: its passes may be given hidden states in
     place of tokens.
     """
 
@@ -75,7 +75,7 @@ class LlamaContext:
         plan: ContextPlan,
         threads: int,
         *,
-        tap: HiddenStateHook | None = None,
+        hook: HiddenStateHook | None = None,
         takes_hidden: bool = False,
     ) -> None:
         lib = self._lib = library()
@@ -95,13 +95,13 @@ class LlamaContext:
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
-        self._tap = tap
-        if tap is not None:
-            params.cb_eval = tap.callback
+        self._hook = hook
+        if hook is not None:
+            params.cb_eval = hook.callback
         self._model = model
         self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
         self._context: Any = None
-        self.make(plan)
+        self.allocate(plan)
         self.max_width: int = params.n_outputs_max
         # How many tokens some layers look back; 0 where all look at everything.
         self.window: int = lib.llama_model_n_swa(model)
@@ -114,7 +114,7 @@ class LlamaContext:
             else None
         )
 
-    def make(self, plan: ContextPlan) -> None:
+    def allocate(self, plan: ContextPlan) -> None:
         """Make the memory, empty; the one before it, if there is one, is freed first.
 
         plan: as at first, but for the size. Raises MemoryBudgetError, and OptionError for types that cannot
@@ -122,7 +122,7 @@ class LlamaContext:
         """
         self._free()
         # Copies of cells: those of another size are large, and not needed again.
-        self._copies = ReusedBytes()
+        self._copies = BufferPool()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
         with large_buffers_apart():
@@ -156,16 +156,16 @@ class LlamaContext:
             self._lib.llama_free(former)
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether there is no memory, for none could be made."""
         return not self._context
 
     def _check_there(self) -> None:
-        if self.lost:
+        if self.is_lost:
             raise ContextFullError("there was no memory for the context", "close other programs and go on")
 
     @property
-    def remembers(self) -> bool:
+    def has_memory(self) -> bool:
         """False for models without a memory of past tokens, which cannot generate."""
         return bool(self._memory)
 
@@ -194,18 +194,18 @@ class LlamaContext:
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
         return self._logits[: len(inputs)]
 
-    def run_to_tap(
+    def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run tokens, at most `max_width`, up to what the tap reads and no further."""
-        assert self._tap is not None
+        """Run tokens, at most `max_width`, up to what the hook reads and no further."""
+        assert self._hook is not None
         # A row whose logits are not wanted is dropped before the end of the last layer.
         self._batch.put(tokens, positions, sequences, logits=True)
-        self._tap.last = True
+        self._hook.last = True
         try:
             self._decode(self._batch, logits=True)
         finally:
-            self._tap.last = False
+            self._hook.last = False
 
     def _batch_of(self, inputs: Inputs) -> Batch:
         if not isinstance(inputs, np.ndarray):
@@ -214,7 +214,7 @@ class LlamaContext:
         return self._hidden
 
     def _decode(self, batch: Batch, *, logits: bool) -> None:
-        if self.interrupt.wanted:
+        if self.interrupt.requested:
             raise CancelledError("cancelled")
         self._check_there()
         count = batch.native.n_tokens
@@ -227,12 +227,12 @@ class LlamaContext:
             if wider:
                 self._widest[logits] = count
             return
-        if status == _ABORTED or self.interrupt.wanted:
+        if status == _ABORTED or self.interrupt.requested:
             raise CancelledError("cancelled")
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
-            raise NoMemoryError(
+            raise OutOfMemoryError(
                 f"there was no memory for a pass of {count} tokens",
                 "close other programs, or use a smaller --context",
             )
@@ -267,7 +267,7 @@ class LlamaContext:
         """Whether cached keys can be turned to other positions."""
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
-    def close_up(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         """Take positions [start, end) out of sequence 0; those after them move down at the next pass."""
         self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
         self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
@@ -276,22 +276,22 @@ class LlamaContext:
         """Empty the memory, of all sequences."""
         self._lib.llama_memory_clear(self._memory, False)
 
-    def close_ranks(self, source: int, start: int, end: int) -> None:
+    def compact_branch(self, source: int, start: int, end: int) -> None:
         """Make positions [start, end) of `source` the end of sequence 0, in cells next to one another.
 
         Everything else after `start` is dropped. Attention adds up cells in the order they lie in memory;
         a later token that filled a hole between them would change that order, and with it the rounding.
         """
-        parts = self.lift(source, start, end)
+        parts = self.export_cells(source, start, end)
         for sequence in range(self._spare + 1):
             self.drop(sequence, 0 if sequence else start)
-        if not self.put_down(parts, start, end):
+        if not self.import_cells(parts, start, end):
             raise BackendError(
                 f"the cache of {end - start} tokens could not be moved", "leave --draft-branches out"
             )
 
-    def lift(self, source: int, start: int, end: int) -> list[memoryview]:
-        """The cells of positions [start, end) of a sequence, for `put_down`: copied once, as long as held.
+    def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
+        """The cells of positions [start, end) of a sequence, for `import_cells`.
 
         In parts no wider than a sliding window: the library leaves out what the last token of a sequence
         no longer looks at, and that is needed again when the sequence is cut back.
@@ -301,17 +301,17 @@ class LlamaContext:
         self.drop(self._spare, 0)
         for begin, stop in self._stretches(start, end):
             self.copy(source, self._spare, begin, stop)
-            parts.append(self.state(self._spare))
+            parts.append(self.export_sequence(self._spare))
             self.drop(self._spare, 0)
         return parts
 
-    def put_down(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append to sequence 0 what `lift` gave; False when it does not fit this model and context."""
+    def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
+        """Append to sequence 0 cells from `export_cells`; False when they do not fit."""
         stretches = self._stretches(start, end)
         if len(parts) != len(stretches):
             return False
         for part, (begin, stop) in zip(parts, stretches, strict=True):
-            if not self.set_state(part, self._spare):
+            if not self.import_sequence(part, self._spare):
                 return False
             self.copy(self._spare, 0, begin, stop)
             self.drop(self._spare, 0)
@@ -323,16 +323,16 @@ class LlamaContext:
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
 
-    def make_chosen_current(self) -> None:
+    def apply_rollback(self) -> None:
         """Make the earlier state that a drop chose the state of sequence 0: until a pass it is but chosen."""
-        if not self.set_state(self.state(recurrent_only=True), recurrent_only=True):
+        if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
             raise BackendError("the recurrent state could not be moved", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """How many bytes `state` of sequence 0 has."""
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
-    def state(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
+    def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
         """The memory of a sequence as bytes: what its next token looks at."""
         self._check_there()
         flags = self._flags(recurrent_only)
@@ -343,7 +343,9 @@ class LlamaContext:
         )
         return copy.data[:written]
 
-    def set_state(self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False) -> bool:
+    def import_sequence(
+        self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
+    ) -> bool:
         """Put saved memory into an empty sequence; False when it does not fit this model and context."""
         self._check_there()
         self._others.add(sequence)

@@ -9,12 +9,12 @@ from pathlib import Path
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import ModelFileError
 
-__all__ = ["on_device"]
+__all__ = ["device_split"]
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
-def on_device(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
+def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
     """Bytes of weights there, the share of the cache, and bytes that are in both memories.
 
     llama.cpp puts the output layer there first, then the last of the others; the embedding stays, and where

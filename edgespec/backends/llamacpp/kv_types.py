@@ -13,16 +13,16 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
 __all__ = [
-    "FEW_ROWS",
+    "SMALL_KERNEL_MAX_ROWS",
     "KvTypes",
     "choose_kv_types",
     "kv_bytes_per_token",
     "parse_kv_types",
-    "reads_otherwise",
+    "prefill_kernel_differs",
 ]
 
 # The most rows that llama.cpp's CPU attention does not read with the kernel for many, where it has one.
-FEW_ROWS = 63
+SMALL_KERNEL_MAX_ROWS = 63
 # ggml's number of a type, and the bytes of 32 elements.
 _TYPES = {
     "f32": (0, 128),
@@ -51,7 +51,7 @@ class KvTypes:
         return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
 
     @property
-    def keys_turn(self) -> bool:
+    def can_shift_keys(self) -> bool:
         """Whether cached keys can be moved to other positions.
 
         The library has no kernel for bf16, and crashes on quantised keys whose heads are not of 64 elements.
@@ -59,7 +59,7 @@ class KvTypes:
         return self.keys in ("f32", "f16")
 
     @property
-    def one_kernel(self) -> bool:
+    def has_single_kernel(self) -> bool:
         """Whether llama.cpp's CPU attention has one for all passes, of however many rows and threads."""
         return self.keys != self.values or self.keys not in ("f32", "f16")
 
@@ -87,7 +87,7 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
     """
     if options.kv_type == "auto":
         # A draft may round as it likes.
-        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.draft
+        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         can = on_cpu(options) and options.flash_attention != "off" and not alike
         return KvTypes("f16", "bf16") if wanted and can else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)
@@ -99,12 +99,12 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
     return types
 
 
-def reads_otherwise(types: KvTypes, options: LoadOptions, threads: int) -> bool:
+def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
     """Whether many rows are read by another kernel than steps and drafts, which are alike.
 
     The kernel of few rows is that of steps with one thread only: among more a step is split.
     """
-    return threads == 1 and on_cpu(options) and not types.one_kernel
+    return threads == 1 and on_cpu(options) and not types.has_single_kernel
 
 
 def parse_kv_types(text: str) -> KvTypes:

@@ -22,31 +22,44 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import plan_split_contexts, split_load_options, work_bytes
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.early_exit import EarlyExitView
-from edgespec.backends.llamacpp.files import (
-    arranges_anew,
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_types import parse_kv_types
+from edgespec.backends.llamacpp.layerskip_files import (
+    DESCRIPTION_KEY,
+    FILES,
+    LOWER_FIRST,
+    PARAMETERS_KEY,
+    PARTS,
+    SHARED_BYTES_KEY,
+)
+from edgespec.backends.llamacpp.loading import (
     check_file,
     default_threads,
     describe,
     load_parts,
+    repacks_weights,
 )
-from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
-from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
-from edgespec.backends.llamacpp.lower import LowerHalf
+from edgespec.backends.llamacpp.lowbit import load_low_bit_view
+from edgespec.backends.llamacpp.lower_split import LowerSplit
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.probe import Findings, probe
-from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
-from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
-from edgespec.backends.llamacpp.sizing import halves_options, plan_halves, work_bytes
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.probe import ProbeResult, probe
+from edgespec.backends.llamacpp.resizing import (
+    cache_variant,
+    check_resize_fits,
+    initial_plan,
+    rebuild_context,
+)
+from edgespec.backends.llamacpp.shared_target import SharedTarget
+from edgespec.backends.llamacpp.snapshots import snapshot_from_bytes, snapshot_to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import check_weights_fit, in_blocks
+from edgespec.backends.memory_check import check_weights_fit, round_up_to_block
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -57,32 +70,7 @@ from edgespec.errors import (
     ModelFileError,
 )
 
-__all__ = [
-    "DESCRIPTION",
-    "LOWER",
-    "LOWER_FIRST",
-    "PARAMETERS",
-    "PARTS",
-    "SHARED",
-    "SHARED_BYTES",
-    "UPPER",
-    "UPPER_FIRST",
-    "LayerSkipModel",
-    "load_layerskip",
-]
-
-# The files of a folder: what both halves use, the layers of each, and the first part of each, which
-# holds its metadata and no tensors.
-SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
-LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
-PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))
-# What the metadata of both first parts says beside the model's own: of the whole model, but for the bytes.
-SHARED_BYTES, PARAMETERS, DESCRIPTION = (
-    "edgespec.layerskip.shared_bytes",
-    "edgespec.layerskip.parameters",
-    "edgespec.layerskip.description",
-)
-_ALL = (LOWER_FIRST, UPPER_FIRST, SHARED, LOWER, UPPER)
+__all__ = ["LayerSkipModel", "load_layerskip"]
 
 # Of llama.cpp's kinds of rotary positions those with one number a token, or none.
 _PLAIN_ROPES = (-1, 0, 2)
@@ -99,10 +87,10 @@ def load_layerskip(
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
-    paths = {file: str(Path(folder) / file) for file in _ALL}
+    paths = {file: str(Path(folder) / file) for file in FILES}
     check_weights_fit(name, sum(map(check_file, paths.values())), options)
     both = [[paths[part] for part in parts] for parts in PARTS]
-    if options.mmap and any(arranges_anew(parts, options.gpu_layers) for parts in both):
+    if options.mmap and any(repacks_weights(parts, options.gpu_layers) for parts in both):
         options = replace(options, mmap=False)
     with ExitStack() as undo:
         halves = []
@@ -135,46 +123,46 @@ class LayerSkipModel(BaseModel):
         _check_kind(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if _mapped(options):
-            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
-        wholes = plan_halves(lower, upper, weight_bytes, options)
-        plans = [first_plan(lower, whole, options) for whole in wholes]
+            weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
+        wholes = plan_split_contexts(lower, upper, weight_bytes, options)
+        plans = [initial_plan(lower, whole, options) for whole in wholes]
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
-            tap = HiddenStateHook([exit_name], lib.llama_model_n_embd(lower))
-            first, second = halves_options(lower, options)
-            below = LlamaContext(lower, first, plans[0], threads, tap=tap)
+            hook = HiddenStateHook([exit_name], lib.llama_model_n_embd(lower))
+            first, second = split_load_options(lower, options)
+            below = LlamaContext(lower, first, plans[0], threads, hook=hook)
             undo.callback(below.close)
             self._context = LlamaContext(upper, second, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
             _probed(below, lower, plans[0], options)
             # A pass may be as wide as the upper half takes it: the lower one runs it in pieces.
             found = _probed(self._context, upper, plans[1], options)
-            self._lower = LowerHalf(below, tap, exit_name, options.max_branches)
-            self._cells = Cells(self._context, options.max_branches)
+            self._lower = LowerSplit(below, hook, exit_name, options.max_branches)
+            self._cells = KvCells(self._context, options.max_branches)
             facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, wholes[0], self.vocabulary, found)
             self._options, self._whole = options, wholes[0]
             if options.memory_bytes is not None:
                 # What a copy may take is reckoned from this.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 self._options = replace(options, memory_bytes=left)
-            able = replace(found.capabilities, self_drafts=frozenset({"layerskip"}))
+            able = replace(found.capabilities, self_draft_methods=frozenset({"layerskip"}))
             self.facts: ModelFacts = replace(
                 facts,
                 path=folder,
-                description=metadata(lower, DESCRIPTION) or facts.description,
-                parameters=int(metadata(lower, PARAMETERS) or facts.parameters),
-                file_bytes=sum(check_file(str(Path(folder) / file)) for file in _ALL),
+                description=metadata(lower, DESCRIPTION_KEY) or facts.description,
+                parameters=int(metadata(lower, PARAMETERS_KEY) or facts.parameters),
+                file_bytes=sum(check_file(str(Path(folder) / file)) for file in FILES),
                 weight_bytes=weight_bytes,
                 context_tokens=plans[0].tokens,
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
-                grown_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
+                requested_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
                 capabilities=able,
-                cache_form=cache_form(lower, wholes[0]),
+                cache_variant=cache_variant(lower, wholes[0]),
             )
-            self._unlent = self._why_cells_stay_apart()
-            if self._unlent is None:
-                able = replace(able, self_drafts=able.self_drafts | {"lowbit"})
+            self._merge_error = self._why_cells_stay_apart()
+            if self._merge_error is None:
+                able = replace(able, self_draft_methods=able.self_draft_methods | {"lowbit"})
                 self.facts = replace(self.facts, capabilities=able)
             undo.pop_all()
 
@@ -182,15 +170,15 @@ class LayerSkipModel(BaseModel):
         """Put the cells of both halves together as those of one model; leaves both empty."""
         self.prefill([0, 0])
         try:
-            self._lent().lift(0, 2)
+            self._shared_target().export_cells(0, 2)
         except CapabilityError as error:
             return error
         finally:
             self.truncate(0)
         return None
 
-    def _lent(self) -> TargetParts:
-        return TargetParts(
+    def _shared_target(self) -> SharedTarget:
+        return SharedTarget(
             self,
             self._weights,
             (self._lower.context, self._context),
@@ -205,7 +193,7 @@ class LayerSkipModel(BaseModel):
         return self._cells.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return min(self._lower.context.tokens, self._context.tokens) - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -226,7 +214,7 @@ class LayerSkipModel(BaseModel):
             if first == 0:
                 self._cells.end_round()
             hidden = self._lower.hidden_of(tree, first)
-            positions, sequences = self._cells.place(tree, first)
+            positions, sequences = self._cells.place_tree(tree, first)
             rows = self._context.run(hidden, positions, sequences)
         except (BackendError, ContextFullError, CancelledError):
             self.end_round()
@@ -260,17 +248,17 @@ class LayerSkipModel(BaseModel):
 
     def _cut(self, length: int) -> None:
         self.end_round()
-        self._lower.cells.cut(length)
-        self._cells.cut(length)
+        self._lower.cells.truncate(length)
+        self._cells.truncate(length)
 
     def end_round(self) -> None:
         """Drop what was drafted or verified and not committed."""
         self._lower.end_round()
         self._cells.end_round()
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
-        if self._cells.watched:
+        if self._cells.is_tracked:
             raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
         halves = ((self._lower.context, self._lower.cells), (self._context, self._cells))
         if not all(context.can_shift for context, _ in halves):
@@ -279,15 +267,15 @@ class LayerSkipModel(BaseModel):
         end = min(end, self.length)
         if start < end:
             for context, cells in halves:
-                context.close_up(start, end)
+                context.remove_range(start, end)
                 cells.length -= end - start
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
         self.end_round()
         start, end = self._span(start, end)
-        below = to_bytes(self._lower.context, start, end, False)
-        above = to_bytes(self._context, start, end, False)
+        below = snapshot_to_bytes(self._lower.context, start, end, False)
+        above = snapshot_to_bytes(self._context, start, end, False)
         return Snapshot(end, b"".join((_SIZE.pack(len(below)), below, above)), start)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -309,54 +297,54 @@ class LayerSkipModel(BaseModel):
         below, above = data[_SIZE.size : end], data[end:]
         halves = ((self._lower.context, below), (self._context, above))
         start, length = snapshot.start, snapshot.length
-        return all(from_bytes(context, half, start, length, False) for context, half in halves)
+        return all(snapshot_from_bytes(context, half, start, length, False) for context, half in halves)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self.end_round()
         contexts = (self._lower.context, self._context)
         before = [context.plan for context in contexts]
-        after = [plan.sized(in_blocks(context_tokens)) for plan in before]
-        check_growth(before, after, self.facts.weight_bytes, self._options)
+        after = [plan.with_tokens(round_up_to_block(context_tokens)) for plan in before]
+        check_resize_fits(before, after, self.facts.weight_bytes, self._options)
         try:
             for context, plan in zip(contexts, after, strict=True):
-                remake(context, plan, self.length)
+                rebuild_context(context, plan, self.length)
         except BaseException:
             # One of them failed, and is what it was.
             for context, plan in zip(contexts, before, strict=True):
-                if not context.lost:
-                    remake(context, plan, self.length)
+                if not context.is_lost:
+                    rebuild_context(context, plan, self.length)
             raise
         finally:
-            if any(context.lost for context in contexts):
+            if any(context.is_lost for context in contexts):
                 self._cut(0)
                 self._now_sized(0, 0)
         self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        if isinstance(how, LowBit):
-            if self._unlent is not None:
-                raise self._unlent
-            copy = draft_at_low_bits(self._lent(), how)
+        if isinstance(method, LowBit):
+            if self._merge_error is not None:
+                raise self._merge_error
+            copy = load_low_bit_view(self._shared_target(), method)
             self._views.add(copy)
             return copy
-        if isinstance(how, SkippedLayers):
+        if isinstance(method, SkippedLayers):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        if how.exit_layer != self.exit_layer:
+        if method.exit_layer != self.exit_layer:
             raise CapabilityError(
-                f"{self.facts.name} was prepared to exit after layer {self.exit_layer}, not {how.exit_layer}",
-                f"run `edgespec prepare layerskip --exit {how.exit_layer}` on the model",
+                f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {method.exit_layer}",
+                f"run `edgespec prepare layerskip --exit {method.exit_layer}` on the model",
             )
         view = EarlyExitView(self)
         self._views.add(view)
         return view
 
-    def interrupt(self, wanted: bool) -> None:
-        self._lower.context.interrupt.wanted = self._context.interrupt.wanted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._lower.context.interrupt.requested = self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:
@@ -384,12 +372,12 @@ def _check_kind(weights: Any, name: str) -> None:
     lib = library()
     reason = ""
     if lib.llama_model_is_recurrent(weights) or lib.llama_model_is_hybrid(weights):
-        reason = "it remembers by a state that cannot be cut back"
+        reason = "it has_memory by a state that cannot be cut back"
     elif lib.llama_model_rope_type(weights) not in _PLAIN_ROPES:
         reason = "its tokens have positions in several directions"
     if reason:
         raise ModelFileError(f"{name} cannot be run in two halves: {reason}", "load the model's own file")
 
 
-def _probed(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> Findings:
+def _probed(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
     return probe(context, weights, plan, options, StateCheckpoints(context, range(1, plan.sequences)))

@@ -15,27 +15,27 @@ import numpy as np
 import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.files import (
+from edgespec.backends.llamacpp.fingerprint import check_same_model
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
+from edgespec.backends.llamacpp.loading import (
     check_file,
     describe,
     load_vocabulary,
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.fingerprint import check_same_model
-from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.probe import Findings
-from edgespec.backends.llamacpp.resizing import check_growth, remake
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.probe import ProbeResult
+from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
-    cache_too_large,
+    cache_too_large_error,
     check_tokens_fit,
     check_weights_fit,
-    in_blocks,
+    round_up_to_block,
 )
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
@@ -48,20 +48,20 @@ from edgespec.errors import (
     MemoryBudgetError,
 )
 
-__all__ = ["COPY_ROOM_TOKENS", "LowBitView", "check_lends", "draft_at_low_bits"]
+__all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
 # Tokens of drafts that a window leaves room for, at least.
 _DRAFT_ROOM_TOKENS = 64
 # A window lets go of so many tokens at once.
 _WINDOW_STEP_TOKENS = 64
 # What a copy's context holds beside sinks and window.
-COPY_ROOM_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
+WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
 _ALL_TOKENS = 1 << 62
 # So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
 _HANDED_TOKENS = 256
 
 
-def check_lends(path: Path) -> None:
+def check_can_share_cache(path: Path) -> None:
     """Raises CapabilityError for a model that could not lend its memory to a copy, and ModelFileError."""
     lib = library()
     model = load_vocabulary(str(path), path.name)
@@ -76,7 +76,7 @@ def check_lends(path: Path) -> None:
         lib.llama_model_free(model)
 
 
-def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
+def load_low_bit_view(target: SharedTarget, how: LowBit) -> LowBitView:
     """A view of `target` that drafts with the copy of `how`.
 
     Raises CapabilityError when this target cannot lend its memory or the file is no copy of it,
@@ -92,14 +92,14 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
             f"a window of {how.window_tokens} tokens after {how.sink_tokens} cannot be drafted from",
             "a window has at least 1 token",
         )
-    if "lowbit" not in target.facts.capabilities.self_drafts:
+    if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} cannot lend its memory: {target.facts.capabilities.reason or 'it failed'}",
             "choose another method",
         )
     options = target.options
     if options.memory_bytes is not None:
-        left = options.memory_bytes - target.facts.weight_bytes - target.facts.most_kv_bytes
+        left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
     # Before minutes of loading, not after.
@@ -113,23 +113,23 @@ def draft_at_low_bits(target: TargetParts, how: LowBit) -> LowBitView:
         raise
 
 
-def _plan(target: TargetParts, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
+def _plan(target: SharedTarget, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
     """As large a context as the target's may become, or as the window and what is drafted after it."""
     tokens = target.plan.tokens
     if how.window_tokens is not None:
-        looked_at = how.sink_tokens + how.window_tokens + COPY_ROOM_TOKENS
-        tokens = min(tokens, in_blocks(looked_at))
+        looked_at = how.sink_tokens + how.window_tokens + WINDOW_EXTRA_TOKENS
+        tokens = min(tokens, round_up_to_block(looked_at))
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     if plan.kv_bytes > left:
         fitting = left // per_token // BLOCK_TOKENS * BLOCK_TOKENS
-        raise cache_too_large(tokens, plan.kv_bytes, left, fitting)
+        raise cache_too_large_error(tokens, plan.kv_bytes, left, fitting)
     return plan
 
 
-class LowBitView(SelfDraftView[TargetParts]):
+class LowBitView(SelfDraftView[SharedTarget]):
     """The target as its own draft, with the weights of a low-bit copy.
 
     Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
@@ -138,7 +138,7 @@ class LowBitView(SelfDraftView[TargetParts]):
     """
 
     def __init__(
-        self, target: TargetParts, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
+        self, target: SharedTarget, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
     ) -> None:
         super().__init__(target)
         self._weights = weights
@@ -149,15 +149,15 @@ class LowBitView(SelfDraftView[TargetParts]):
         self._window = _ALL_TOKENS if whole or how.window_tokens is None else how.window_tokens
         self._begin = self._sinks
         threads = threads_for(weights, options)
-        now = plan.sized(target.facts.context_tokens) if whole else plan
+        now = plan.with_tokens(target.facts.context_tokens) if whole else plan
         self._context = LlamaContext(weights, options, now, threads)
         # Its length counts what was dropped between sinks and window too: it is where drafts go on.
-        self._cells = Cells(self._context, options.max_branches)
-        self._same = target.cells.watch()
+        self._cells = KvCells(self._context, options.max_branches)
+        self._same = target.cells.track_prefix()
         try:
             self._try()
         except BaseException:
-            target.cells.unwatch(self._same)
+            target.cells.untrack_prefix(self._same)
             self._context.close()
             raise
         able = target.facts.capabilities
@@ -166,20 +166,20 @@ class LowBitView(SelfDraftView[TargetParts]):
             if whole
             else plan.tokens - self._sinks - self._window - _WINDOW_STEP_TOKENS
         )
-        able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
-        facts = describe(weights, path, name, plan, self.vocabulary, Findings(able, "overwritten"))
+        able = replace(able, max_width=min(width, able.max_width), self_draft_methods=frozenset())
+        facts = describe(weights, path, name, plan, self.vocabulary, ProbeResult(able, "overwritten"))
         self.facts = replace(
             facts,
             context_tokens=target.facts.context_tokens,
-            grows_to_tokens=target.plan.tokens,
+            requested_context_tokens=target.plan.tokens,
             kv_bytes=now.kv_bytes,
             notice="",
         )
         self._options = options
 
     @property
-    def room(self) -> int:
-        room = self._target.room
+    def free_tokens(self) -> int:
+        room = self._target.free_tokens
         return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
 
     def resized(self) -> None:
@@ -187,15 +187,15 @@ class LowBitView(SelfDraftView[TargetParts]):
         super().resized()
         if not self._whole:
             return
-        plan = self._context.plan.sized(self.facts.context_tokens)
+        plan = self._context.plan.with_tokens(self.facts.context_tokens)
         try:
-            check_growth([self._context.plan], [plan], self.facts.weight_bytes, self._options)
-            self._cells.cut(min(self._cells.length, self._same.until))
-            remake(self._context, plan, self._cells.length)
+            check_resize_fits([self._context.plan], [plan], self.facts.weight_bytes, self._options)
+            self._cells.truncate(min(self._cells.length, self._same.until))
+            rebuild_context(self._context, plan, self._cells.length)
         except MemoryBudgetError:
             pass
         finally:
-            if self._context.lost:
+            if self._context.is_lost:
                 self._cells.length = 0
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
@@ -206,17 +206,19 @@ class LowBitView(SelfDraftView[TargetParts]):
             lent.model.prefill([0, 0])
         count = min(2, lent.length)
         try:
-            parts = lent.lift(0, count)
+            parts = lent.export_cells(0, count)
         finally:
             if made:
                 lent.model.truncate(0)
-        handed = self._context.put_down(parts, 0, count) and self._context.lift(0, 0, count) == parts
+        handed = (
+            self._context.import_cells(parts, 0, count) and self._context.export_cells(0, 0, count) == parts
+        )
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
-                f"the copy cannot take over what {lent.facts.name} remembers",
+                f"the copy cannot take over what {lent.facts.name} has_memory",
                 "make the copy again: edgespec prepare lowbit",
             )
-        self._cells.cut(0)
+        self._cells.truncate(0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         self._check()
@@ -228,7 +230,7 @@ class LowBitView(SelfDraftView[TargetParts]):
                 )
             if first == 0:
                 self._take_over()
-            positions, sequences = self._cells.place(tree, first)
+            positions, sequences = self._cells.place_tree(tree, first)
             return HostLogits(self._context.run(tree.tokens[first:], positions, sequences))
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
@@ -246,7 +248,7 @@ class LowBitView(SelfDraftView[TargetParts]):
             # Layers with a window of their own would fill the hole with drafts too early.
             same = 0
         try:
-            cells.cut(same)  # ends the round too
+            cells.truncate(same)  # ends the round too
             if same <= self._sinks:
                 self._hand_over(same, min(self._sinks, length))
             elif begin > self._begin:
@@ -256,30 +258,30 @@ class LowBitView(SelfDraftView[TargetParts]):
         except BaseException:
             # Stopped between two steps: nothing that is there is counted on.
             self._context.clear()
-            cells.cut(0)
+            cells.truncate(0)
             raise
         cells.length = self._same.until = length
 
     def _hand_over(self, start: int, end: int) -> None:
-        """Cells [start, end) of the target, after what is there."""
+        """KvCells [start, end) of the target, after what is there."""
         for begin in range(start, end, _HANDED_TOKENS):
-            if self._context.interrupt.wanted:
+            if self._context.interrupt.requested:
                 raise CancelledError("cancelled")
             stop = min(begin + _HANDED_TOKENS, end)
-            if not self._context.put_down(self._target.lift(begin, stop), begin, stop):
+            if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
                     f"{stop - begin} cells of {self._target.facts.name} could not be handed over",
                     "use another method",
                 )
             self._cells.length = stop
 
-    def interrupt(self, wanted: bool) -> None:
-        self._context.interrupt.wanted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._target.cells.unwatch(self._same)
+        self._target.cells.untrack_prefix(self._same)
         self._context.close()
         library().llama_model_free(self._weights)

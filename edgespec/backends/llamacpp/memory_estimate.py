@@ -12,24 +12,24 @@ from typing import Any
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, unused_bytes
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.device_split import on_device
-from edgespec.backends.llamacpp.devices import has_own_memory
-from edgespec.backends.llamacpp.files import arranges_anew, load_simulated
-from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layerskip import PARTS, SHARED_BYTES
-from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.llamacpp.native import library, overheard
-from edgespec.backends.llamacpp.resizing import turning_tokens
-from edgespec.backends.llamacpp.sizing import (
+from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,
-    halves_options,
+    choose_context,
+    choose_split_contexts,
     remembers_by_state,
-    wished_context,
-    wished_halves,
+    split_load_options,
 )
+from edgespec.backends.llamacpp.device_split import device_split
+from edgespec.backends.llamacpp.devices import has_own_memory
+from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
+from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.native import captured_log, library
+from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
-from edgespec.heap import addresses_are_limited, give_back
+from edgespec.heap import address_space_is_limited, release_free_memory
 
 __all__ = ["Buffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "buffers_in", "simulated"]
 
@@ -85,7 +85,7 @@ class Buffers:
         """What is noted of the passes it makes, and where addresses count, what nothing is written to."""
         places = 1 << (2 * self.nodes - 1).bit_length()
         graph = self.nodes * _NODE_BYTES + int(places * _PLACE_BYTES) + _GRAPH_BYTES
-        split = self.nodes * _SPLIT_BYTES if addresses_are_limited() else 0
+        split = self.nodes * _SPLIT_BYTES if address_space_is_limited() else 0
         return _GRAPHS * graph + self.nodes * _SCHEDULED_BYTES + _NOTES_BYTES + split
 
 
@@ -125,25 +125,25 @@ class GgufMemoryEstimator:
         self._gpu_layers: int | None = None
         self._weights, self._said = _opened(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
-        self.turning_tokens: int = turning_tokens(self._weights)
+        self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         own = has_own_memory()
         self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
         self._states: States | None = None
         # What long contexts are told from, by what they are made of: asked for again and again.
         self._long: dict[tuple[ContextPlan, int, str], tuple[Buffers, Buffers]] = {}
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         weights = self._weights
         if remembers_by_state(weights) and self._states is None:
             self._states = _simulated_states(weights, options)
-        plan = wished_context(weights, options, self._states)
+        plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
         lib = library()
         size: int = lib.llama_model_size(weights)
-        weights_there, cache_there, twice = on_device(self._path, self.layers, options.gpu_layers)
+        weights_there, cache_there, twice = device_split(self._path, self.layers, options.gpu_layers)
         converted = converted_bytes(weights, plan, options, tiled=self._said.tiled)
         compute: Counter[Pool] = Counter({MEMORY: converted})
         for kind, bytes_ in buffers.compute:
@@ -185,7 +185,7 @@ class GgufMemoryEstimator:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
-            give_back()  # metadata that was looked at is large
+            release_free_memory()  # metadata that was looked at is large
 
 
 class SplitModelMemoryEstimator:
@@ -206,25 +206,25 @@ class SplitModelMemoryEstimator:
                 weights, told = _opened(half, name, None)
                 self._halves.append(weights)
                 self._said.append(told)
-            self._maps = not any(arranges_anew(half, None) for half in paths)
+            self._maps = not any(repacks_weights(half, None) for half in paths)
         except BaseException:
             self.close()
             raise
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
-        self.turning_tokens: int = turning_tokens(self._halves[0])
+        self.longrope_switch_tokens: int = longrope_switch_tokens(self._halves[0])
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         lower, upper = self._halves
-        plans = wished_halves(lower, upper, options)
-        first, second = halves_options(lower, options)
+        plans = choose_split_contexts(lower, upper, options)
+        first, second = split_load_options(lower, options)
         buffers = [
             simulated(lower, plans[0], first),
             simulated(upper, plans[1], second, takes_hidden=True),
         ]
         weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
         if self._maps and options.mmap and not options.mlock:
-            weight_bytes -= int(metadata(lower, SHARED_BYTES) or 0)
+            weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         converted = sum(
             converted_bytes(half, plan, how, tiled=told.tiled)
             for half, plan, how, told in zip(self._halves, plans, (first, second), self._said, strict=True)
@@ -248,13 +248,13 @@ class SplitModelMemoryEstimator:
         """See `MemoryEstimator`."""
         while self._halves:
             library().llama_model_free(self._halves.pop())
-        give_back()
+        release_free_memory()
 
 
 def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:
-    """See `load_simulated`."""
-    with overheard() as lines:
-        weights = load_simulated(paths, name, gpu_layers)
+    """See `load_skeleton`."""
+    with captured_log() as lines:
+        weights = load_skeleton(paths, name, gpu_layers)
     merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
     tensors = {found[1]: int(found[2]) for line in lines if (found := _TILED.search(line))}
     if any(_REPACKED in line for line in lines):
@@ -279,7 +279,7 @@ def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
 
 def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any) -> Buffers:
     """What a context of weights that are not there would take."""
-    with overheard() as lines:
+    with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, **how).close()
         return buffers_in(lines)
 
@@ -289,7 +289,7 @@ def _simulated_states(weights: Any, options: LoadOptions) -> States:
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MANY_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
-        with overheard() as lines:
+        with captured_log() as lines:
             context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
             context.close()
         states = sum(_mib(found[1]) for line in lines if (found := _STATES.search(line)))

@@ -1,6 +1,6 @@
 """The cells of a model in two halves, as the bytes that the whole model's would be.
 
-llama.cpp writes what a sequence remembers (llama_kv_cache::state_write) as a mark of its own and the
+llama.cpp writes what a sequence has_memory (llama_kv_cache::state_write) as a mark of its own and the
 sequence; then the number of streams, which is 1 here, and of cells; the position and the sequence of each
 cell; whether values lie transposed; the number of layers; the keys of each layer, and then the values of
 each. Where some layers have a sliding window all but the mark comes twice: for those without one, then for
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["join"]
+__all__ = ["merge_kv"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -58,8 +58,10 @@ class _Memory:
         return _Memory(self.cells[order], self.transposed, ordered(self.keys), ordered(self.values))
 
 
-def join(lower: Sequence[memoryview], upper: Sequence[memoryview], name: str) -> Sequence[bytes | memoryview]:
-    """What `LlamaContext.lift` gave of the same cells of both halves, as it gives it of the whole model.
+def merge_kv(
+    lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
+) -> Sequence[bytes | memoryview]:
+    """Merge the exported cells of both splits into those of the whole model.
 
     Raises CapabilityError where the bytes are not laid out as described, or are not of the same cells.
     """

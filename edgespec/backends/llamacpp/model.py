@@ -19,20 +19,25 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.llamacpp.cells import Cells
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
-from edgespec.backends.llamacpp.files import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
-from edgespec.backends.llamacpp.lowbit import draft_at_low_bits
+from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
+from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.probe import Findings, probe
-from edgespec.backends.llamacpp.resizing import cache_form, check_growth, first_plan, remake
-from edgespec.backends.llamacpp.saved import from_bytes, to_bytes
-from edgespec.backends.llamacpp.sizing import plan_context
-from edgespec.backends.llamacpp.target_parts import TargetParts
+from edgespec.backends.llamacpp.probe import ProbeResult, probe
+from edgespec.backends.llamacpp.resizing import (
+    cache_variant,
+    check_resize_fits,
+    initial_plan,
+    rebuild_context,
+)
+from edgespec.backends.llamacpp.shared_target import SharedTarget
+from edgespec.backends.llamacpp.snapshots import snapshot_from_bytes, snapshot_to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import in_blocks
+from edgespec.backends.memory_check import round_up_to_block
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -68,7 +73,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 class LlamaCppModel(BaseModel):
     """One GGUF model with one KV cache.
 
-    Where its tokens are is kept by `Cells`. With a recurrent memory there are chains only, and the
+    Where its tokens are is kept by `KvCells`. With a recurrent memory there are chains only, and the
     sequences beside sequence 0 hold checkpoints.
     """
 
@@ -81,26 +86,26 @@ class LlamaCppModel(BaseModel):
                 f"{path} has no vocabulary", "choose a file that holds a whole language model"
             )
         whole = plan_context(weights, options)
-        plan = first_plan(weights, whole, options)
+        plan = initial_plan(weights, whole, options)
         threads = threads_for(weights, options)
         self._context = LlamaContext(weights, options, plan, threads)
-        self._moments = StateCheckpoints(self._context, range(1, plan.sequences))
+        self._checkpoints = StateCheckpoints(self._context, range(1, plan.sequences))
         try:
-            self.found: Findings = probe(self._context, weights, plan, options, self._moments)
+            self.found: ProbeResult = probe(self._context, weights, plan, options, self._checkpoints)
             facts = describe(weights, path, name, whole, self.vocabulary, self.found)
         except BaseException:
             self._context.close()
             raise
-        self._cells = Cells(self._context, options.max_branches, replays=self.found.replays)
+        self._cells = KvCells(self._context, options.max_branches, replays=self.found.replays)
         self.facts: ModelFacts = replace(
             facts,
             context_tokens=plan.tokens,
             kv_bytes=plan.kv_bytes,
-            cache_form=cache_form(weights, whole),
+            cache_variant=cache_variant(weights, whole),
         )
         self._options, self._whole = options, whole
         self._recurrent = plan.recurrent
-        self._forgets = plan.kv_types.keys_turn and not plan.recurrent and self._context.can_shift
+        self._forgets = plan.kv_types.can_shift_keys and not plan.recurrent and self._context.can_shift
         # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
         self._chosen = False
 
@@ -109,7 +114,7 @@ class LlamaCppModel(BaseModel):
         return self._cells.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return self._context.tokens - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -120,7 +125,7 @@ class LlamaCppModel(BaseModel):
             try:
                 self._context.append(batch, self.length)
             except (BackendError, ContextFullError, CancelledError):
-                self._cells.cut(self.length)
+                self._cells.truncate(self.length)
                 raise
             self._cells.length += len(batch)
 
@@ -130,7 +135,7 @@ class LlamaCppModel(BaseModel):
             self._check_shape(tree)
             if first == 0:
                 self._cells.end_round()
-            positions, sequences = self._cells.place(tree, first)
+            positions, sequences = self._cells.place_tree(tree, first)
             self._chosen = False
             rows = self._context.run(tree.tokens[first:], positions, sequences)
         except (BackendError, ContextFullError, CancelledError):
@@ -152,38 +157,38 @@ class LlamaCppModel(BaseModel):
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._moments.tidy()
-        self._cells.cut(min(length, self.length))
+        self._checkpoints.release_dropped()
+        self._cells.truncate(min(length, self.length))
         self._chosen = self._chosen and self.length > 0
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if not self._forgets:
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
-        if self._cells.watched:
+        if self._cells.is_tracked:
             raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
         self._cells.end_round()
         end = min(end, self.length)
         if start < end:
-            self._context.close_up(start, end)
+            self._context.remove_range(start, end)
             self._cells.length -= end - start
 
     def checkpoint(self) -> StateCheckpoint:
         """The memory now; shared until it is written to."""
         self._check(0)
         self._take_up()
-        return self._moments.take(self.length)
+        return self._checkpoints.save(self.length)
 
     def _take_up(self) -> None:
         """Make an earlier state that was chosen the present one."""
         if self._chosen:
-            self._context.make_chosen_current()
+            self._context.apply_rollback()
             self._chosen = False
 
     def rewind(self, checkpoint: StateCheckpoint) -> None:
         """Make the memory what it was; ends the round, whatever became of it."""
         self._check(0)
-        self._moments.go_back(checkpoint)
+        self._checkpoints.restore(checkpoint)
         self._cells.length, self._chosen = checkpoint.length, False
         self._cells.clear_round()
 
@@ -191,7 +196,7 @@ class LlamaCppModel(BaseModel):
         self._check(0)
         self._cells.end_round()
         start, end = self._span(start, end)
-        return Snapshot(end, to_bytes(self._context, start, end, self._recurrent), start)
+        return Snapshot(end, snapshot_to_bytes(self._context, start, end, self._recurrent), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
@@ -201,7 +206,7 @@ class LlamaCppModel(BaseModel):
             self._context.clear()
         if not self._put_down(snapshot):
             if snapshot.start:
-                self._cells.cut(min(snapshot.start, self.length))
+                self._cells.truncate(min(snapshot.start, self.length))
             else:
                 self._context.clear()
             raise BackendError("the saved state does not fit this model and context", "compute it again")
@@ -211,43 +216,43 @@ class LlamaCppModel(BaseModel):
         """Append it; False where the cache does not end there, or it does not fit."""
         start, length = snapshot.start, snapshot.length
         fits = self.length == start <= length <= self._context.tokens
-        return fits and from_bytes(self._context, snapshot.data, start, length, self._recurrent)
+        return fits and snapshot_from_bytes(self._context, snapshot.data, start, length, self._recurrent)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self._cells.end_round()
         context = self._context
-        plan = context.plan.sized(in_blocks(context_tokens))
-        check_growth([context.plan], [plan], self.facts.weight_bytes, self._options)
+        plan = context.plan.with_tokens(round_up_to_block(context_tokens))
+        check_resize_fits([context.plan], [plan], self.facts.weight_bytes, self._options)
         self._take_up()
         try:
-            remake(context, plan, self.length, recurrent=self._recurrent)
+            rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         finally:
-            # The sequences of moments are empty now, and those that nobody holds may be taken again.
-            self._moments.tidy()
-            if context.lost:
+            # The sequences of checkpoints are empty now, and those that nobody holds may be taken again.
+            self._checkpoints.release_dropped()
+            if context.is_lost:
                 self._cells.length = 0
                 self._now_sized(0, 0)
         self._now_sized(plan.tokens, plan.kv_bytes)
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        if isinstance(how, EarlyExit):
+        if isinstance(method, EarlyExit):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself by early exit: it is loaded in one piece",
                 "run `edgespec prepare layerskip` on its file",
             )
-        if isinstance(how, SkippedLayers):
+        if isinstance(method, SkippedLayers):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        view = draft_at_low_bits(self._lent(), how)
+        view = load_low_bit_view(self._shared_target(), method)
         self._views.add(view)
         return view
 
-    def _lent(self) -> TargetParts:
-        return TargetParts(
+    def _shared_target(self) -> SharedTarget:
+        return SharedTarget(
             self,
             (self._weights,),
             (self._context,),
@@ -257,8 +262,8 @@ class LlamaCppModel(BaseModel):
             self.check_open,
         )
 
-    def interrupt(self, wanted: bool) -> None:
-        self._context.interrupt.wanted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:

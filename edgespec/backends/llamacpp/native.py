@@ -19,7 +19,7 @@ from typing import Any
 from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 
-__all__ = ["Interrupt", "library", "overheard", "recent_errors"]
+__all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 _WARN, _ERROR, _CONTINUED = 3, 4, 5
@@ -116,7 +116,7 @@ def recent_errors(clear: bool = False) -> list[str]:
 
 
 @contextmanager
-def overheard() -> Iterator[list[str]]:
+def captured_log() -> Iterator[list[str]]:
     """What the library logs while this is open, whichever thread it works for."""
     lines: list[str] = []
     _listeners.append(lines)
@@ -139,11 +139,11 @@ class Interrupt:
         self._buffer = ctypes.create_string_buffer(2)
 
     @property
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         return self._buffer.raw[0] != 0
 
-    @wanted.setter
-    def wanted(self, value: bool) -> None:
+    @requested.setter
+    def requested(self, value: bool) -> None:
         self._buffer[0] = b"\x01" if value else b"\x00"
 
     def attach(self, context: Any) -> None:

@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.kv_types import FEW_ROWS, reads_otherwise
+from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError
 
-__all__ = ["Findings", "probe"]
+__all__ = ["ProbeResult", "probe"]
 
 _BEFORE, _PASS = [0, 1], [1, 0, 1]
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ProbeResult:
     """capabilities: of the model as it stands. rollback: in words, how tokens are taken back.
 
     replays: it goes back to checkpoints, so chains can be verified and replayed. undo_tokens: so many
@@ -35,11 +35,15 @@ class Findings:
 
 
 def probe(
-    context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions, moments: StateCheckpoints
-) -> Findings:
+    context: LlamaContext,
+    weights: Any,
+    plan: ContextPlan,
+    options: LoadOptions,
+    checkpoints: StateCheckpoints,
+) -> ProbeResult:
     """Run a few tokens and take some back; the context is left empty. Raises ModelFileError."""
     lib = library()
-    if not context.remembers or not lib.llama_model_has_decoder(weights):
+    if not context.has_memory or not lib.llama_model_has_decoder(weights):
         raise ModelFileError("this model does not generate text", "choose a decoder language model")
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
@@ -47,24 +51,26 @@ def probe(
             "choose a decoder-only model",
         )
     try:
-        return _replayed(context, plan, moments) if plan.recurrent else _cut_back(context, plan, options)
+        return _replayed(context, plan, checkpoints) if plan.recurrent else _cut_back(context, plan, options)
     finally:
         context.clear()
 
 
-def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> Findings:
+def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _plain("its memory cannot be rolled back")
-    parts = context.lift(0, 0, 1)
+    parts = context.export_cells(0, 0, 1)
     context.clear()
-    movable = context.put_down(parts, 0, 1) and context.lift(0, 0, 1) == parts
+    movable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded for one branch"
-    continues = not reads_otherwise(plan.kv_types, options, context.threads)
+    continues = not prefill_kernel_differs(plan.kv_types, options, context.threads)
     # A draft of as many would be read as a text is; a draft model may round as it likes.
-    width = context.max_width if continues or options.draft else min(context.max_width, FEW_ROWS)
-    return Findings(
+    width = (
+        context.max_width if continues or options.is_draft else min(context.max_width, SMALL_KERNEL_MAX_ROWS)
+    )
+    return ProbeResult(
         Capabilities(
             True,
             tree,
@@ -72,19 +78,19 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
             width,
             options.max_branches,
             # A copy with fewer bits drafts on cells that were moved to it.
-            self_drafts=frozenset({"lowbit"}) if movable else frozenset(),
-            continues=continues,
+            self_draft_methods=frozenset({"lowbit"}) if movable else frozenset(),
+            prefix_reuse_exact=continues,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )
 
 
-def _replayed(context: LlamaContext, plan: ContextPlan, moments: StateCheckpoints) -> Findings:
+def _replayed(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
     """Go back to a checkpoint and compare, bit for bit; then try the states the library keeps of a pass."""
     context.append(_BEFORE, 0)
-    moment = moments.take(len(_BEFORE))
+    moment = checkpoints.save(len(_BEFORE))
     first = _rows(context, 0)
-    moments.go_back(moment)
+    checkpoints.restore(moment)
     try:
         exact = np.array_equal(first, _rows(context, 0))
     except BackendError:  # the library saw that something was left over
@@ -94,7 +100,7 @@ def _replayed(context: LlamaContext, plan: ContextPlan, moments: StateCheckpoint
     undo_tokens = 0
     if context.undo_tokens and context.drop(0, len(_BEFORE) + 1):
         undone = _rows(context, 1)
-        moments.go_back(moment)
+        checkpoints.restore(moment)
         context.append(_PASS[:1], len(_BEFORE))
         narrow = _rows(context, 1)
         # Passes of other widths may round otherwise; an earlier state must not differ by more.
@@ -104,12 +110,12 @@ def _replayed(context: LlamaContext, plan: ContextPlan, moments: StateCheckpoint
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent memory takes chains only"
-    able = Capabilities(False, False, reason, context.max_width, 1, cuts=False)
-    return Findings(able, rollback, True, undo_tokens)
+    able = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
+    return ProbeResult(able, rollback, True, undo_tokens)
 
 
-def _plain(reason: str) -> Findings:
-    return Findings(Capabilities(False, False, reason, cuts=False), "none")
+def _plain(reason: str) -> ProbeResult:
+    return ProbeResult(Capabilities(False, False, reason, partial_truncate=False), "none")
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:

@@ -24,7 +24,14 @@ from typing import Any
 from edgespec.backends.base import Progress
 from edgespec.errors import BackendError, CancelledError, CapabilityError, OptionError
 
-__all__ = ["QuantisedSize", "file_type", "needs_matrix", "quantise", "quantised_size", "types"]
+__all__ = [
+    "QuantisedSize",
+    "importance_matrix_error",
+    "parse_quantisation_type",
+    "quantisation_types",
+    "quantise",
+    "quantised_size",
+]
 
 # Of the library's types, those that are for keeping a model as it is, and those for training experiments.
 _NOT_FOR_DRAFTS = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
@@ -38,15 +45,15 @@ _WORDS = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """What the weights take now, and would take. needs_matrix: the type needs an importance matrix."""
+    """Bytes of the weights now and as a copy; whether the type needs an importance matrix."""
 
     source_bytes: int
     copy_bytes: int
-    needs_matrix: bool
+    needs_importance_matrix: bool
 
 
 @cache
-def types() -> dict[str, int]:
+def quantisation_types() -> dict[str, int]:
     """The types a copy can have, and the library's numbers of them. Raises BackendMissingError."""
     from edgespec.backends.llamacpp.native import library
 
@@ -55,12 +62,12 @@ def types() -> dict[str, int]:
     return {name: getattr(lib, _PREFIX + name) for name in sorted(names) if name not in _NOT_FOR_DRAFTS}
 
 
-def file_type(name: str) -> str:
+def parse_quantisation_type(name: str) -> str:
     """The type of that name, in any case and for short. Raises OptionError for one that is not there."""
     upper = name.upper()
     upper = _WORDS.get(upper, upper)
-    if upper not in types():
-        usable = (known for known in types() if not known.startswith(_NEED_MATRIX))
+    if upper not in quantisation_types():
+        usable = (known for known in quantisation_types() if not known.startswith(_NEED_MATRIX))
         raise OptionError(f"the type is {name!r}", f"choose one of {', '.join(usable)}")
     return upper
 
@@ -96,7 +103,14 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
 
 def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | None, what: str) -> list[str]:
     """Run the quantiser in its own process; what it said. `copy` None: only say what would come out."""
-    command = [sys.executable, "-m", __name__, str(source), str(copy or ""), str(types()[type_name])]
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(source),
+        str(copy or ""),
+        str(quantisation_types()[type_name]),
+    ]
     said: list[str] = []
     fraction = 0.0
     with subprocess.Popen(
@@ -121,7 +135,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
         return said
     text = " ".join(said)
     if re.search(r"requires an (imatrix|importance matrix)|Missing importance matrix", text):
-        raise needs_matrix(type_name)
+        raise importance_matrix_error(type_name)
     reason = re.search(r"failed to quantize: (.*?)(?=  |$)", "  ".join(said))
     raise BackendError(
         f"llama.cpp made no {type_name} copy of {source}:"
@@ -130,7 +144,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
     )
 
 
-def needs_matrix(type_name: str) -> CapabilityError:
+def importance_matrix_error(type_name: str) -> CapabilityError:
     """What to raise for a type that cannot be made without measuring the model on text first."""
     return CapabilityError(
         f"{type_name} needs an importance matrix, which edgespec does not make",

@@ -1,6 +1,6 @@
-"""A context of another size that remembers the same: saved, made anew, put back.
+"""A context of another size that has_memory the same: saved, made anew, put back.
 
-The library cannot make a context larger. What a sequence remembers does not depend on the size, so it comes
+The library cannot make a context larger. What a sequence has_memory does not depend on the size, so it comes
 back to the bit. The memory is freed before the new one is made: both are never there at once.
 """
 
@@ -15,28 +15,30 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.memory_check import BLOCK_TOKENS, begun_with, cache_too_large
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
-from edgespec.files import size_text
-from edgespec.heap import give_back
+from edgespec.files import format_bytes
+from edgespec.heap import release_free_memory
 
-__all__ = ["cache_form", "check_growth", "first_plan", "remake", "turning_tokens"]
+__all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
 
 
-def first_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
+def initial_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
     """The context to begin with, of one that is to become as large as `whole`."""
-    if options.first_tokens is None:
+    if options.initial_context_tokens is None:
         return whole
-    return whole.sized(begun_with(whole.tokens, options.first_tokens, turning_tokens(weights)))
+    return whole.with_tokens(
+        initial_context(whole.tokens, options.initial_context_tokens, longrope_switch_tokens(weights))
+    )
 
 
-def cache_form(weights: Any, whole: ContextPlan) -> str:
+def cache_variant(weights: Any, whole: ContextPlan) -> str:
     """What a context that is to become as large as `whole` holds in another form than one of another size."""
-    turning = turning_tokens(weights)
+    turning = longrope_switch_tokens(weights)
     return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
 
 
-def turning_tokens(weights: Any) -> int:
+def longrope_switch_tokens(weights: Any) -> int:
     """With LongRoPE (arXiv 2402.13753) a context beyond this turns keys by other factors; 0 for other models.
 
     What is cached was turned by those of its time: a context must not come to be beyond it.
@@ -47,7 +49,7 @@ def turning_tokens(weights: Any) -> int:
     return int(metadata(weights, f"{arch}.rope.scaling.original_context_length") or 0)
 
 
-def check_growth(
+def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
     """Raises MemoryBudgetError when contexts that are to be made larger do not fit the memory."""
@@ -58,30 +60,34 @@ def check_growth(
         left = max(0, options.memory_bytes - weight_bytes)
         per_token = sum(plan.token_bytes for plan in after)
         fits = after[0].tokens - -(-(wanted - left) // per_token) if per_token else 0
-        raise cache_too_large(after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS)
+        raise cache_too_large_error(
+            after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS
+        )
     # What is saved meanwhile is no more than what is freed. Cards with memory of their own say so themselves.
     available = int(psutil.virtual_memory().available)
     if wanted > available and in_main_memory(options):
         raise MemoryBudgetError(
-            f"a context of {after[0].tokens} tokens takes {size_text(wanted)} of memory"
-            f" and {size_text(available)} are free",
+            f"a context of {after[0].tokens} tokens takes {format_bytes(wanted)} of memory"
+            f" and {format_bytes(available)} are free",
             "close other programs or use a smaller --context",
         )
 
 
-def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False) -> None:
+def rebuild_context(
+    context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
+) -> None:
     """Give a context, whose sequence 0 holds `length` tokens, the size of `plan`; all other sequences go.
 
     Whatever goes wrong, it has its former size and content again. Raises MemoryBudgetError. Where there is
     no memory for that either the context is lost, as it says.
     """
     former = context.plan
-    if plan == former and not context.lost:
+    if plan == former and not context.is_lost:
         return
     saved: Sequence[memoryview] = ()
     if length:
         try:
-            saved = [context.state()] if recurrent else context.lift(0, 0, length)
+            saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
         except MemoryError as error:
             raise MemoryBudgetError(
                 f"there is no memory for a copy of {length} cached tokens",
@@ -94,12 +100,14 @@ def remake(context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: 
         raise
     # The former memory and the copy: the heap would keep them beside the new one.
     saved = ()
-    give_back()
+    release_free_memory()
 
 
 def _fill(
     context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
 ) -> None:
-    context.make(plan)
-    if saved and not (context.set_state(saved[0]) if recurrent else context.put_down(saved, 0, length)):
+    context.allocate(plan)
+    if saved and not (
+        context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
+    ):
         raise BackendError(f"{length} cached tokens could not be put back", "send the message again")

@@ -15,13 +15,13 @@ import psutil
 
 from edgespec.errors import BackendMissingError
 
-__all__ = ["MlxFacts", "about", "core", "lm"]
+__all__ = ["MlxBuildInfo", "about", "core", "lm"]
 
 _OPEN_FILES = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class MlxFacts:
+class MlxBuildInfo:
     """The installed libraries, and the device that models run on by default.
 
     recommended_working_set_bytes: what Metal keeps in place at most; 0 where there is no such limit.
@@ -94,7 +94,7 @@ def _open_files_kept() -> Iterator[None]:
             set_limits(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def about() -> MlxFacts:
+def about() -> MlxBuildInfo:
     """The facts of the installed libraries. Raises BackendMissingError."""
     mx = core()
     try:
@@ -104,7 +104,7 @@ def about() -> MlxFacts:
     facts = mx.device_info()
     kind = "CPU" if mx.default_device() == mx.cpu else "GPU"
     name = facts.get("device_name") or facts.get("architecture")
-    return MlxFacts(
+    return MlxBuildInfo(
         version=mx.__version__,
         mlx_lm_version=mlx_lm_version,
         device=f"{kind} ({name})" if name else kind,

@@ -10,10 +10,10 @@ import mlx.core as mx
 
 from edgespec.errors import CapabilityError
 
-__all__ = ["LayerList", "LayerTaps", "LeftOut"]
+__all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
-class _StandIn:
+class _LayerProxy:
     """Stands in the place of a layer for a while. No nn.Module: it has no weights of its own."""
 
     def __init__(self, layer: Any) -> None:
@@ -26,7 +26,7 @@ class _StandIn:
         return self._layer[name]
 
 
-class LeftOut(_StandIn):
+class SkippedLayer(_LayerProxy):
     """A layer that is not run: it hands on what it is given, or what it was told to say.
 
     given: the hidden states [1, tokens, size] of the last pass that came here.
@@ -54,12 +54,12 @@ class LayerList:
 
     def without(self, indices: Collection[int]) -> list[Any]:
         """The list with these layers left out."""
-        return [LeftOut(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
+        return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def after(self, layer: int, states: mx.array) -> list[Any]:
         """The list that goes on where the layers below `layer` said `states`."""
-        done = [LeftOut(one) for one in self.layers[: layer - 1]]
-        return [*done, LeftOut(self.layers[layer - 1], states), *self.layers[layer:]]
+        done = [SkippedLayer(one) for one in self.layers[: layer - 1]]
+        return [*done, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
@@ -71,8 +71,8 @@ class LayerList:
             self._holder[self._name] = self.layers
 
 
-class _TappedLayer(_StandIn):
-    def __init__(self, layer: Any, index: int, taps: LayerTaps) -> None:
+class _HookedLayer(_LayerProxy):
+    def __init__(self, layer: Any, index: int, taps: HiddenStateHooks) -> None:
         super().__init__(layer)
         self._index = index
         self._taps = taps
@@ -83,7 +83,7 @@ class _TappedLayer(_StandIn):
         return result
 
 
-class LayerTaps:
+class HiddenStateHooks:
     """Reads what goes into and comes out of layers while a model runs.
 
     inputs, outputs: hidden states [1, tokens, size] of the last pass, by layer.
@@ -107,7 +107,7 @@ class LayerTaps:
         self.inputs, self.outputs = {}, {}
         wanted = set(indices)
         tapped = [
-            _TappedLayer(layer, i, self) if i in wanted else layer
+            _HookedLayer(layer, i, self) if i in wanted else layer
             for i, layer in enumerate(self._list.layers)
         ]
         with self._list.replaced(tapped):

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.files import Checkpoint, open_checkpoint
+from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.heap import return_large_buffers
+from edgespec.heap import unmap_freed_buffers
 
 if TYPE_CHECKING:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import Findings
+    from edgespec.backends.mlx.probe import ProbeResult
 
 __all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
 
@@ -35,14 +35,14 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     """
     check_options(options)
     core()  # says so where mlx is missing; what is imported from here on needs it
-    from edgespec.backends.mlx.device import bound_freed_buffers, leave_thread
+    from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
 
-    return_large_buffers()
-    bound_freed_buffers()
+    unmap_freed_buffers()
+    limit_freed_buffers()
     try:
         return _load(path, name, options, progress)
     except BaseException:
-        leave_thread()
+        release_thread_state()
         raise
 
 
@@ -51,8 +51,8 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     from edgespec.backends.mlx.probe import PROBE_TOKENS
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
-    checkpoint = open_checkpoint(path, name, options, progress)
-    context_tokens = context_wanted(options, checkpoint.trained_context_tokens)
+    checkpoint = load_model(path, name, options, progress)
+    context_tokens = requested_context(options, checkpoint.trained_context_tokens)
     facts = _facts(checkpoint, path, name, context_tokens)
     vocabulary = MlxVocabulary(checkpoint.tokenizer, checkpoint.vocab_size)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
@@ -85,7 +85,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         raise
 
 
-def _probed(model: MlxModel, options: LoadOptions) -> Findings:
+def _probed(model: MlxModel, options: LoadOptions) -> ProbeResult:
     from edgespec.backends.mlx.probe import probe
 
     try:
@@ -117,7 +117,7 @@ def check_options(options: LoadOptions) -> None:
             raise OptionError(f"{name} has no meaning for an MLX model: {hint}", f"leave {name} out")
 
 
-def _facts(checkpoint: Checkpoint, path: str, name: str, context_tokens: int) -> ModelFacts:
+def _facts(checkpoint: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
     trained = checkpoint.trained_context_tokens or context_tokens
     notice = ""
     if context_tokens > trained:
@@ -153,4 +153,4 @@ def _kv_bytes_within(
     fits = context_tokens
     while fits and kv_bytes_for(fits) > left:
         fits = fits // 2 // BLOCK_TOKENS * BLOCK_TOKENS
-    raise cache_too_large(context_tokens, wanted, left, fits)
+    raise cache_too_large_error(context_tokens, wanted, left, fits)

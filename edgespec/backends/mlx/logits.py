@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.device import evaluated, launched
-from edgespec.engine.chain import Candidates, SamplingParams
+from edgespec.backends.mlx.evaluation import evaluate, start_evaluation
 from edgespec.engine.logits import HostLogits, best_drawn
 from edgespec.engine.noise import Stream, key
+from edgespec.engine.sampling_params import Candidates, SamplingParams
 
 __all__ = ["DeviceLogits"]
 
@@ -44,7 +44,7 @@ class DeviceLogits:
         self._started = started
         self._fetched: dict[Any, Any] = {}
         self.vocab_size: int = rows.shape[1]
-        self.waited_seconds = self.begun_seconds = 0.0
+        self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._depths)
@@ -84,9 +84,9 @@ class DeviceLogits:
         asked = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if started is not None:
             # All that is waited for is queued first, or it would be computed after the next step.
-            launched(*asked)
+            start_evaluation(*asked)
             started(tokens[-1], self)
-        evaluated(*asked)
+        evaluate(*asked)
         self.waited_seconds += now() - asked_at
         found: Any = tokens.tolist()
         if started is not None:
@@ -118,7 +118,7 @@ class DeviceLogits:
         values: NDArray[np.float64] = self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
         return values
 
-    def limited(self, vocab_size: int) -> DeviceLogits:
+    def limit_vocab(self, vocab_size: int) -> DeviceLogits:
         if vocab_size >= self.vocab_size:
             return self
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._started)
@@ -138,7 +138,7 @@ class DeviceLogits:
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
         started = now()
-        evaluated(array)
+        evaluate(array)
         self.waited_seconds += now() - started
         return np.array(array)
 

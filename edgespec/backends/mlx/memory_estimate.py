@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import context_wanted
+from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import core
-from edgespec.backends.mlx.device import freed_buffers_bytes, leave_thread
-from edgespec.backends.mlx.files import ModelSkeleton, Sizes, outline_of
+from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
+from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, read_skeleton
 from edgespec.errors import OptionError
-from edgespec.heap import addresses_are_limited, kept_bytes
+from edgespec.heap import address_space_is_limited, retained_bytes
 
 __all__ = ["MlxMemoryEstimator"]
 
@@ -103,10 +103,10 @@ class _Figures:
 
 
 class MlxMemoryEstimator:
-    """The metadata of the MLX model in a folder. Raises what loading it would: see `open_checkpoint`."""
+    """The metadata of the MLX model in a folder. Raises what loading it would: see `load_model`."""
 
     layers = 0
-    turning_tokens = 0
+    longrope_switch_tokens = 0
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
@@ -114,11 +114,11 @@ class MlxMemoryEstimator:
         self._figures = _figures(path, name, options.adapter, options.low_bits, tuple(stamps))
         self.trained_context_tokens: int = self._figures.sizes.trained_context_tokens
 
-    def footprint(self, options: LoadOptions) -> MemoryEstimate:
+    def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`. Where the processor computes, halves become float32 if that fits."""
         check_options(options)
         figures = self._figures
-        tokens = context_wanted(options, self.trained_context_tokens)
+        tokens = requested_context(options, self.trained_context_tokens)
         widened = figures.sizes.widens(options)
         bits = KV_BITS[options.kv_type]
         if (bits, widened) not in figures.caches:
@@ -131,7 +131,7 @@ class MlxMemoryEstimator:
             Part("cache", cache.whole),
             Part("compute", self._compute_bytes(tokens, cache, options, widened)),
             Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
-            Part("heap", kept_bytes() + self._notes_bytes(options)),
+            Part("heap", retained_bytes() + self._notes_bytes(options)),
         )
         kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
         return MemoryEstimate(tokens, kind, parts)
@@ -156,7 +156,7 @@ class MlxMemoryEstimator:
         of the old ones, then to the values, and only then to scores. States are never written into.
         """
         on_cpu = core().default_device() == core().cpu
-        touched = on_cpu and not addresses_are_limited()
+        touched = on_cpu and not address_space_is_limited()
         pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, touched)
         if touched:
             return max(pass_bytes, cache.side) + cache.states + freed_buffers_bytes()
@@ -185,7 +185,7 @@ class MlxMemoryEstimator:
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
-        leave_thread()
+        release_thread_state()
 
 
 def _stamp(folder: Path) -> _Stamp:
@@ -204,7 +204,7 @@ def _figures(
     _stamps: tuple[_Stamp, ...],
 ) -> _Figures:
     try:
-        outline = outline_of(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
+        outline = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
         return _figures_of(outline)
     finally:
         # Modules hold one another: without this they would stay beside the model that is loaded next.
@@ -265,7 +265,7 @@ def _scans(model: Any) -> tuple[_Scan, ...]:
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
     """What the caches take, and the states beside them, when a context of so many tokens is full."""
-    from edgespec.backends.mlx.caches import rows_for
+    from edgespec.backends.mlx.attention_cache import rows_for
 
     memory = _begun(model, bits)
     whole = memory.sizes()
@@ -282,10 +282,10 @@ def _caches(model: Any, bits: int | None) -> _CacheSizes:
 
 
 def _begun(model: Any, bits: int | None) -> Any:
-    """The `Memory` of a model after one token, of which nothing is computed."""
-    from edgespec.backends.mlx.memory import Memory
-    from edgespec.backends.mlx.shape import PassShape
+    """The `LayerCaches` of a model after one token, of which nothing is computed."""
+    from edgespec.backends.mlx.layer_caches import LayerCaches
+    from edgespec.backends.mlx.pass_layout import PassLayout
 
-    memory = Memory(model, PassShape(), bits)
+    memory = LayerCaches(model, PassLayout(), bits)
     model(core().array([[0]]), cache=memory.layers)
     return memory

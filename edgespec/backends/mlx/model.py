@@ -21,18 +21,18 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.mlx.device import leave_thread
-from edgespec.backends.mlx.files import Checkpoint
-from edgespec.backends.mlx.layers import LayerList, LayerTaps
+from edgespec.backends.mlx.cache_serialization import from_bytes, to_bytes
+from edgespec.backends.mlx.evaluation import release_thread_state
+from edgespec.backends.mlx.layer_caches import CacheCheckpoint
+from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.memory import Mark
-from edgespec.backends.mlx.parts import Part, Parts
-from edgespec.backends.mlx.passes import Passes
-from edgespec.backends.mlx.saved import from_bytes, to_bytes
-from edgespec.backends.mlx.scoring import Best, Scorer
-from edgespec.backends.mlx.selfdraft import MlxSelfDraft
+from edgespec.backends.mlx.partial_model_scoring import Best, PartialModelScorer
+from edgespec.backends.mlx.partial_models import PartialModel, PartialModelFactory
+from edgespec.backends.mlx.pass_runner import PassRunner
+from edgespec.backends.mlx.self_draft_view import MlxSelfDraftView
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.optional_features import Learner
+from edgespec.backends.mlx.weight_loading import LoadedModel
+from edgespec.backends.optional_features import Trainer
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
@@ -45,14 +45,14 @@ CPU_BATCH_TOKENS = 64
 class MlxModel(BaseModel):
     """One MLX model with one memory: what may be asked of it, and when.
 
-    How it is run, and what is kept of that, is for `Passes`. parts: what of it drafts for the whole.
+    How it is run, and what is kept of that, is for `PassRunner`. parts: what of it drafts for the whole.
     kv_bytes_within: bytes of the caches when a context of so many tokens is full; raises MemoryBudgetError
     where there is no room for them.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: LoadedModel,
         facts: ModelFacts,
         vocabulary: MlxVocabulary,
         *,
@@ -64,12 +64,12 @@ class MlxModel(BaseModel):
         self._close_vocabulary = vocabulary.close
         self._net = checkpoint.model
         self.rounding: float = mx.finfo(checkpoint.dtype).eps
-        self._passes = Passes(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
+        self._passes = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.memory = self._passes.memory
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
         self.kv_bytes_within: Callable[[int], int] = lambda _: 0  # until it is probed
-        self.parts = Parts(self._net, self._passes.shape, checkpoint.low_bits)
-        self._scorer = Scorer(self._passes.forward_part, self.memory, self._passes.shape)
+        self.parts = PartialModelFactory(self._net, self._passes.shape, checkpoint.low_bits)
+        self._scorer = PartialModelScorer(self._passes.forward_part, self.memory, self._passes.shape)
         on_cpu = mx.default_device() == mx.cpu
         self._batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS) if on_cpu else batch_tokens
 
@@ -89,7 +89,7 @@ class MlxModel(BaseModel):
         self._check_pass(tree)
         return self._passes.verify(tree, first)
 
-    def draft(self, part: Part, tree: TokenTree, first: int) -> DeviceLogits:
+    def draft(self, part: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
         """`verify` for a draft of this model itself; the next call that is not the draft's ends the round."""
         self._check_pass(tree)
         return self._passes.draft(part, tree, first)
@@ -114,10 +114,10 @@ class MlxModel(BaseModel):
         if not capabilities.tree and not tree.is_chain:
             raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._passes.steps_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._passes.steps_ahead = enabled
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         self._passes.follow(draft._passes if isinstance(draft, MlxModel) else None)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -128,20 +128,20 @@ class MlxModel(BaseModel):
         self._check(0)
         self._passes.cut(length)
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} cannot turn its keys to other positions ({start} to {end})")
 
-    def taps(self) -> LayerTaps:
+    def taps(self) -> HiddenStateHooks:
         """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""
-        return LayerTaps(self._net)
+        return HiddenStateHooks(self._net)
 
-    def checkpoint(self) -> Mark:
+    def checkpoint(self) -> CacheCheckpoint:
         """The memory now, to `rewind` to; costs no copy."""
         self._check(0)
         self._passes.end_round()
         return self.memory.mark()
 
-    def rewind(self, checkpoint: Mark) -> None:
+    def rewind(self, checkpoint: CacheCheckpoint) -> None:
         """Make the memory what it was. CapabilityError when a window has moved on too far since."""
         self._check(0)
         self._passes.end_round()
@@ -177,27 +177,27 @@ class MlxModel(BaseModel):
         self._passes.context_tokens = context_tokens
         self._now_sized(context_tokens, kv_bytes)
 
-    def learner(self) -> Learner:
+    def trainer(self) -> Trainer:
         """See `Trainable`."""
-        from edgespec.backends.mlx.online import MlxLearner
+        from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
-        return MlxLearner(self, self._net, self._passes.shape, self._fingerprint)
+        return MlxTrainer(self, self._net, self._passes.shape, self._fingerprint)
 
-    def leave_thread(self) -> None:
-        leave_thread()
+    def release_thread_state(self) -> None:
+        release_thread_state()
 
     @property
     def layer_count(self) -> int:
         return self.parts.layer_count
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraft(self, *self.parts.make(how, self.facts))
+        view = MlxSelfDraftView(self, *self.parts.make(method, self.facts))
         self._views.add(view)
         return view
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         self._check_trial(0)
         skip, _, _ = self.parts.make(SkippedLayers(tuple(layers)), self.facts)
         start = self.length - len(tokens)
@@ -221,8 +221,8 @@ class MlxModel(BaseModel):
         self._check_wanted()
         self._passes.end_round()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._passes.interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._passes.interrupted = enabled
 
     def close(self) -> None:
         if self._closed:
@@ -234,7 +234,7 @@ class MlxModel(BaseModel):
         del self._net, self.memory, self.parts, self._scorer
         gc.collect()
         mx.clear_cache()
-        leave_thread()
+        release_thread_state()
 
     def drop_round(self) -> None:
         """End the open round; nothing of it is kept."""

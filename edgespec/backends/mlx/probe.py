@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LowBit
-from edgespec.backends.mlx.caches import AttentionCache
+from edgespec.backends.mlx.attention_cache import AttentionCache
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model import MlxModel
-from edgespec.backends.mlx.parts import Part
+from edgespec.backends.mlx.partial_models import PartialModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
 
-__all__ = ["PROBE_TOKENS", "Findings", "probe"]
+__all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 PROBE_TOKENS = 8
 # Passes of different widths add up in different orders: so many units of the last place, or such a share of
@@ -31,7 +31,7 @@ _MOST_ROUNDING, _MOST_SHARE = 32, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ProbeResult:
     """What the probe found.
 
     rollback: in words, how tokens are taken back. replays: rollback is by going back to a checkpoint and
@@ -46,7 +46,7 @@ class Findings:
     no_self_draft: dict[str, str]
 
 
-def probe(model: MlxModel) -> Findings:
+def probe(model: MlxModel) -> ProbeResult:
     """Try everything on a fresh model; its memory is empty before and after.
 
     Raises ModelFileError when the model cannot even be run one token at a time.
@@ -67,16 +67,18 @@ def probe(model: MlxModel) -> Findings:
         trouble = trouble or _trouble(model, expected, check)
     taps = not _trouble(model, expected, _check_taps)
     if trouble:
-        capabilities = Capabilities(False, False, trouble, taps=taps, cuts=model.memory.cuts)
-        return Findings(
+        capabilities = Capabilities(
+            False, False, trouble, hidden_states=taps, partial_truncate=model.memory.cuts
+        )
+        return ProbeResult(
             capabilities, "not possible", False, kv_bytes_for, dict.fromkeys(_SELF_DRAFTS, trouble)
         )
     if replays:
         reason = "its recurrent state takes chains only"
-        capabilities = Capabilities(True, False, reason, width, taps=taps, cuts=False)
+        capabilities = Capabilities(True, False, reason, width, hidden_states=taps, partial_truncate=False)
         missing = dict.fromkeys(_SELF_DRAFTS, "a recurrent state cannot be shared with a draft")
         rollback = "checkpoints of the recurrent state, and replay"
-        return Findings(capabilities, rollback, True, kv_bytes_for, missing)
+        return ProbeResult(capabilities, rollback, True, kv_bytes_for, missing)
     trouble = _trouble(model, expected, _check_tree)
     rollback = "by offset"
     if model.memory.windowed:
@@ -87,9 +89,16 @@ def probe(model: MlxModel) -> Findings:
     can = frozenset(tried.keys() - missing.keys())
     cuts = not model.memory.windowed
     capabilities = Capabilities(
-        True, not trouble, trouble, width, taps=taps, self_drafts=can, learns=True, cuts=cuts
+        True,
+        not trouble,
+        trouble,
+        width,
+        hidden_states=taps,
+        self_draft_methods=can,
+        trainable=True,
+        partial_truncate=cuts,
     )
-    return Findings(capabilities, rollback, False, kv_bytes_for, missing)
+    return ProbeResult(capabilities, rollback, False, kv_bytes_for, missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +201,7 @@ def _check_low_bits(model: MlxModel, expected: _Expected) -> str:
     return _check_part(model, expected, model.parts.lowered(LowBit(), model.facts.name))
 
 
-def _check_part(model: MlxModel, expected: _Expected, part: Part) -> str:
+def _check_part(model: MlxModel, expected: _Expected, part: PartialModel) -> str:
     """The target does not notice a round drafted before its own, of which it may take over a part."""
     tokens, what = expected.tokens, "drafting for itself"
     model.truncate(0)

@@ -11,11 +11,11 @@ import numpy as np
 from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import available_bytes
-from edgespec.memory.prefix_cache.copies import Copies
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.eviction import Worth
-from edgespec.memory.prefix_cache.reusable_prefix import sure_tokens
+from edgespec.memory.prefix_cache.reusable_prefix import reusable_tokens
+from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
+from edgespec.memory.prefix_cache.store import SegmentStore
 from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
 
 __all__ = ["PrefixCache"]
@@ -31,8 +31,8 @@ _SURE_SHARE = 0.95
 class PrefixCache:
     """The kept texts of one model: how they are taken out of its cache, and put back. Its thread asks.
 
-    most_bytes, disk, available: see `Copies`, which any thread may ask.
-    most_copied_bytes: of one copy while it is made. What is larger is kept in several pieces, or not at all
+    most_bytes, disk, available: see `SegmentStore`, which any thread may ask.
+    max_copied_bytes: of one copy while it is made. What is larger is kept in several pieces, or not at all
     where the cache has to be copied whole. None is no limit.
     notice: why they are not kept as they were to be, in words.
     Nothing here raises for what cannot be kept or put back: the model reads it again.
@@ -44,17 +44,17 @@ class PrefixCache:
         most_bytes: int,
         disk: PrefixCacheDisk | None = None,
         *,
-        worth: Worth,
-        most_copied_bytes: int | None = None,
+        worth: ReuseCosts,
+        max_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
         notice: str = "",
     ) -> None:
         self.worth = worth
-        self.hits = self.tokens_not_read = 0
+        self.hits = self.reused_tokens = 0
         self._model = model
-        self._cuts = model.facts.capabilities.cuts
-        self._most_copied_bytes = most_copied_bytes
-        self.copies = Copies(most_bytes, disk, available, worth)
+        self._cuts = model.facts.capabilities.partial_truncate
+        self._most_copied_bytes = max_copied_bytes
+        self.store = SegmentStore(most_bytes, disk, available, worth)
         self._notice = notice
         self._off = False
         # The text that was in the cache when all was forgotten.
@@ -63,7 +63,7 @@ class PrefixCache:
     @property
     def saves(self) -> bool:
         """Whether texts are kept on disk."""
-        return self.copies.disk is not None and not self._off
+        return self.store.disk is not None and not self._off
 
     def keep(self, read: Sequence[int], shared: int = 0) -> None:
         """Keep the cache, which holds `read`, before it is cut to the first `shared` tokens.
@@ -71,20 +71,20 @@ class PrefixCache:
         What takes less to read again than to copy is not kept.
         """
         text = np.array(read, np.int32)
-        with self.copies.lock:
+        with self.store.lock:
             if self._off or self._drops_forgotten(text):
                 return
             text = text[: self._most_tokens()]
-            base, have = self.copies.forest.longest(text, whole=True)
+            base, have = self.store.tree.longest(text, whole=True)
             if base:
-                self.copies.touch(base)
+                self.store.touch(base)
             lost = len(text) - (max(have, shared) if self._cuts else have)
             if self._fits(lost, len(text) - have):
                 try:
                     self._add(text, base, shared)
                 except (EdgespecError, MemoryError) as error:
                     self._note(error)
-            self.copies.make_room()
+            self.store.make_room()
 
     def _fits(self, lost: int, more: int) -> bool:
         """Whether so many tokens are worth a copy that holds `more` of them, and there is memory for it."""
@@ -94,31 +94,31 @@ class PrefixCache:
         return (
             self.worth.pays(lost, size_bytes)
             and (most is None or least_bytes <= most)
-            and self.copies.room_for(size_bytes if most is None else min(size_bytes, most))
+            and self.store.room_for(size_bytes if most is None else min(size_bytes, most))
         )
 
     @property
     def _most_bytes(self) -> int | None:
         """Of one copy: without a disk no more than memory may hold of all."""
         most = self._most_copied_bytes
-        if self.copies.disk is not None:
+        if self.store.disk is not None:
             return most
-        return self.copies.most_bytes if most is None else min(most, self.copies.most_bytes)
+        return self.store.most_bytes if most is None else min(most, self.store.most_bytes)
 
     def _most_tokens(self) -> int | None:
         """Of one text: more would be copied, and push others out, only to be dropped itself."""
-        size_bytes, disk = self._bytes_per_token(), self.copies.disk
+        size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._cuts and size_bytes):
             return None
-        room_bytes = self.copies.most_bytes + (disk.quota_bytes if disk else 0)
+        room_bytes = self.store.most_bytes + (disk.quota_bytes if disk else 0)
         return int(_SURE_SHARE * room_bytes / size_bytes)
 
     def _bytes_per_token(self) -> float:
-        known = [(piece.size_bytes, len(piece.tokens)) for piece in self.copies.forest]
+        known = [(piece.size_bytes, len(piece.tokens)) for piece in self.store.tree]
         if known:
             return sum(size for size, _ in known) / sum(count for _, count in known)
         facts = self._model.facts
-        return facts.most_kv_bytes / facts.most_context_tokens
+        return facts.max_kv_bytes / facts.max_context_tokens
 
     def _add(self, text: Tokens, base: Segment | None, shared: int) -> None:
         end = len(text)
@@ -146,7 +146,7 @@ class PrefixCache:
             else:
                 self._take_all(text, base)
         for piece in old:
-            self.copies.remove(piece)
+            self.store.remove(piece)
 
     def _copies_for(self, tokens: int) -> int:
         """In how many pieces so many tokens are copied."""
@@ -163,8 +163,8 @@ class PrefixCache:
         ends = [start + (len(text) - start) * i // count for i in range(1, count + 1)]
         last = parent
         for end in ends:
-            self.copies.make_room()
-            if last and last not in self.copies.forest:
+            self.store.make_room()
+            if last and last not in self.store.tree:
                 return None
             last = self._take(text[:end], last)
         return last
@@ -175,13 +175,13 @@ class PrefixCache:
         snapshot = self._model.snapshot(parent.end if parent else 0, len(text))
         self.worth.note_copied(len(snapshot.data), now() - began)
         name = name_of(text, snapshot.start)
-        piece = self.copies.forest.named(name)
+        piece = self.store.tree.named(name)
         if piece is None:
             tokens = text[snapshot.start :].copy()
             piece = Segment(name, parent, tokens, len(snapshot.data), snapshot)
-            self.copies.forest.add(piece)
+            self.store.tree.add(piece)
         piece.snapshot = piece.snapshot or snapshot
-        self.copies.touch(piece)
+        self.store.touch(piece)
         return piece
 
     def parting(self, wanted: Sequence[int], held: int) -> int:
@@ -191,27 +191,27 @@ class PrefixCache:
         """
         if self._cuts or self._off:
             return 0
-        _, shared = self.copies.forest.longest(np.array(wanted[:-1], np.int32))
+        _, shared = self.store.tree.longest(np.array(wanted[:-1], np.int32))
         return shared if shared - held >= _SHORT_TOKENS and self._fits(shared - held, shared) else 0
 
     def keep_parting(self, read: Sequence[int]) -> None:
         """Keep the cache, which holds `read`, as what several texts begin with."""
         text = np.array(read, np.int32)
-        with self.copies.lock:
+        with self.store.lock:
             try:
                 self._take(text, None).parting = True
             except (EdgespecError, MemoryError) as error:
                 self._note(error)
-            self.copies.make_room()
+            self.store.make_room()
 
     def find(self, wanted: Sequence[int], held: int) -> Segment | None:
         """The kept text that saves most of reading `wanted`, `held` tokens of which the cache has."""
         text = np.array(wanted[:-1], np.int32)
-        with self.copies.lock:
+        with self.store.lock:
             if self._off:
                 return None
-            self.copies.make_room()
-            piece, shared = self.copies.forest.longest(text, whole=not self._cuts)
+            self.store.make_room()
+            piece, shared = self.store.tree.longest(text, whole=not self._cuts)
             while piece and piece.end > self._model.facts.context_tokens:
                 piece = piece.parent
             if piece is None:
@@ -227,7 +227,7 @@ class PrefixCache:
         The cache then has a beginning of `wanted`: returns how many tokens.
         """
         text = np.array(wanted[:-1], np.int32)
-        with self.copies.lock:
+        with self.store.lock:
             chain, kept = piece.chain(), piece.text()
             common = self._sure(shared_tokens(kept, text))
             # What the cache has of it already stays.
@@ -237,38 +237,38 @@ class PrefixCache:
             if self._model.length != there:
                 self._model.truncate(0)
                 there = 0
-            self.copies.touch(piece)
+            self.store.touch(piece)
             for part in chain:
                 if there <= part.start < common and not self._put_back(part):
                     break
-            if self._cuts and self._model.length == piece.end and piece in self.copies.forest:
+            if self._cuts and self._model.length == piece.end and piece in self.store.tree:
                 self._part(piece, common)
             self._model.truncate(min(common, self._model.length))
             got = self._model.length
             if got > held:
                 self.hits += 1
-                self.tokens_not_read += got - held
-            self.copies.make_room()
+                self.reused_tokens += got - held
+            self.store.make_room()
             return got
 
     def _sure(self, length: int) -> int:
-        return sure_tokens(self._model.facts.capabilities, length)
+        return reusable_tokens(self._model.facts.capabilities, length)
 
     def _put_back(self, piece: Segment) -> bool:
         began = now()
-        snapshot = self.copies.read(piece)
+        snapshot = self.store.read(piece)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != piece.end:
-            self.copies.remove(piece)
+            self.store.remove(piece)
             return False
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
             # A smaller context, or a state that is not what it says.
-            self.copies.remove(piece)
+            self.store.remove(piece)
             return False
         self.worth.note_copied(piece.size_bytes, now() - began)
-        self.copies.hold(piece, snapshot)
-        self.copies.make_room()
+        self.store.hold(piece, snapshot)
+        self.store.make_room()
         return True
 
     def _part(self, piece: Segment, at: int) -> None:
@@ -284,7 +284,7 @@ class PrefixCache:
         except (EdgespecError, MemoryError) as error:
             self._note(error)
             return
-        if not (first and last and piece in self.copies.forest):
+        if not (first and last and piece in self.store.tree):
             return
         first.parting = True
         # Their files say which text they go after, and that is the same.
@@ -292,14 +292,14 @@ class PrefixCache:
         piece.children = []
         for child in children:
             child.parent = last
-        self.copies.remove(piece)
+        self.store.remove(piece)
 
     def _drops_forgotten(self, text: Tokens) -> bool:
         """Whether this text was in the cache when somebody had all forgotten: it may have been meant."""
-        disk = self.copies.disk
+        disk = self.store.disk
         if disk and disk.forgotten:
             disk.begin_again()
-            self.copies.forget()
+            self.store.forget()
             self._forgotten = text
         return self._forgotten is not None and np.array_equal(text, self._forgotten)
 
@@ -310,21 +310,21 @@ class PrefixCache:
 
     def texts(self) -> list[Tokens]:
         """The kept texts, each once."""
-        with self.copies.lock:
-            return [piece.text() for piece in self.copies.forest if not piece.children]
+        with self.store.lock:
+            return [piece.text() for piece in self.store.tree if not piece.children]
 
     def use(self) -> PrefixCacheUsage:
         """What is kept now."""
-        disk = self.copies.disk
-        with self.copies.lock:
-            pieces = list(self.copies.forest)
+        disk = self.store.disk
+        with self.store.lock:
+            pieces = list(self.store.tree)
             return PrefixCacheUsage(
                 texts=sum(not piece.children for piece in pieces),
                 memory_bytes=sum(piece.size_bytes for piece in pieces if piece.snapshot),
-                memory_limit_bytes=self.copies.most_bytes,
+                memory_limit_bytes=self.store.most_bytes,
                 disk_bytes=sum(piece.size_bytes for piece in pieces if piece.on_disk),
                 disk_limit_bytes=disk.quota_bytes if disk else 0,
                 hits=self.hits,
-                tokens_not_read=self.tokens_not_read,
+                reused_tokens=self.reused_tokens,
                 notice=" · ".join(filter(None, (self._notice, disk.notice if disk else ""))),
             )

@@ -23,17 +23,17 @@ from filelock import FileLock, Timeout
 from edgespec.backends.base import Snapshot
 from edgespec.files import (
     data_folder,
-    mark,
-    private_folder,
-    reason_of,
-    regular_bytes,
-    removed,
-    write_private,
+    delete_files,
+    error_reason,
+    make_private_folder,
+    regular_file_bytes,
+    touch_private,
+    write_private_file,
 )
 from edgespec.memory.prefix_cache.headers import packed, read_header, sums_of
 from edgespec.memory.prefix_cache.segments import Tokens
 
-__all__ = ["PrefixCacheDisk", "StoredSegment", "disk_bound", "forget_kept", "kept_folder"]
+__all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
 _LOCK_SECONDS = 1.0
@@ -68,7 +68,7 @@ def kept_folder() -> Path:
     return data_folder() / "kept"
 
 
-def disk_bound(folder: Path | None = None) -> int:
+def default_disk_bytes(folder: Path | None = None) -> int:
     """The bytes that may be kept on disk unless the user says: 4 GiB, or a tenth of what is free if less."""
     folder = folder or kept_folder()
     try:
@@ -89,7 +89,7 @@ class PrefixCacheDisk:
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
         self._root = folder or kept_folder()
         self.folder = self._root / identity[:32]
-        self.quota_bytes = disk_bound(self._root) if quota_bytes is None else quota_bytes
+        self.quota_bytes = default_disk_bytes(self._root) if quota_bytes is None else quota_bytes
         self.notice = ""
         self._identity = identity
         self._forgotten_ns = self._last_forgotten_ns()
@@ -159,19 +159,19 @@ class PrefixCacheDisk:
         if size_bytes > self.quota_bytes:
             return False
         try:
-            private_folder(self._root)
+            make_private_folder(self._root)
             with self._lock():
                 if self.forgotten:
                     return False
                 self._clear_litter()
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
-                private_folder(self.folder)
-                write_private(self._path(name), *parts)
+                make_private_folder(self.folder)
+                write_private_file(self._path(name), *parts)
         except (Timeout, NotImplementedError):  # the latter: a file system without locks
             return False
         except (OSError, MemoryError) as error:
-            self.notice = f"what was read is not kept in {self._root}: {reason_of(error)}"
+            self.notice = f"what was read is not kept in {self._root}: {error_reason(error)}"
             return False
         self.notice = ""
         return True
@@ -272,19 +272,19 @@ class PrefixCacheDisk:
         return _lock(self._root, _LOCK_SECONDS)
 
 
-def forget_kept(folder: Path | None = None) -> int:
+def delete_cached_prefixes(folder: Path | None = None) -> int:
     """Delete what is kept of every model, and make running programs drop what they would write.
 
     Gives the bytes that were freed. Raises OSError.
     """
     folder = folder or kept_folder()
-    mark(folder / _FORGOTTEN)
+    touch_private(folder / _FORGOTTEN)
     # Who writes just now may not have heard, and ends first.
     lock = _lock(folder, _PATIENCE_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
     try:
-        return removed([*_files(folder), *folder.glob("*/.*.tmp")])
+        return delete_files([*_files(folder), *folder.glob("*/.*.tmp")])
     finally:
         lock.release()
 
@@ -295,7 +295,7 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 def _opened(path: Path) -> BinaryIO:
     """A file to read once: another process may put another one in its place. Raises OSError."""
-    regular_bytes(path)
+    regular_file_bytes(path)
     return path.open("rb")
 
 

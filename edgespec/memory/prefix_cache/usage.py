@@ -12,7 +12,7 @@ class PrefixCacheUsage:
     """What is kept, and what that was good for.
 
     memory_bytes, disk_bytes: what the pieces of this model take; a piece may be in both. texts: ends of texts
-    that can be gone back to. hits: how often one was. tokens_not_read: tokens that need not be read again so.
+    that can be gone back to. hits: how often one was. reused_tokens: tokens that need not be read again so.
     """
 
     texts: int = 0
@@ -21,5 +21,5 @@ class PrefixCacheUsage:
     disk_bytes: int = 0
     disk_limit_bytes: int = 0
     hits: int = 0
-    tokens_not_read: int = 0
+    reused_tokens: int = 0
     notice: str = ""

@@ -10,7 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _method(method: MethodReport) -> Content:
 
 
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
-    rows = [_heading("Memory"), _row("Now", size_text(memory_bytes), width)]
+    rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
         named = (
             ("Peak", stats.peak_memory_bytes),
@@ -130,7 +130,7 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
             ("Draft cache", stats.draft_kv_bytes),
             ("Lookups, learning", stats.draft_other_bytes),
         )
-        rows += [_row(label, size_text(size), width) for label, size in named if size]
+        rows += [_row(label, format_bytes(size), width) for label, size in named if size]
     return Content.assemble(*rows)
 
 

@@ -17,7 +17,7 @@ from edgespec.tui.numbers import count, percent
 from edgespec.tui.widgets.pairs import Pairs
 
 if TYPE_CHECKING:
-    from edgespec import Piece, Reply
+    from edgespec import Reply, TextChunk
 
 __all__ = ["Note", "Panel", "ReplyMessage", "UserMessage", "Welcome", "markdown_parser", "origin_content"]
 
@@ -27,15 +27,15 @@ def markdown_parser() -> MarkdownIt:
     return MarkdownIt("gfm-like", {"html": False})
 
 
-def origin_content(pieces: Sequence[Piece]) -> Content:
+def origin_content(chunks: Sequence[TextChunk]) -> Content:
     """The text of a reply with every token coloured by who wrote it."""
     parts: list[tuple[str, str]] = []
-    for piece in pieces:
-        style = "$accepted" if piece.accepted else "bold $own"
+    for chunk in chunks:
+        style = "$accepted" if chunk.accepted else "bold $own"
         if parts and parts[-1][1] == style:
-            parts[-1] = (parts[-1][0] + piece.text, style)
+            parts[-1] = (parts[-1][0] + chunk.text, style)
         else:
-            parts.append((piece.text, style))
+            parts.append((chunk.text, style))
     return Content.assemble(*parts)
 
 
@@ -89,13 +89,13 @@ class ReplyMessage(Widget):
         self,
         text: str = "",
         *,
-        pieces: Sequence[Piece] = (),
+        chunks: Sequence[TextChunk] = (),
         reply: Reply | None = None,
         origin: bool = False,
     ) -> None:
         super().__init__(classes="reply")
         self.text = text
-        self.pieces: list[Piece] = list(pieces)
+        self.chunks: list[TextChunk] = list(chunks)
         self.reply = reply
         self._origin = origin
         self._stream: MarkdownStream | None = None
@@ -112,16 +112,16 @@ class ReplyMessage(Widget):
 
     @property
     def writing(self) -> bool:
-        """True while pieces arrive."""
+        """True while chunks arrive."""
         return self._stream is not None
 
     @property
     def coloured(self) -> bool:
         """True while the tokens are shown by origin."""
-        return self._origin and bool(self.pieces)
+        return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Get ready for pieces."""
+        """Get ready for chunks."""
         self._stream = Markdown.get_stream(self._markdown)
         self._end.update(Content("…"))
         self._end.display = True
@@ -131,11 +131,11 @@ class ReplyMessage(Widget):
         if not self.text and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
+    async def write(self, chunks: Sequence[TextChunk]) -> None:
         """Add what the model has just said."""
         assert self._stream is not None
-        self.pieces.extend(pieces)
-        fragment = "".join(piece.text for piece in pieces)
+        self.chunks.extend(chunks)
+        fragment = "".join(chunk.text for chunk in chunks)
         self.text += fragment
         self._end.display = False
         if self.coloured:
@@ -173,7 +173,7 @@ class ReplyMessage(Widget):
         self._markdown.display = not coloured
         view.display = coloured
         if coloured:
-            view.update(origin_content(self.pieces).rstrip())
+            view.update(origin_content(self.chunks).rstrip())
         if not self.writing:
             line = self._closing_line(coloured)
             self._end.update(line)
@@ -186,8 +186,8 @@ class ReplyMessage(Widget):
         )
         if not coloured:
             return Content(said)
-        drafted = sum(piece.token_count for piece in self.pieces if piece.accepted)
-        own = sum(piece.token_count for piece in self.pieces if not piece.accepted)
+        drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
+        own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
             ("■ ", "$accepted"),
             f"{count(drafted)} from the draft   ",

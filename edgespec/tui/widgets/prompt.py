@@ -11,12 +11,12 @@ from textual.widgets import TextArea
 from edgespec.tui.commands import completion
 from edgespec.tui.history import History
 
-__all__ = ["Prompt"]
+__all__ = ["PromptInput"]
 
 _NEW_LINE_KEYS = frozenset({"shift+enter", "ctrl+j", "alt+enter"})
 
 
-class Prompt(TextArea):
+class PromptInput(TextArea):
     """Where the person types."""
 
     @dataclass

@@ -11,7 +11,7 @@ from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from edgespec.files import size_text
+from edgespec.files import format_bytes
 from edgespec.tui.numbers import count, percent, rate
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class StatusFacts:
         parts.append((f"{used}/{total} ctx", "$own" if self.context_is_tight else ""))
         if self.unseen_messages:
             parts.append((f"{self.unseen_messages} unseen", "$own"))
-        parts.append((size_text(self.memory_bytes), ""))
+        parts.append((format_bytes(self.memory_bytes), ""))
         return parts
 
 

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.tui.numbers import count
-from edgespec.tui.session import Line
+from edgespec.tui.open_chat import ChatEntry
 from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
@@ -32,7 +32,7 @@ class Transcript(VerticalScroll):
         super().__init__(id=id)
         # At least as high as the view, so that a short chat starts at the top.
         self._column = Vertical(welcome, _Earlier(), id="messages")
-        self._lines: Sequence[Line] = ()
+        self._entries: Sequence[ChatEntry] = ()
         self._first = 0
         self._dropped = 0
         self._origin = False
@@ -45,22 +45,22 @@ class Transcript(VerticalScroll):
         """Stay at the end from the start."""
         self.anchor()
 
-    async def show_chat(self, lines: Sequence[Line], *, welcome: Widget) -> None:
+    async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
         """Replace everything by this chat."""
-        self._lines = lines
-        self._first = max(0, len(lines) - _PAGE)
+        self._entries = entries
+        self._first = max(0, len(entries) - _PAGE)
         self._dropped = 0
         with self.app.batch_update():
             await self._column.remove_children()
             await self._column.mount(welcome, _Earlier())
-            await self._column.mount_all([self._widget(line) for line in lines[self._first :]])
+            await self._column.mount_all([self._widget(entry) for entry in entries[self._first :]])
         self._refresh_earlier()
         self.to_end()
 
     async def show_earlier(self) -> None:
         """Mount one more page of older messages."""
         start = max(0, self._first - _PAGE)
-        widgets = [self._widget(line) for line in self._lines[start : self._first]]
+        widgets = [self._widget(entry) for entry in self._entries[start : self._first]]
         self._first = start
         if widgets:
             await self._column.mount_all(widgets, after=self.query_one(_Earlier))
@@ -73,7 +73,7 @@ class Transcript(VerticalScroll):
         self.to_end()
 
     async def start_reply(self) -> ReplyMessage:
-        """Add an empty reply, ready for pieces."""
+        """Add an empty reply, ready for chunks."""
         reply = ReplyMessage(origin=self._origin)
         await self.add(reply)
         reply.begin()
@@ -129,12 +129,12 @@ class Transcript(VerticalScroll):
     def _messages(self) -> list[Widget]:
         return [child for child in self._column.children if isinstance(child, UserMessage | ReplyMessage)]
 
-    def _widget(self, line: Line) -> Widget:
-        if line.role == "user":
-            return UserMessage(line.content)
-        if line.role == "system":
-            return Panel("System", line.content)
-        return ReplyMessage(line.content, pieces=line.pieces, reply=line.reply, origin=self._origin)
+    def _widget(self, entry: ChatEntry) -> Widget:
+        if entry.role == "user":
+            return UserMessage(entry.content)
+        if entry.role == "system":
+            return Panel("System", entry.content)
+        return ReplyMessage(entry.content, chunks=entry.chunks, reply=entry.reply, origin=self._origin)
 
     def _refresh_earlier(self) -> None:
         for earlier in self.query(_Earlier):

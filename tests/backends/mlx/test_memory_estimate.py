@@ -16,7 +16,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx import memory_estimate
 from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -28,7 +28,7 @@ _KINDS = ("llama_sliding", "deepseek_v3", "gpt_oss", "mamba2", "jamba")
 def _told(path: Path, options: LoadOptions) -> MemoryEstimate:
     planned = MlxMemoryEstimator(str(path), "model", options)
     try:
-        return planned.footprint(options)
+        return planned.estimate(options)
     finally:
         planned.close()
 
@@ -41,7 +41,7 @@ def _check(path: Path, **how: object) -> None:
     model.close()
     assert planned.context_tokens == facts.context_tokens
     assert planned.of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
-    assert planned.of("cache") == pytest.approx(facts.most_kv_bytes, rel=0.01)
+    assert planned.of("cache") == pytest.approx(facts.max_kv_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -107,13 +107,13 @@ import gc, sys
 from pathlib import Path
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.heap import give_back
+from edgespec.heap import release_free_memory
 
 def held(name):
     gc.collect()
-    give_back()
+    release_free_memory()
     status = Path("/proc/self/status").read_text().split()
     return 1024 * int(status[status.index(name + ":") + 1])
 
@@ -162,9 +162,9 @@ def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "llama", "llama")
     tiny = MlxMemoryEstimator(str(path), "tiny", LoadOptions())
     with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
-        tiny.footprint(LoadOptions(kv_type="q8_0"))
+        tiny.estimate(LoadOptions(kv_type="q8_0"))
     with pytest.raises(OptionError, match="with MLX choose one of"):
-        tiny.footprint(LoadOptions(kv_type="q5_0"))
+        tiny.estimate(LoadOptions(kv_type="q5_0"))
 
 
 @pytest.mark.parametrize("said", [-5, 0, 10**30])

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
-from edgespec.backends.mlx.files import open_checkpoint
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -41,7 +41,7 @@ class TestProbe:
         assert can.rollback == (kind not in PLAIN_ONLY)
         assert can.tree == (kind not in CHAINS_ONLY | PLAIN_ONLY)
         assert bool(can.reason) == (kind in CHAINS_ONLY | PLAIN_ONLY)
-        assert can.taps
+        assert can.hidden_states
         assert model.length == 0
         model.close()
 
@@ -84,7 +84,7 @@ class TestProbe:
         rollback: bool,
         reason: str,
     ) -> None:
-        monkeypatch.setattr(loading, "open_checkpoint", lying(lie))
+        monkeypatch.setattr(loading, "load_model", lying(lie))
         model = mlx.load(str(folder / "llama"), "liar", LoadOptions(context_tokens=64))
         can = model.facts.capabilities
         assert (can.rollback, can.tree) == (rollback, False)
@@ -109,8 +109,8 @@ class TestProbe:
 
 
 def lying(lie: str) -> Callable[..., Any]:
-    """open_checkpoint for models that are wrong in one way."""
-    opened = open_checkpoint
+    """load_model for models that are wrong in one way."""
+    opened = load_model
 
     def open_liar(*args: Any) -> Any:
         checkpoint = opened(*args)
@@ -226,7 +226,7 @@ class TestLoading:
             "import edgespec, psutil\n"
             "import mlx.core as mx\n"
             f"for cycle in range({cycles}):\n"
-            "    with edgespec.load('demo-mlx', context=256, keep='none') as runtime:\n"
+            "    with edgespec.load('demo-mlx', context=256, prefix_cache='none') as runtime:\n"
             "        runtime.generate('hi', max_tokens=8, seed=1)\n"
             "    held = psutil.Process().memory_info().rss\n"
             "    print(held, mx.get_active_memory(), runtime.target.weight_bytes)\n"

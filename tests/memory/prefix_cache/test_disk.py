@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Snapshot
-from edgespec.files import write_private
-from edgespec.memory.prefix_cache import PrefixCacheDisk, disk_bound, forget_kept
+from edgespec.corpus.saved_replies import delete_saved_replies
+from edgespec.files import write_private_file
+from edgespec.memory.prefix_cache import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
-from edgespec.texts.replies import forget_replies
 
 TEXT = np.arange(50, dtype=np.int32)
 PLENTY = 1 << 30
@@ -175,7 +175,7 @@ def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: p
 def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     put(disk, TEXT)
-    assert forget_kept(tmp_path) > 300
+    assert delete_cached_prefixes(tmp_path) > 300
     assert disk.stored() == []
     assert disk.forgotten
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
@@ -189,7 +189,7 @@ def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
 ) -> None:
     """No later writer would know that the file beside the mark is nobody's."""
     made: list[object] = []
-    for name, forget in (("kept", forget_kept), ("chats", forget_replies)):
+    for name, forget in (("kept", delete_cached_prefixes), ("chats", delete_saved_replies)):
         with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
             patched.setattr(tempfile, "mkstemp", lambda **options: made.append(options))
             forget(tmp_path / name)
@@ -198,7 +198,7 @@ def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
 
 
 def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
-    bound = disk_bound(tmp_path / "not there yet")
+    bound = default_disk_bytes(tmp_path / "not there yet")
     assert 0 < bound <= 4 << 30
 
 
@@ -252,14 +252,14 @@ def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
     def slowly(path: Path, *payload: bytes) -> None:
         begun.set()
         forgotten.wait(0.5)
-        write_private(path, *payload)
+        write_private_file(path, *payload)
 
     monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", slowly)
     writer = Thread(target=put, args=(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT))
     writer.start()
     begun.wait()
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private)
-    forget_kept(tmp_path)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private_file)
+    delete_cached_prefixes(tmp_path)
     forgotten.set()
     writer.join()
     assert not list(tmp_path.rglob("*.kept"))

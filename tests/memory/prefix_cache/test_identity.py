@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.memory.prefix_cache import Worth
+from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.memory.prefix_cache.disk import kept_folder
 from tests.backends.tiny_models import write_llama
-from tests.memory.prefix_cache.keeping import ask
+from tests.memory.prefix_cache.helpers import ask
 
 TEXT = [(7 * i * i + 11) % 250 + 5 for i in range(300)]
 # So much of it is kept, whatever it is read in.
@@ -23,18 +23,18 @@ LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
 @pytest.fixture(autouse=True)
 def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
 
 
 def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple[int, tuple[int, ...]]:
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
-    with edgespec.load(path, context=context, keep=keep, **{**LOADED, **others}) as runtime:
+    with edgespec.load(path, context=context, prefix_cache=keep, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
-        return runtime.memory().kept.tokens_not_read, tokens
+        return runtime.memory().prefix_cache.reused_tokens, tokens
 
 
 def check_apart(path: str, small: int, large: int) -> None:
-    fresh = {context: said(path, context, keep="none")[1] for context in (small, large)}
+    fresh = {context: said(path, context, prefix_cache="none")[1] for context in (small, large)}
     assert said(path, small) == (0, fresh[small])
     assert said(path, large) == (0, fresh[large])
     # Neither took the other's files away.
@@ -71,7 +71,9 @@ def test_what_some_threads_read_is_not_what_one_goes_on_with(
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
     for threads in (2, 1):
-        monkeypatch.setattr("edgespec.backends.llamacpp.files.default_threads", lambda _, some=threads: some)
-        first, fresh = run(), run(keep="none")
+        monkeypatch.setattr(
+            "edgespec.backends.llamacpp.loading.default_threads", lambda _, some=threads: some
+        )
+        first, fresh = run(), run(prefix_cache="none")
         assert first == (0, fresh[1])
         assert run()[0] >= KEPT

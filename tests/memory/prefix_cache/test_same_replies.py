@@ -17,10 +17,10 @@ from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.memory.prefix_cache import Worth
+from edgespec.memory.prefix_cache import ReuseCosts
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_lfm2, write_mamba
-from tests.memory.prefix_cache.keeping import ask, keeping
+from tests.memory.prefix_cache.helpers import ask, keeping
 
 OPTIONS = LoadOptions(context_tokens=512, threads=1)
 VISITS = (0, 1, 2, 0, 2, 1, 1, 0)
@@ -80,19 +80,19 @@ def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) 
         chats, replies = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
             replies.append(_turn(runtime, chats[chat], turn))
-        assert runtime.memory().kept.hits >= 4
+        assert runtime.memory().prefix_cache.hits >= 4
         saved = [list(text) for text in chats]
     again = make(tmp_path, demo_target)
     with keeping(again, tmp_path / "kept", others={"ngram": NgramDrafter()}) as runtime:
         for turn, chat in enumerate((1, 0)):
             replies.append(_turn(runtime, chats[chat], 20 + turn))
-        assert runtime.memory().kept.hits == 2
+        assert runtime.memory().prefix_cache.hits == 2
         chats, expected = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, chats[chat], turn))
         for turn, chat in enumerate((1, 0)):
-            runtime.forget()
+            runtime.clear_cache()
             expected.append(_turn(runtime, saved[chat], 20 + turn))
         assert replies == expected
 
@@ -142,15 +142,15 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
             reply = ask(runtime, prompt, method=method, **options)
             said.append((prompt, options, reply.tokens))
             chats[chat] += reply.tokens
-        assert runtime.memory().kept.hits >= 5
+        assert runtime.memory().prefix_cache.hits >= 5
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worth, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
 
 
 @pytest.mark.usefixtures("always")
@@ -166,18 +166,18 @@ def test_auto_and_suffix_in_chats_as_people_load_them(
         for turn, text in enumerate(asked):
             for seed, (chat, method) in enumerate(zip(chats, ("auto", "suffix", "none"), strict=True)):
                 if forget:
-                    runtime.forget()
+                    runtime.clear_cache()
                     method = "none"
                 reply = chat.ask(f"{text} ({seed})", method=method, seed=seed + turn, max_tokens=24)
                 replies.append(reply.tokens)
         return replies
 
-    with edgespec.load("demo", methods=["suffix"], keep="disk", threads=1, context=1024) as runtime:
+    with edgespec.load("demo", methods=["suffix"], prefix_cache="disk", threads=1, context=1024) as runtime:
         got = talk(runtime, forget=False)
-        assert runtime.memory().kept.hits >= 6
-    with edgespec.load("demo", "none", keep="none", threads=1, context=1024) as runtime:
+        assert runtime.memory().prefix_cache.hits >= 6
+    with edgespec.load("demo", "none", prefix_cache="none", threads=1, context=1024) as runtime:
         assert talk(runtime, forget=True) == got
-        assert runtime.memory().kept.memory_limit_bytes == 0
+        assert runtime.memory().prefix_cache.memory_limit_bytes == 0
 
 
 @pytest.mark.usefixtures("always")
@@ -186,7 +186,7 @@ def test_a_chat_that_goes_on_in_another_run_is_not_read_again(
 ) -> None:
     """Its replies were sampled: what they tokenize to is not always what was drawn."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
-    load = partial(edgespec.load, "demo", "none", keep="disk", threads=1, context=1024)
+    load = partial(edgespec.load, "demo", "none", prefix_cache="disk", threads=1, context=1024)
     with load() as runtime:
         chat = runtime.chat(system="Be brief.")
         for seed, text in enumerate(["How do I list files by size?", "And by name?"]):
@@ -210,14 +210,14 @@ def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.Monk
     )
     said: list[tuple[list[int], dict[str, Any], tuple[int, ...]]] = []
     for run in range(2):
-        with load("demo-mlx-draft", context=1024, keep="disk") as runtime:
+        with load("demo-mlx-draft", context=1024, prefix_cache="disk") as runtime:
             for turn in range(9):
                 prompt = [*range(200, 260), *[300 + turn % 3] * 20, *range(400, 410 + turn + 9 * run)]
                 options: dict[str, Any] = {"seed": turn, "max_tokens": 16, "temperature": 0.8 * (turn % 2)}
                 method = methods[(turn + run) % len(methods)]
                 said.append((prompt, options, ask(runtime, prompt, method=method, **options).tokens))
-            assert runtime.memory().kept.hits >= 6
-    with load("none", context=1024, keep="none") as runtime:
+            assert runtime.memory().prefix_cache.hits >= 6
+    with load("none", context=1024, prefix_cache="none") as runtime:
         for prompt, options, tokens in said:
-            runtime.forget()
+            runtime.clear_cache()
             assert ask(runtime, prompt, method="none", **options).tokens == tokens

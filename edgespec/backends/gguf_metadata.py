@@ -1,0 +1,179 @@
+"""What a model's files say of it: read in milliseconds, without loading a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
+from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.token_list import tokens_of_header
+from edgespec.errors import ModelFileError
+
+__all__ = ["first_of_halves", "of_gguf", "of_halves"]
+
+# Architectures of llama.cpp that embed or encode text and write none.
+_EMBEDDING = (
+    "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
+    "t5encoder", "gemma-embedding", "eurobert",
+)  # fmt: skip
+# Architectures that draft from another model's hidden states.
+_HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
+_F16_BYTES = 2
+
+
+def of_gguf(path: Path) -> ModelInfo:
+    """The facts of a GGUF model, all its parts read. Raises ModelFileError where it is none."""
+    return _of_parts(gguf_files(path))
+
+
+def of_halves(folder: Path) -> ModelInfo:
+    """The facts of a model in two halves, whose own file may be gone. Raises ModelFileError."""
+    from edgespec.backends.llamacpp import layerskip_files  # with all that loads them
+
+    firsts = [folder / name for name in (layerskip_files.LOWER_FIRST, layerskip_files.UPPER_FIRST)]
+    info = _of_parts(
+        [
+            *firsts,
+            *(
+                folder / name
+                for name in (layerskip_files.SHARED, layerskip_files.LOWER, layerskip_files.UPPER)
+            ),
+        ]
+    )
+    # Each half says what it is, and has its own layers only.
+    return replace(info, kv_bytes=sum(_kv_bytes(read_header(first)) for first in firsts))
+
+
+def first_of_halves(folder: Path) -> Path:
+    """The file of a prepared model that says what it is, and which tokens it has."""
+    from edgespec.backends.llamacpp import layerskip_files
+
+    return folder / layerskip_files.LOWER_FIRST
+
+
+def _of_parts(parts: Sequence[Path]) -> ModelInfo:
+    """The facts of a model in these files, of which the first says what it is."""
+    headers = [read_header(part) for part in parts]
+    sizes = [part.stat().st_size for part in parts]
+    header = headers[0]
+    bytes_of: list[tuple[str, int]] = []
+    tensors: list[GgufTensor] = []
+    for one, size_bytes, part in zip(headers, sizes, parts, strict=True):
+        bytes_of += _tensor_bytes(one, size_bytes, part)
+        tensors += one.tensors
+    said = header.metadata
+    experts = _number(header.architecture_value("expert_count"))
+    used = _number(header.architecture_value("expert_used_count"))
+    tokens = tokens_of_header(header)
+    return ModelInfo(
+        kind=_kind(header),
+        family=_text(said.get("general.basename")) or _text(said.get("general.name")) or header.architecture,
+        architecture=header.architecture,
+        parameters=sum(tensor.elements for tensor in tensors),
+        quantisation=_quantisation(said, tensors),
+        size_bytes=sum(sizes),
+        pass_bytes=_pass_bytes(bytes_of, used / experts if experts and used else 1.0),
+        kv_bytes=_kv_bytes(header),
+        context_tokens=_number(header.architecture_value("context_length")),
+        vocab_size=len(tokens.tokens) if tokens else 0,
+        vocabulary=tokens.digest() if tokens else "",
+        chat_template=bool(_text(said.get("tokenizer.chat_template"))),
+        licence=_text(said.get("general.license")),
+        experts=experts,
+        experts_used=used,
+        heads=tuple(_heads(header, tensors)),
+    )
+
+
+def _kind(header: GgufHeader) -> Kind:
+    kind = _text(header.metadata.get("general.type"))
+    if header.architecture == "clip" or kind == "mmproj":
+        return "projector"
+    if kind == "adapter":
+        return "adapter"
+    if header.architecture in _EMBEDDING:
+        return "embedding"
+    if header.architecture in _HEADS:
+        return "head"
+    return "model" if header.architecture and header.architecture_value("block_count") else "other"
+
+
+def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
+    if header.architecture in _HEADS:
+        return [_HEADS[header.architecture]]
+    layers = _number(header.architecture_value("nextn_predict_layers"))
+    # Converters may leave the layers out and keep the number.
+    there = any(".nextn." in tensor.name for tensor in tensors)
+    return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and there else []
+
+
+def _tensor_bytes(header: GgufHeader, file_bytes: int, path: Path) -> list[tuple[str, int]]:
+    """What each tensor takes in the file, padding included: from where it begins to where the next one does.
+
+    Raises ModelFileError where the file ends before its tensors do.
+    """
+    ordered = sorted(header.tensors, key=lambda tensor: tensor.offset_bytes)
+    ends = [*(tensor.offset_bytes for tensor in ordered[1:]), file_bytes - header.size_bytes]
+    taken = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
+    if any(size_bytes <= 0 for _, size_bytes in taken):
+        raise ModelFileError(
+            f"{path} is cut short: {file_bytes:,} bytes are not all its tensors", "download it again"
+        )
+    return taken
+
+
+def _pass_bytes(bytes_of: Sequence[tuple[str, int]], experts_share: float) -> int:
+    """See `ModelInfo.pass_bytes`."""
+    has_head = any(name == "output.weight" for name, _ in bytes_of)
+    looked_up = {"token_embd.weight"} if has_head else set()
+    return round(
+        sum(
+            size_bytes * (experts_share if "_exps." in name else 1.0)
+            for name, size_bytes in bytes_of
+            if name not in looked_up and not name.startswith("per_layer_token_embd")
+        )
+    )
+
+
+def _kv_bytes(header: GgufHeader) -> int:
+    layers = _number(header.architecture_value("block_count"))
+    heads = header.architecture_value("attention.head_count")
+    first_head = _number(heads[0] if isinstance(heads, np.ndarray) and len(heads) else heads)
+    of_keys = header.architecture_value("attention.head_count_kv", heads)
+    all_heads = int(of_keys.sum()) if isinstance(of_keys, np.ndarray) else _number(of_keys) * layers
+    size = _number(header.architecture_value("embedding_length")) // first_head if first_head else 0
+    key = _number(header.architecture_value("attention.key_length")) or size
+    value = _number(header.architecture_value("attention.value_length")) or size
+    return all_heads * (key + value) * _F16_BYTES
+
+
+def _quantisation(said: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
+    """The label of the file, or of the type most weights are in."""
+    import gguf  # a sixth of a second, which nobody pays who looks at nothing new
+
+    try:
+        return gguf.LlamaFileType(said["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except (KeyError, ValueError, TypeError):
+        pass
+    weights: dict[int, int] = {}
+    for tensor in tensors:
+        weights[tensor.kind] = weights.get(tensor.kind, 0) + tensor.elements
+    try:
+        return str(gguf.GGMLQuantizationType(max(weights, key=weights.__getitem__)).name)
+    except ValueError:
+        return ""
+
+
+def _number(value: Any) -> int:
+    """A whole number that is none by mistake counts as not said."""
+    return int(value) if isinstance(value, int | np.integer) and value > 0 else 0
+
+
+def _text(value: Any) -> str:
+    return value.strip() if isinstance(value, str) else ""

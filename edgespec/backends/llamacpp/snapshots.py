@@ -1,0 +1,36 @@
+"""The memory of a context as bytes and back."""
+
+from __future__ import annotations
+
+import struct
+
+from edgespec.backends.llamacpp.context import LlamaContext
+
+__all__ = ["snapshot_from_bytes", "snapshot_to_bytes"]
+
+_SIZE = struct.Struct("<Q")
+
+
+def snapshot_to_bytes(context: LlamaContext, start: int, end: int, recurrent: bool) -> bytes:
+    """Tokens [start, end) of sequence 0: each part after its size.
+
+    A recurrent state is always whole.
+    """
+    parts = [context.export_sequence()] if recurrent else context.export_cells(0, start, end)
+    return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
+
+
+def snapshot_from_bytes(
+    context: LlamaContext, data: bytes | memoryview, start: int, length: int, recurrent: bool
+) -> bool:
+    """Append a snapshot to the `start` cached tokens of the context; False when it does not fit."""
+    parts, rest = [], memoryview(data)
+    while rest:
+        if len(rest) < _SIZE.size:
+            return False
+        (size,) = _SIZE.unpack_from(rest)
+        parts.append(rest[_SIZE.size : _SIZE.size + size])
+        rest = rest[_SIZE.size + size :]
+    if recurrent:
+        return len(parts) == 1 and context.import_sequence(parts[0])
+    return context.import_cells(parts, start, length)

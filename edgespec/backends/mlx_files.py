@@ -1,0 +1,72 @@
+"""Files of MLX models, inspected without importing MLX: which belong to a model and which are missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
+from edgespec.errors import BackendMissingError, ModelFileError
+
+__all__ = ["is_weights", "missing_among", "missing_files", "mlx_installed", "require_mlx"]
+
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
+
+
+def mlx_installed() -> bool:
+    """Whether the libraries that run MLX models are installed, without importing them."""
+    return all(importlib.util.find_spec(library) is not None for library in ("mlx", "mlx_lm"))
+
+
+def require_mlx(model: str) -> None:
+    """Raises BackendMissingError, naming what to install, where MLX models cannot run."""
+    if not mlx_installed():
+        raise BackendMissingError(
+            f"{model} is an MLX model, and mlx with mlx-lm is not installed",
+            'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
+        )
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of a model in MLX's form, each as a file name; empty when it is whole.
+
+    Raises ModelFileError when its index of the weights cannot be understood.
+    """
+    # A link whose blob is gone does not exist, so an interrupted download is never taken for a model.
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    listed = _listed_weights(folder / WEIGHTS_INDEX) - names if WEIGHTS_INDEX in names else set()
+    return list(dict.fromkeys([*missing_among(names), *sorted(listed)]))
+
+
+def is_weights(name: str) -> bool:
+    return fnmatchcase(name, WEIGHTS)
+
+
+def missing_among(names: Iterable[str]) -> list[str]:
+    names = set(names)
+    missing = [] if "config.json" in names else ["config.json"]
+    if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
+        missing.append("tokenizer.json")
+    weights = sorted(name for name in names if is_weights(name))
+    if not weights:
+        return [*missing, "model.safetensors"]
+    for name in weights:
+        if part := _PART.search(name):
+            count = int(part.group(1))
+            every = (f"{name[: part.start()]}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
+            missing += [wanted for wanted in every if wanted not in names and wanted not in missing]
+    return missing
+
+
+def _listed_weights(index: Path) -> set[str]:
+    """The weight files that an index speaks of."""
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(
+            f"{index} is no index of weights: {type(error).__name__}", "download the model again"
+        ) from error

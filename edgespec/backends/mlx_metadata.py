@@ -1,0 +1,216 @@
+"""What the files of a model in MLX's form say of it, without loading a weight."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.backends.checkpoint_names import WEIGHTS
+from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.token_list import tokens_of_folder
+from edgespec.errors import ModelFileError
+
+__all__ = ["of_folder"]
+
+_MOST_HEADER_BYTES = 100 * 2**20
+_WRITES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
+_CONTEXT = ("max_position_embeddings", "model_max_length", "n_positions", "seq_length", "max_seq_len")
+_LICENCE = re.compile(r"^license:\s*[\"']?([\w .+-]+?)[\"']?\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+def of_folder(folder: Path) -> ModelInfo:
+    """The facts of a model in MLX's form. Raises ModelFileError where it is none, or is not whole."""
+    whole = _object(folder / "config.json")
+    # A model that sees as well has its language part in here.
+    inner = whole.get("text_config")
+    config = whole | inner if isinstance(inner, dict) else whole
+    files = sorted(folder.glob(WEIGHTS))
+    tensors: dict[str, _Tensor] = {}
+    for file in files:
+        tensors |= _tensors(file)
+    if not tensors:
+        raise ModelFileError(f"{folder} has no weights", "download the model again")
+    tokens = tokens_of_folder(folder)
+    experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
+    settings = config.get("quantization") or whole.get("quantization")
+    return ModelInfo(
+        kind=_kind(whole),
+        family=_name(whole, folder),
+        architecture=str(whole.get("model_type", "")),
+        parameters=_parameters(tensors, settings if isinstance(settings, dict) else {}),
+        quantisation=_quantisation(whole, settings, tensors),
+        size_bytes=sum(file.stat().st_size for file in files),
+        pass_bytes=_pass_bytes(tensors, used / experts if experts and used else 1.0),
+        kv_bytes=_kv_bytes(config),
+        context_tokens=_first(config, _CONTEXT),
+        vocab_size=_first(config, ("vocab_size",)) or (len(tokens.tokens) if tokens else 0),
+        vocabulary=tokens.digest() if tokens else "",
+        chat_template=_has_template(folder),
+        licence=_licence(folder),
+        experts=experts,
+        experts_used=used,
+        heads=tuple(_heads(whole, config, tensors)),
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} cannot be read: {error}", "download the model again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} holds no JSON object", "download the model again")
+    return value
+
+
+def _tensors(file: Path) -> dict[str, _Tensor]:
+    """The tensors of a safetensors file by name, from its header."""
+    try:
+        size_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= min(_MOST_HEADER_BYTES, size_bytes - 8):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        tensors, needed_bytes = {}, 0
+        for name, about in header.items():
+            if name != "__metadata__":
+                begin, end = about["data_offsets"]
+                needed_bytes = max(needed_bytes, 8 + length + end)
+                shape = tuple(int(size) for size in about["shape"])
+                tensors[str(name)] = _Tensor(shape, str(about["dtype"]), end - begin)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"{file} is no safetensors: {error}", "download it again") from error
+    if needed_bytes > size_bytes:
+        raise ModelFileError(
+            f"{file} is cut short: {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
+        )
+    return tensors
+
+
+def _kind(config: Mapping[str, Any]) -> Kind:
+    named = _architectures(config)
+    if not isinstance(config.get("model_type"), str):
+        return "other"
+    if not named:
+        return "model"  # mlx-lm goes by the type alone
+    if any(head in name.lower() for name in named for head in _HEAD_NAMES):
+        return "head"
+    return "model" if any(name.endswith(_WRITES) for name in named) else "embedding"
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures")
+    return [str(name) for name in named] if isinstance(named, list) else []
+
+
+def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> list[str]:
+    for name in _architectures(whole):
+        for head, said in _HEAD_NAMES.items():
+            if head in name.lower():
+                return [said]
+    layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
+        return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
+    return []
+
+
+def _parameters(tensors: Mapping[str, _Tensor], settings: Mapping[str, Any]) -> int:
+    """How many weights there are; packed ones are counted by the bits of each."""
+    total = 0
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        count = 1
+        for size in tensor.shape:
+            count *= size
+        if name.endswith((".scales", ".biases")) and f"{module.rpartition('.')[0]}.weight" in tensors:
+            continue
+        if tensor.dtype == "U32" and f"{module}.scales" in tensors:
+            own = settings.get(module)
+            bits = (own if isinstance(own, dict) else settings).get("bits")
+            count = count * 32 // bits if isinstance(bits, int) and bits > 0 else count
+        total += count
+    return total
+
+
+def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str, _Tensor]) -> str:
+    if isinstance(settings, dict) and isinstance(settings.get("bits"), int):
+        mode = settings.get("mode")
+        return f"{settings['bits']}-bit" if mode in (None, "affine") else str(mode)
+    other = whole.get("quantization_config")
+    if isinstance(other, dict) and isinstance(other.get("quant_method"), str):
+        return str(other["quant_method"])
+    by_dtype: dict[str, int] = {}
+    for tensor in tensors.values():
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.size_bytes
+    return max(by_dtype, key=by_dtype.__getitem__)
+
+
+def _pass_bytes(tensors: Mapping[str, _Tensor], experts_share: float) -> int:
+    """See `ModelInfo.pass_bytes`."""
+    has_head = any("lm_head." in name for name in tensors)
+    return round(
+        sum(
+            tensor.size_bytes * (experts_share if "switch_mlp." in name or ".experts." in name else 1.0)
+            for name, tensor in tensors.items()
+            if not (has_head and "embed_tokens." in name)
+        )
+    )
+
+
+def _kv_bytes(config: Mapping[str, Any]) -> int:
+    heads = _first(config, ("num_attention_heads", "n_head"))
+    size = _first(config, ("head_dim",)) or (
+        _first(config, ("hidden_size", "n_embd")) // heads if heads else 0
+    )
+    of_keys = _first(config, ("num_key_value_heads",)) or heads
+    return _first(config, ("num_hidden_layers", "n_layer")) * of_keys * size * 2 * 2
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """The first of these that is a sensible whole number, else 0."""
+    values = (config.get(name) for name in names)
+    found = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
+    return next(found, 0)
+
+
+def _name(config: Mapping[str, Any], folder: Path) -> str:
+    said = config.get("_name_or_path")
+    # Its name in the cache is a commit.
+    named = folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
+    return said.rstrip("/").rpartition("/")[2] if isinstance(said, str) and said.strip("/ ") else named
+
+
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(said, dict) and bool(said.get("chat_template"))
+
+
+def _licence(folder: Path) -> str:
+    """What the head of the model's card says."""
+    try:
+        with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
+            head = file.read(8192)
+    except OSError:
+        return ""
+    found = _LICENCE.search(head.partition("\n---")[0]) if head.startswith("---") else None
+    return found[1] if found else ""

@@ -1,0 +1,114 @@
+"""How often each exit of a GGUF model agrees with the whole of it, and what passes of it cost here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.llamacpp import load
+from edgespec.backends.llamacpp.hidden_states import hidden_states
+from edgespec.costs.curve import measure
+from edgespec.errors import BackendError, CapabilityError
+from edgespec.prepare.calibration import calibration_prompt, greedy_reply
+from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
+from edgespec.prepare.gguf_parts import GgufModel
+
+__all__ = ["measure_exits"]
+
+_CONTEXT_TOKENS = 256
+_MOST_EXITS = 16
+_HEAD_ROWS = 8192
+# The whole model's own last layer, read the same way, must say what the model says.
+_READ_RIGHT = 0.9
+
+
+def measure_exits(
+    path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
+) -> ExitTable:
+    """Try exits, or only one, on a short text and the model's own reply to it, in order of layers.
+
+    What passes cost is timed where the model runs when it is used: on an accelerator, if there is one.
+    Raises CapabilityError where the model cannot be read between its layers, and what loading raises.
+    """
+    model = load(str(path), path.name, LoadOptions(context_tokens=_CONTEXT_TOKENS), progress)
+    try:
+        prompt = calibration_prompt(model.vocabulary)
+        reply = greedy_reply(model, prompt)
+        curve = measure(model, EXIT_WIDTHS)
+    finally:
+        model.close()
+    # Row i is of the token before reply token i.
+    tokens = [*prompt, *reply[:-1]]
+    # The layers are read on the CPU, where every build gives them out.
+    options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
+    try:
+        hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
+    except BackendError as error:
+        raise CapabilityError(
+            f"the exits of {path.name} cannot be compared: {error.what}", "name a layer with --exit"
+        ) from error
+    chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
+    layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
+    *agreements, last = _agreement(source, hidden[layers], np.array(reply))
+    if last < _READ_RIGHT:
+        raise CapabilityError(
+            f"the exits of {path.name} cannot be compared: its last layer is not read right"
+            f" ({last:.0%} of the tokens)",
+            "name a layer with --exit",
+        )
+    return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
+
+
+def _candidates(layer_count: int) -> list[int]:
+    step = -(-(layer_count - 1) // _MOST_EXITS)
+    return list(range(step, layer_count, step))
+
+
+def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
+    """Bytes of each layer, and of the head."""
+    shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
+    head = shared.get("output.weight", shared.get("token_embd.weight", 0))
+    layers = range(source.layer_count)
+    return [sum(tensor.size_bytes for tensor in source.layers(at, at + 1)) for at in layers], head
+
+
+def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
+    """How often the head's best token after each layer is the expected one. hidden: [layers, n, embd]."""
+    tensors = {tensor.name: tensor.source for tensor in source.shared()}
+    head = tensors.get("output.weight", tensors.get("token_embd.weight"))
+    norm = tensors.get("output_norm.weight")
+    if head is None or norm is None:
+        raise CapabilityError("the head of this model is not known", "name a layer with --exit")
+    states = _normed(source, hidden, norm, tensors.get("output_norm.bias"))
+    count = states.shape[0] * states.shape[1]
+    flat = states.reshape(count, -1)
+    best, token = np.full(count, -np.inf, np.float32), np.zeros(count, np.int64)
+    for start in range(0, len(head.data), _HEAD_ROWS):
+        rows = _floats(head, start, start + _HEAD_ROWS)
+        logits = flat @ rows.T
+        winner = logits.argmax(axis=1)
+        value = logits[np.arange(count), winner]
+        better = value > best
+        best[better], token[better] = value[better], winner[better] + start
+    agrees = token.reshape(states.shape[:2]) == expected
+    return [float(share) for share in agrees.mean(axis=1)]
+
+
+def _normed(source: GgufModel, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
+    epsilon = source.value("attention.layer_norm_rms_epsilon", None)
+    if epsilon is None:
+        epsilon = source.value("attention.layer_norm_epsilon", 1e-5)
+        hidden = hidden - hidden.mean(axis=-1, keepdims=True)
+    scale = np.sqrt((hidden.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + epsilon)
+    normed: NDArray[np.float32] = (hidden / scale * _floats(weight)).astype(np.float32)
+    return normed if bias is None else normed + _floats(bias)
+
+
+def _floats(tensor: Any, start: int = 0, end: int | None = None) -> NDArray[np.float32]:
+    data: NDArray[np.float32] = gguf.quants.dequantize(tensor.data[start:end], tensor.tensor_type)
+    return data

@@ -1,0 +1,49 @@
+"""Deletion of data that edgespec saves between runs: replies, learned statistics and cached prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from edgespec.corpus import delete_saved_replies
+from edgespec.errors import EdgespecError
+from edgespec.files import error_reason
+from edgespec.memory.prefix_cache import delete_cached_prefixes
+from edgespec.saved_arrays import delete_saved_arrays
+
+__all__ = ["KINDS", "delete_data"]
+
+KINDS = ("replies", "learned", "prefix-cache")
+_DELETE: dict[str, Callable[[], int]] = {
+    "replies": delete_saved_replies,
+    "learned": delete_saved_arrays,
+    "prefix-cache": delete_cached_prefixes,
+}
+
+
+def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "all") -> int:
+    """Delete saved data. Saved chats and the files of `edgespec prepare` stay.
+
+    A runtime that is open keeps its copy in memory and may save it again.
+
+    Args:
+        kind: `replies` are the earlier replies and prompts that the suffix method searches. `learned` is
+            everything measured or trained: trained draft models, SWIFT layers, pass costs and acceptance
+            rates. `prefix-cache` is the KV caches of earlier prompts. `all` is all three.
+
+    Returns:
+        Number of bytes freed.
+
+    Raises:
+        EdgespecError: A file could not be deleted.
+    """
+    freed_bytes = 0
+    for each in KINDS if kind == "all" else (kind,):
+        try:
+            freed_bytes += _DELETE[each]()
+        except OSError as error:
+            raise EdgespecError(
+                f"the saved {each} data could not be deleted: {error_reason(error)}",
+                "check the permissions of edgespec's data folder, which `edgespec doctor` shows",
+            ) from error
+    return freed_bytes

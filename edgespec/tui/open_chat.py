@@ -1,0 +1,99 @@
+"""The open chat as the screen knows it: its messages, how each reply was made, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from markdown_it import MarkdownIt
+
+from edgespec.chat.message import Message, Role
+from edgespec.chat.store import SavedChat, Setting, title_of
+
+if TYPE_CHECKING:
+    from edgespec import Reply, TextChunk
+
+__all__ = ["ChatEntry", "OpenChat", "code_blocks"]
+
+
+@dataclass(slots=True)
+class ChatEntry:
+    """One message; a reply written in this run also knows its chunks and its stats."""
+
+    role: Role
+    content: str
+    chunks: tuple[TextChunk, ...] = ()
+    reply: Reply | None = None
+
+
+@dataclass(slots=True)
+class OpenChat:
+    """One chat. `id` is empty until it is first saved."""
+
+    system: str | None = None
+    settings: dict[str, Setting] = field(default_factory=dict)
+    id: str = ""
+    title: str = ""
+    created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    entries: list[ChatEntry] = field(default_factory=list)
+
+    @classmethod
+    def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
+        """The chat of a saved chat, with the settings that were found to make sense."""
+        entries = [ChatEntry(message.role, message.content) for message in chat.messages]
+        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The bare messages."""
+        return tuple(Message(entry.role, entry.content) for entry in self.entries)
+
+    @property
+    def shown_title(self) -> str:
+        """The given title, or one from the first message; empty for an empty chat."""
+        return self.title or (title_of(self.messages) if self.entries else "")
+
+    @property
+    def last_reply(self) -> ChatEntry | None:
+        """The newest reply."""
+        return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
+
+    @property
+    def last_user_text(self) -> str | None:
+        """What the person said last."""
+        return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
+
+    def follow(self, messages: Sequence[Message]) -> None:
+        """Become these messages, keeping what is known about the ones that did not change."""
+        entries = []
+        for place, message in enumerate(messages):
+            old = self.entries[place] if place < len(self.entries) else None
+            same = old is not None and (old.role, old.content) == (message.role, message.content)
+            entries.append(old if old is not None and same else ChatEntry(message.role, message.content))
+        self.entries[:] = entries
+
+    def saved(self, target: str) -> SavedChat:
+        """The chat as it goes to disk."""
+        return SavedChat(
+            id=self.id,
+            messages=self.messages,
+            created=self.created,
+            updated=datetime.now(UTC),
+            title=self.title,
+            target=target,
+            system=self.system,
+            sampling=dict(self.settings),
+        )
+
+    def as_markdown(self) -> str:
+        """The whole chat, to paste somewhere else."""
+        names = {"user": "You", "assistant": "Model", "system": "System"}
+        return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The code blocks of a text, in order, without their fences."""
+    tokens = MarkdownIt("gfm-like").parse(markdown)
+    return [token.content for token in tokens if token.type in ("fence", "code_block")]

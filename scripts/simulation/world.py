@@ -1,0 +1,241 @@
+"""A target and drafters that take simulated time and say what a text has them say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.drafters.base import BudgetedDrafter, Drafter
+from edgespec.drafters.tree_growth import TreeGrowth
+from edgespec.engine.acceptance import Acceptance, Invariant
+from edgespec.engine.logits import HostLogits, Logits
+from edgespec.engine.loop import decode
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.stats import Stats
+from edgespec.engine.tree import TokenTree
+from scripts.simulation.machines import SimulatedMachine
+from scripts.simulation.traces import Text, Trace
+
+__all__ = ["World"]
+
+WORDS = 16
+# A draft that saw only the end of a prompt is right at this share of the places where it would have been.
+_RIGHT_FROM_THE_END = 0.8
+
+
+class World:
+    """One machine, its clock, and the reply that is being made.
+
+    slowness: how many times longer everything takes, by the seconds gone by: another program, heat.
+    moments: of the running reply, when each token came out; seconds since it began.
+    """
+
+    free_tokens = 1 << 20
+
+    def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
+        self.machine = machine
+        self.seconds = 0.0
+        self.replies = 0
+        self.stats = Stats()
+        self.moments: list[float] = []
+        self.text = Text("", Trace(np.zeros(0, np.bool_), np.zeros(0)))
+        self._slowness = slowness
+        self._tokens: list[int] = []
+        self._length = 0
+
+    def clock(self) -> float:
+        """Seconds since the world began."""
+        return self.seconds
+
+    def spend(self, plain_steps: float) -> None:
+        """Time goes by."""
+        self.seconds += plain_steps * self._slowness(self.seconds)
+
+    def pass_cost(self, rows: int) -> float:
+        """What the target's next pass costs, in plain steps."""
+        return self.machine.curve.v(rows)
+
+    def draft_cost(self) -> float:
+        """What drafting the next token costs, in plain steps."""
+        return self.machine.draft_cost
+
+    def reading_cost(self) -> float:
+        """What a token that a draft model reads costs, in plain steps."""
+        return self.machine.reading_cost
+
+    def verify(self, tree: TokenTree) -> Logits:
+        """A pass of the target: it says the text."""
+        self.spend(self.pass_cost(tree.width))
+        rows = np.zeros((tree.width, WORDS), np.float32)
+        for node, depth in enumerate(tree.depths):
+            rows[node, self._tokens[(self._length + depth + 1) % len(self._tokens)]] = 1.0
+        return HostLogits(rows)
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        """So many tokens are kept."""
+        self._length += 1 + len(path)
+
+    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
+        """A draft model whose drafts grow so."""
+        return _Model(self, growth)
+
+    def lookup(self) -> Drafter:
+        """A lookup: it takes no time, and is silent at many places."""
+        return _Lookup(self)
+
+    def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
+        """Say a text; the seconds that took, what the drafter read included.
+
+        Raises AssertionError where the tokens are not those of the text.
+        """
+        random = np.random.default_rng(self.replies)
+        self.replies += 1
+        self.text, self.stats, self.moments = text, Stats(), []
+        self._tokens = random.integers(0, WORDS, text.prompt_tokens + text.length).tolist()
+        started, self._length = self.seconds, text.prompt_tokens - 1
+        prompt = self._tokens[: text.prompt_tokens]
+        if drafter:
+            drafter.begin(prompt)
+        emitted: list[int] = []
+        for step in decode(
+            self,
+            drafter,
+            Invariant(),
+            Sampler(SamplingParams(temperature=0.0), 0, prompt),
+            prompt[-1],
+            vocab_size=WORDS,
+            draft_length=draft_length if drafter else 0,
+            max_tokens=text.length,
+            is_stop=lambda _: False,
+            is_cancelled=lambda: False,
+            stats=self.stats,
+        ):
+            emitted += step.tokens
+            self.moments += [self.seconds - started] * len(step.tokens)
+        assert emitted == self._tokens[text.prompt_tokens :], "the reply is not the text"
+        return self.seconds - started
+
+    def last(self, at: int) -> int:
+        """The token before a place of the text."""
+        return self._tokens[at - 1]
+
+    @property
+    def end(self) -> int:
+        """Where the text ends."""
+        return len(self._tokens)
+
+    def guess(self, trace: Trace, at: int, *, wrong: int, whole: bool = True) -> int:
+        """What a drafter guesses for the token at a place; its mistakes are so far from what is right.
+
+        whole: it has seen all of the prompt.
+        """
+        token, place = self._tokens[at], at - self.text.prompt_tokens
+        # Multiples of the golden ratio, modulo 1, are spread evenly, and the same in every run.
+        right = trace.right[place] and (whole or place * 0.618034 % 1.0 < _RIGHT_FROM_THE_END)
+        return token if right else (token + wrong) % WORDS
+
+
+class _Model(BudgetedDrafter):
+    """Chains that a TreeGrowth decides on."""
+
+    name = "model"
+
+    def __init__(self, world: World, growth: TreeGrowth) -> None:
+        self._world = world
+        self._growth = growth
+        self.chooses_length = growth.chooses_length
+        self._reply = self._length = self._run = 0
+        # It has seen all of the text, not only its end.
+        self._whole = True
+        self._guessed: list[int] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        if self._reply != self._world.replies:
+            self._reply, self._run, self._whole = self._world.replies, 0, True
+        self._length = len(tokens)
+        self._guessed = []
+
+    @property
+    def pending_tokens(self) -> int:
+        return max(self._length - self._run - 2, 0)
+
+    @property
+    def full_pending_tokens(self) -> int:
+        return self.pending_tokens if self._whole else self._length
+
+    def prefill(self, max_tokens: int) -> None:
+        if max_tokens >= self.full_pending_tokens and not self._whole:
+            self._run, self._whole = 0, True
+        if self.pending_tokens > max_tokens:
+            self._whole = False
+        self._world.spend(min(self.pending_tokens, max_tokens) * self._world.reading_cost())
+        self._run = self._length - 1
+
+    def force_draft(self) -> None:
+        self._growth.force_draft()
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        if self.pending_tokens:
+            self.prefill(self._length)
+        self._guessed = []
+        root = self._world.last(self._length)
+        if not self._growth.begin_round(draft_length):
+            self._growth.record_skipped_round()
+            return TokenTree.chain(root)
+        value = 1.0
+        for at in range(self._length, min(self._length + draft_length, self._world.end)):
+            self._world.spend(self._world.draft_cost())
+            children = self._growth.grow_level([value], lambda _, at=at: self._sure(at))[0]  # type: ignore[misc]
+            if not children.path_probs:
+                break
+            self._guessed.append(self._world.guess(self._world.text.model, at, wrong=1, whole=self._whole))
+            value = children.path_probs[0]
+            if not children.expand_count:
+                break
+        self._growth.finish_draft()
+        return TokenTree.chain(root, self._guessed)
+
+    def _sure(self, at: int) -> NDArray[np.float64]:
+        return self._world.text.model.sure[at - self._world.text.prompt_tokens :][:1]
+
+    def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
+        self._growth.record_verify_pass(tree.width)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        for i, (guess, token) in enumerate(zip(self._guessed, tokens, strict=False)):
+            self._growth.record_outcome(self._sure(self._length + i), 0 if guess == token else None)
+            if guess != token:
+                break
+        if self._guessed:
+            self._run = self._length + min(len(self._guessed), len(tokens)) - 1
+        self._guessed = []
+        self._length += len(tokens)
+
+
+class _Lookup(Drafter):
+    """Chains as long as the text speaks."""
+
+    name = "lookup"
+    is_lookup = True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._length = 0
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._length = len(tokens)
+
+    def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
+        world, trace, guessed = self._world, self._world.text.lookup, list[int]()
+        if trace is not None and trace.speaks is not None:
+            for at in range(self._length, min(self._length + draft_length, world.end)):
+                if not trace.speaks[at - world.text.prompt_tokens]:
+                    break
+                guessed.append(world.guess(trace, at, wrong=2))
+        return TokenTree.chain(world.last(self._length), guessed)
+
+    def commit(self, tokens: tuple[int, ...]) -> None:
+        self._length += len(tokens)

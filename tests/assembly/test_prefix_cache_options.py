@@ -1,0 +1,211 @@
+"""What was read belongs to this very model and way of running it; anything else reads it again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import edgespec
+from edgespec.assembly import loading
+from edgespec.assembly.pairing import load_target
+from edgespec.assembly.prefix_cache_options import PrefixCacheOptions, _identity, file_states
+from edgespec.backends.base import LoadOptions
+from edgespec.costs.target_costs import FreeCosts
+from edgespec.errors import OptionError
+from edgespec.files import sampled_sha256
+from edgespec.memory.prefix_cache import ReuseCosts
+from tests.tables import table
+
+PROMPT = "How do I list files by size? " * 4
+OPTIONS: dict[str, Any] = {
+    "draft": "none",
+    "method": "none",
+    "threads": 1,
+    "context": 512,
+    "prefix_cache": "disk",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
+
+
+def held(target: Path, **options: Any) -> int:
+    """How much of the prompt need not be read."""
+    with edgespec.load(str(target), **{**OPTIONS, **options}) as runtime:
+        return runtime.generate(PROMPT, max_tokens=4, seed=1).stats.cached_prompt_tokens
+
+
+def test_only_the_same_model_run_in_the_same_way_goes_on(demo_target: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(demo_target, copy)
+    assert held(copy) == 0
+    assert held(copy) > 20
+    for options in (
+        {"kv_type": "q8_0"},
+        {"flash_attention": "off"},
+        {"threads": 2},
+        {"prefix_cache": "memory"},
+    ):
+        assert held(copy, **options) == 0
+    assert held(copy, context=256) > 20
+    # One byte of the weights, somewhere.
+    with copy.open("r+b") as file:
+        file.seek(-123_457, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert held(copy) == 0
+    assert held(copy) > 20
+
+
+@pytest.mark.skipif(os.name != "posix", reason="where it is the time the file was made")
+def test_weights_that_were_changed_with_their_time_set_back_are_others(
+    demo_target: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(demo_target, copy)
+    assert held(copy) == 0
+    before, sample = copy.stat(), sampled_sha256(copy)
+    with copy.open("r+b") as file:
+        file.seek(-450_000, os.SEEK_END)
+        file.write(bytes(64))
+    os.utime(copy, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (copy.stat().st_size, copy.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert sampled_sha256(copy) == sample
+    assert held(copy) == 0
+
+
+def changed(path: Path) -> None:
+    """Put a file with other weights in its place."""
+    other = path.with_name("other.gguf")
+    whole = bytearray(path.read_bytes())
+    whole[-123_457] ^= 1
+    other.write_bytes(whole)
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize("when", ["before it is read", "after it was read"])
+def test_weights_that_are_swapped_while_they_are_loaded_lend_their_name_to_none(
+    when: str, demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy.gguf"
+    shutil.copyfile(demo_target, copy)
+
+    def swapped(*given: Any) -> Any:
+        if when == "before it is read":
+            changed(copy)
+            return load_target(*given)
+        model = load_target(*given)
+        changed(copy)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_target", swapped)
+        with edgespec.load(str(copy), **OPTIONS) as runtime:
+            runtime.generate(PROMPT, max_tokens=4, seed=1)
+            assert "changed while they were loaded" in runtime.memory().prefix_cache.notice
+    assert not list((tmp_path / "data").rglob("*.kept"))
+    assert held(copy) == 0
+    assert held(copy) > 20
+
+
+FACTS: dict[str, Any] = {
+    "architecture": "other",
+    "quantisation": "Q4_0",
+    "parameters": 7,
+    "file_bytes": 7,
+    "vocab_size": 7,
+    "rollback": "in another way",
+}
+STORED: dict[str, Any] = {
+    "kv_type": "q8_0",
+    "flash_attention": "off",
+    "gpu_layers": 3,
+    "low_bits": True,
+}
+
+
+class TestIdentity:
+    """Whatever could make another state of the same tokens makes another identity, by itself."""
+
+    @staticmethod
+    def identity(
+        facts: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        how: str = "free",
+        seen: tuple[str, ...] = ("model.gguf 1",),
+    ) -> str:
+        model, costs = table(1), FreeCosts()
+        model.facts = replace(model.facts, **(facts or {}))
+        costs.how = how
+        return _identity(model, LoadOptions(**(options or {})), costs, seen)
+
+    def test_it_stays_the_same(self) -> None:
+        assert self.identity() == self.identity(options={"threads": 1, "context_tokens": 7})
+
+    @pytest.mark.parametrize("name", FACTS)
+    def test_of_the_model(self, name: str) -> None:
+        assert self.identity(facts={name: FACTS[name]}) != self.identity()
+
+    @pytest.mark.parametrize("name", STORED)
+    def test_of_how_it_is_stored(self, name: str) -> None:
+        assert self.identity(options={name: STORED[name]}) != self.identity()
+
+    def test_of_how_it_is_run_and_of_its_files(self, tmp_path: Path) -> None:
+        assert self.identity(how="with other threads") != self.identity()
+        assert self.identity(seen=("model.gguf 2",)) != self.identity()
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(b"one")
+        before = self.identity(facts={"path": str(weights)})
+        weights.write_bytes(b"two")
+        assert self.identity(facts={"path": str(weights)}) != before
+        assert self.identity(facts={"path": str(weights.rename(tmp_path / "b.safetensors"))}) != before
+
+    def test_of_an_adapter(self, tmp_path: Path) -> None:
+        found = {self.identity()}
+        for content in (b"one", b"two"):
+            (tmp_path / "adapters.safetensors").write_bytes(content)
+            found.add(self.identity(options={"adapter": str(tmp_path)}))
+        assert len(found) == 3
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_files_are_told_apart_by_what_changes_with_them(folder: bool, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = tmp_path if folder else path
+    path.write_bytes(b"GGUF one")
+    seen = [file_states(model, None)]
+    os.utime(path, ns=(1, 1))
+    seen.append(file_states(model, None))
+    path.write_bytes(b"GGUF one two")
+    os.utime(path, ns=(1, 1))
+    seen.append(file_states(model, None))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapters.safetensors").write_bytes(b"one")
+    seen.append(file_states(path, str(adapter)))
+    assert all(seen)
+    assert len(set(seen)) == 4
+    path.unlink()
+    assert file_states(path, None) == ()
+
+
+def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:
+    for place in ("none", "memory"):
+        held(demo_target, prefix_cache=place)
+    assert not list((tmp_path / "data").rglob("*.kept"))
+
+
+def test_a_place_or_size_that_makes_no_sense_is_refused() -> None:
+    for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
+        with pytest.raises(OptionError):
+            PrefixCacheOptions.read(*wrong)
+    assert PrefixCacheOptions.read("disk", "1GiB", 5000) == PrefixCacheOptions("disk", 1 << 30, 5000)

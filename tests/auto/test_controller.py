@@ -1,0 +1,113 @@
+"""The promise of `auto` on a simulated clock: the real loop and policy, an adversary for texts and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.auto.loss_limit import LossLimits
+from edgespec.costs.curve import CostCurve
+from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, policy
+
+LENGTH = 160
+CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
+    st.floats(0.5, 6.0), min_size=1, max_size=4
+).map(lambda costs: CostCurve((1, 2, 3, 5, 9)[: len(costs) + 1], (1.0, *costs)))
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> Text:
+    """Stretches in which a draft is right or wrong, as sure of itself as an adversary has it be."""
+    columns: list[list[float]] = [[], [], [], []]
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(1, 60))
+        random = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+        for column in columns[:3]:
+            column += (random.random(length) < draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))).tolist()
+        columns[3] += [draw(st.sampled_from([0.01, 0.3, 0.6, 0.99]))] * length
+    right, speaks, hits, sure = (np.array(column[:LENGTH]) for column in columns)
+    model = Trace(right > 0.5, sure)
+    lookup = Trace(hits > 0.5, sure, speaks > 0.5)
+    return Text("adversary's", model, lookup, draw(st.sampled_from([1, 3, 40, 400])))
+
+
+class Adversary(World):
+    """A world whose drafts and wide passes cost what an adversary says, in turn; plain steps cost one.
+
+    dearest: the most that one round cost beyond a plain step, and a draft's reading at a time.
+    """
+
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        passes: Sequence[float],
+        drafts: Sequence[float],
+        readings: Sequence[float],
+    ) -> None:
+        super().__init__(machine)
+        self._factors = {"pass": list(passes), "draft": list(drafts), "reading": list(readings)}
+        self._begun = self.dearest = 0.0
+
+    def _factor(self, what: str) -> float:
+        factors = self._factors[what]
+        factors.append(factors.pop(0))
+        return factors[-1]
+
+    def pass_cost(self, rows: int) -> float:
+        return super().pass_cost(rows) * self._factor("pass") if rows > 1 else 1.0
+
+    def draft_cost(self) -> float:
+        return super().draft_cost() * self._factor("draft")
+
+    def reading_cost(self) -> float:
+        return super().reading_cost() * self._factor("reading")
+
+    def commit(self, path: tuple[int, ...]) -> None:
+        super().commit(path)
+        self.dearest = max(self.dearest, self.seconds - self._begun - 1.0)
+        self._begun = self.seconds
+
+
+def beyond(world: World, terms: LossLimits) -> float:
+    """By how many plain steps the reply broke the bound, at the token where it broke it most."""
+    tokens = np.arange(1, len(world.moments) + 1)
+    return float((np.array(world.moments) - ((1.0 + terms.rate) * tokens + terms.steps)).max())
+
+
+TERMS = st.builds(LossLimits, st.sampled_from([0.0, 0.02, 0.1]), st.sampled_from([0.0, 1.0, 2.0, 8.0]))
+STEADY: Any = st.lists(st.just(1.0), min_size=1, max_size=1)
+WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), TERMS)
+def test_every_prefix_of_a_reply_is_within_the_bound_where_costs_are_as_told(
+    curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], terms: LossLimits
+) -> None:
+    world = World(SimulatedMachine("any", curve, draft_cost, "an adversary", reading_cost))
+    drafter = policy(world, terms=terms, lookup=True)
+    for text in said:
+        world.reply(drafter, text)
+        assert beyond(world, terms) <= 1e-6
+
+
+@settings(max_examples=150, deadline=None)
+@given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), TERMS)
+def test_where_costs_are_an_adversarys_one_round_is_the_last_beyond_the_bound(
+    curve: CostCurve,
+    told: CostCurve,
+    passes: list[float],
+    drafts: list[float],
+    readings: list[float],
+    said: list[Text],
+    terms: LossLimits,
+) -> None:
+    world = Adversary(SimulatedMachine("any", curve, 0.1, "an adversary", 0.02), passes, drafts, readings)
+    drafter = policy(world, terms=terms, lookup=True, told=told)
+    for text in said:
+        world.reply(drafter, text)
+        assert beyond(world, terms) <= world.dearest + 1e-6

@@ -1,0 +1,74 @@
+"""How a reply under the policy stands: who guesses in it, and why, at any moment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.controller import AutoController, ControllerReport
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.loss_limit import LossLimit
+from edgespec.costs.curve import CostCurve
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
+from tests.tables import Saying
+
+
+class Reply:
+    """A reply on a clock of its own, under the policy: plain steps take a second, wider passes `wide`."""
+
+    def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
+        self.now = 0.0
+        self._plain, self._wide, self._right = plain_seconds, wide * plain_seconds, right
+        saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
+        saying.is_lookup = True
+        costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
+        both = CombinedDrafter([saying], True, curve=costs.v, clock=self.clock)
+        self._drafter = AutoController(both, LossLimit(), costs, clock=self.clock)
+        self._drafter.begin([0])
+
+    def clock(self) -> float:
+        return self.now
+
+    def goes_on(self, rounds: int) -> ControllerReport:
+        """How it stands after so many rounds more."""
+        nothing: Any = None
+        for _ in range(rounds):
+            tree = self._drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 1)
+            self.now += self._wide if tree.drafted else self._plain
+            self._drafter.observe(tree, nothing, nothing)
+            self._drafter.commit((0, 1) if tree.drafted and self._right else (1,))
+        account = self._drafter.report()
+        assert account is not None
+        return account
+
+
+def test_a_reply_begins_plainly() -> None:
+    account = Reply(1, wide=1.1, right=True).goes_on(0)
+    assert account.drafters == ()
+    assert account.reason == "what a plain step takes is measured first"
+
+
+def test_guesses_that_pay_are_named() -> None:
+    account = Reply(1, wide=1.1, right=True).goes_on(30)
+    assert account.drafters == ("saying",)
+    assert account.reason == "guesses pay here"
+    assert account.speed_up > 1.5
+
+
+def test_a_try_that_failed_leaves_a_reply_plain() -> None:
+    reply = Reply(20, wide=2.9, right=False)
+    tried = reply.goes_on(22)
+    assert tried.credit_seconds < 0.0
+    account = reply.goes_on(100)
+    assert account.drafters == ()
+    assert account.reason != "guesses pay here"
+
+
+@pytest.mark.parametrize(("plain_seconds", "small"), [(0.0005, True), (0.05, False)])
+def test_a_target_that_is_too_small_is_said_to_be(plain_seconds: float, small: bool) -> None:
+    account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
+    assert ("this target is so small (0.5 ms a token)" in account.reason) == small

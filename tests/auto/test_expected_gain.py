@@ -1,0 +1,64 @@
+"""What a round's guesses are worth, held against all ways to cut them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.auto.expected_gain import RoundEstimate
+from edgespec.costs.curve import CostCurve
+
+CURVE = CostCurve((1, 2, 3, 4, 5, 8), (1.0, 1.5, 2.4, 1.7, 2.5, 3.0))
+# Level by level the chance that the text is still in a draft: it never rises.
+CHANCES = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda chances: sorted(chances, reverse=True))
+COSTS = st.floats(0.0, 3.0)
+
+
+def said_of(chances: list[float], cost: float) -> RoundEstimate:
+    return RoundEstimate().also(chances, [1] * len(chances), cost)
+
+
+@given(CHANCES, COSTS)
+def test_a_draft_is_worth_its_best_cut(chances: list[float], cost: float) -> None:
+    every = [
+        (1.0 + sum(chances[:levels])) / (cost + CURVE.v(1 + levels)) for levels in range(len(chances) + 1)
+    ]
+    assert said_of(chances, cost).worth(CURVE.v) == pytest.approx(max(every))
+
+
+def test_nothing_said_is_worth_a_plain_step() -> None:
+    assert RoundEstimate().worth(CURVE.v) == pytest.approx(1.0)
+
+
+@given(CHANCES, COSTS)
+def test_beside_nothing_a_draft_is_worth_what_it_brings_whole(chances: list[float], cost: float) -> None:
+    whole = (1.0 + sum(chances)) / (cost + CURVE.v(1 + len(chances)))
+    assert RoundEstimate().worth_with(chances, len(chances), cost, CURVE.v, 64, True) == pytest.approx(whole)
+
+
+@given(CHANCES, CHANCES, COSTS, COSTS, st.booleans())
+def test_with_another_draft_it_is_worth_the_best_of_all_cuts_of_the_first(
+    first: list[float], second: list[float], cost: float, more: float, joined: bool
+) -> None:
+    def either(level: int) -> float:
+        low, high = sorted([(first[level : level + 1] or [0.0])[0], (second[level : level + 1] or [0.0])[0]])
+        return high + 0.5 * low * (1.0 - high)
+
+    every = []
+    for levels in range(len(first) + 1 if joined else 1):
+        tokens = 1.0
+        for level in range(max(levels, len(second))):
+            tokens += either(level) if level < levels else second[level]
+        every.append(tokens / (cost + more + CURVE.v(1 + levels + len(second))))
+    found = said_of(first, cost).worth_with(second, len(second), more, CURVE.v, 64, joined)
+    assert found == pytest.approx(max(every))
+
+
+@given(CHANCES, CHANCES, COSTS)
+def test_saying_more_makes_no_guess_less_likely(first: list[float], second: list[float], cost: float) -> None:
+    both = said_of(first, cost).also(second, [1] * len(second), 0.0)
+    assert len(both.reached) == max(len(first), len(second))
+    for level, chance in enumerate(both.reached):
+        alone = [said[level] for said in (first, second) if level < len(said)]
+        assert max(alone) - 1e-12 <= chance <= min(sum(alone), 1.0) + 1e-12

@@ -1,0 +1,133 @@
+"""What guesses were found to be worth goes from one run to the next, and nothing damaged does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from edgespec.auto.acceptance_stats import AcceptanceStats
+from edgespec.auto.backoff import Backoff
+from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.controller import AutoController
+from edgespec.auto.drafter_stats import DrafterStats
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.loss_limit import LossLimit
+from edgespec.auto.retry_schedule import RetrySchedule
+from edgespec.costs.curve import CostCurve
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.running_stats import AcceptanceCounts, RunningMean
+from edgespec.engine.tree import TokenTree
+from scripts.simulation import MACHINES, World, stationary
+
+CHAIN = TokenTree.chain(9, [1, 2, 3])
+
+
+class Memory:
+    """Notes in memory."""
+
+    notice = ""
+
+    def __init__(self) -> None:
+        self.values: dict[str, NDArray[Any]] = {}
+
+    def load(self) -> Mapping[str, NDArray[Any]]:
+        return dict(self.values)
+
+    def save(self, values: Mapping[str, NDArray[Any]]) -> None:
+        self.values = {name: np.array(value) for name, value in values.items()}
+
+
+def policy(world: World, notes: Memory) -> AutoController:
+    """A guarded draft model."""
+    costs, ledger = LiveCosts(world.machine.curve), LossLimit()
+    growth = AdaptiveTreeGrowth(curve=costs.v, siblings=1, clock=world.clock)
+    drafter = world.model(growth)
+    combined = CombinedDrafter([drafter], True, curve=costs.v, clock=world.clock)
+    return AutoController(combined, ledger, costs, notes=notes, clock=world.clock)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.9])
+def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
+    """What pays drafts at once, and what does not is not tried for nothing again."""
+    notes, trace = Memory(), stationary(rate, 120, 0)
+    first, again = World(MACHINES[0]), World(MACHINES[0])
+    one = policy(first, notes)
+    cold = first.reply(one, trace)
+    one.keep()
+    warm = again.reply(policy(again, notes), trace)
+    fresh = World(MACHINES[0])
+    assert cold == fresh.reply(policy(fresh, Memory()), trace)
+    assert warm <= cold if rate > 0.5 else warm <= 1.02 * 120 + 2.0
+
+
+@pytest.mark.parametrize("kept", ["record", "reading", "found", "patience.rest", "plain"])
+def test_what_is_damaged_is_found_out_again(kept: str) -> None:
+    notes, trace = Memory(), stationary(0.9, 120, 0)
+    world = World(MACHINES[0])
+    drafter = policy(world, notes)
+    world.reply(drafter, trace)
+    drafter.keep()
+    name = next(name for name in notes.values if kept in name)
+    notes.values[name] = -1.0 - np.abs(notes.values[name])
+    again = World(MACHINES[0])
+    drafter = policy(again, notes)
+    assert "found out again" in drafter.note()
+    again.reply(drafter, trace)
+
+
+def test_records_are_what_they_were() -> None:
+    record, other = AcceptanceStats(lookup=True), AcceptanceStats(lookup=True)
+    for tokens in ([1, 2, 3, 4], [1, 5], [7]):
+        record.asked(CHAIN, 0.25)
+        record.learn(CHAIN, tokens)
+    other.restore(record.kept())
+    assert other.kept().keys() == record.kept().keys()
+    assert all(np.array_equal(other.kept()[name], value) for name, value in record.kept().items())
+
+
+def test_patience_is_what_it_was() -> None:
+    one, other = Backoff(), Backoff()
+    for _ in range(20):
+        one.silent(0.3)
+    assert (one.over, other.over) == (True, False)
+    other.restore(one.kept())
+    assert other.over
+    assert other.gain == pytest.approx(-0.3)
+
+
+def test_nonsense_is_refused() -> None:
+    tally = AcceptanceCounts(np.ones(2), np.full(2, 2.0))
+    for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
+        with pytest.raises(ValueError, match="counts|tried"):
+            tally.restore(wrong)
+    for wrong in (np.array([1.0, -2.0]), np.array([1.0, np.inf]), np.zeros(3), np.array(1.0)):
+        with pytest.raises(ValueError, match="no mean"):
+            RunningMean().restore(wrong)
+    for wrong in (np.array([1.0]), np.array([np.inf]), np.zeros(0), np.array(8)):
+        with pytest.raises(ValueError, match="rounds"):
+            RetrySchedule().restore(wrong)
+    costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
+    for plain in (-1.0, 1e-9, np.inf):
+        with pytest.raises(ValueError, match="none"):
+            costs.restore({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
+
+
+def test_what_pays_in_one_kind_of_text_does_not_hasten_tries_in_another() -> None:
+    member = DrafterStats(World(MACHINES[0]).lookup())
+    member.turn_to("talk")
+    for _ in range(60):
+        member.probe.due(1.0)
+    rare = member.probe.kept()
+    member.turn_to("code")
+    for _ in range(8):
+        member.probe.paid()
+    member.turn_to("talk")
+    assert (member.probe.kept() == rare).all()
+    other = DrafterStats(World(MACHINES[0]).lookup())
+    other.restore(member.kept())
+    other.turn_to("talk")
+    assert (other.probe.kept() == rare).all()

@@ -1,0 +1,363 @@
+"""A draft that learns between replies: the same tokens, more of them guessed, and nothing that stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from edgespec import Runtime, idle
+from edgespec.backends import mlx
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx.model import MlxModel
+from edgespec.backends.optional_features import Skippable, TrainingExample
+from edgespec.catalog.catalogue import models_folder
+from edgespec.costs.curve import gentle
+from edgespec.costs.pass_limits import PassLimits
+from edgespec.drafters import online_training, swift
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.model import ModelDrafter
+from edgespec.drafters.online import OnlineDrafter
+from edgespec.drafters.online_training import OnlineTrainer
+from edgespec.drafters.swift import SwiftDrafter
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
+from tests.backends.mlx.tiny_checkpoints import write_checkpoint
+from tests.tables import Chosen
+
+OPTIONS = LoadOptions(context_tokens=400)
+ASKED = ("How do I list files by size?", "How do I list files by name?", "How do I list hidden files?")
+
+
+def load(path: Path) -> MlxModel:
+    model = mlx.load(str(path), path.name, OPTIONS)
+    assert isinstance(model, MlxModel)
+    assert model.facts.capabilities.trainable
+    return model
+
+
+def online(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> OnlineDrafter:
+    drafter = ModelDrafter(draft, target.facts.vocab_size)
+    return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, draft.trainer(), notes=notes))
+
+
+def paired(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> Runtime:
+    return Runtime(target, None, Chosen(target, online(target, draft, notes)))
+
+
+@pytest.fixture
+def demo() -> tuple[MlxModel, MlxModel]:
+    return load(models_folder() / "demo-mlx"), load(models_folder() / "demo-mlx-draft")
+
+
+@pytest.fixture
+def tiny(folder: Path) -> Iterator[MlxModel]:
+    model = load(write_checkpoint(folder / "taught", "llama", quantisation=("affine", 4, 32)))
+    yield model
+    model.close()
+
+
+def lesson(seed: int = 0) -> TrainingExample:
+    random = np.random.default_rng(seed)
+    tokens = tuple(random.integers(0, 200, 24).tolist())
+    best = np.stack([random.permutation(200)[:4] for _ in range(3)]).astype(np.int64)
+    probs = np.full((3, 4), 0.25, np.float32)
+    return TrainingExample(tokens, (3, 9, 20), best, probs)
+
+
+def logits(model: MlxModel, tokens: list[int]) -> Any:
+    model.truncate(0)
+    rows = model.verify(TokenTree.chain(tokens[0], tokens[1:]))
+    found = np.stack([rows.at(row, np.arange(model.facts.vocab_size)) for row in range(len(tokens))])
+    model.truncate(0)
+    return found
+
+
+class TestLearner:
+    def test_the_loss_falls(self, tiny: MlxModel) -> None:
+        trainer = tiny.trainer()
+        losses = [trainer.train_step(lesson()) for _ in range(60)]
+        assert losses[-1] < losses[0] - 0.05
+
+    def test_off_the_model_is_exactly_as_loaded(self, tiny: MlxModel) -> None:
+        tokens = [5, 7, 9, 11]
+        before, names = logits(tiny, tokens), dict(tree_flatten(tiny._net.parameters()))
+        trainer = tiny.trainer()
+        for _ in range(5):
+            trainer.train_step(lesson())
+        assert np.array_equal(logits(tiny, tokens), before)
+        trainer.set_adapted(True)
+        assert not np.array_equal(logits(tiny, tokens), before)
+        trainer.set_adapted(False)
+        assert np.array_equal(logits(tiny, tokens), before)
+        after = dict(tree_flatten(tiny._net.parameters()))
+        assert set(after) == set(names)
+        assert all(mx.array_equal(after[name], names[name]).item() for name in names)
+
+    def test_untaught_it_changes_nothing(self, tiny: MlxModel) -> None:
+        before = logits(tiny, [5, 7, 9, 11])
+        tiny.trainer().set_adapted(True)
+        assert np.array_equal(logits(tiny, [5, 7, 9, 11]), before)
+
+    def test_the_memory_is_left_as_it_is(self, tiny: MlxModel) -> None:
+        tiny.prefill([4, 5, 6, 7])
+        trainer = tiny.trainer()
+        expected = tiny.verify(TokenTree.chain(8)).at(0, np.arange(200))
+        trainer.train_step(lesson())
+        trainer.count_hits(lesson().tokens, 5, adapted=True)
+        assert tiny.length == 4
+        assert np.array_equal(tiny.verify(TokenTree.chain(8)).at(0, np.arange(200)), expected)
+
+    def test_hits_are_the_best_tokens(self, tiny: MlxModel) -> None:
+        tokens = [5, 7, 9, 11, 13]
+        rows = logits(tiny, tokens)
+        tokens = [*tokens, int(rows[-1].argmax())]
+        expected = [int(rows[i].argmax()) == tokens[i + 1] for i in range(5)]
+        trainer = tiny.trainer()
+        assert trainer.count_hits(tokens, 1, adapted=False) == sum(expected)
+        assert trainer.count_hits(tokens, 5, adapted=False) == 1
+
+    def test_what_was_learnt_can_be_kept(self, tiny: MlxModel, tmp_path: Path) -> None:
+        trainer = tiny.trainer()
+        for _ in range(3):
+            trainer.train_step(lesson())
+        file = SavedArrays("online", trainer.identity, tmp_path)
+        file.save(trainer.adapter_weights())
+        trainer.set_adapted(True)
+        expected = logits(tiny, [5, 7, 9])
+        trainer.set_adapted(False)
+        other = tiny.trainer()
+        assert other.load_adapter(SavedArrays("online", other.identity, tmp_path).load())
+        other.set_adapted(True)
+        assert np.array_equal(logits(tiny, [5, 7, 9]), expected)
+
+    def test_what_does_not_fit_is_refused(self, tiny: MlxModel) -> None:
+        trainer = tiny.trainer()
+        own = trainer.adapter_weights()
+        name = next(iter(own))
+        assert not trainer.load_adapter({})
+        assert not trainer.load_adapter({**own, name: own[name][:-1]})
+        assert not trainer.load_adapter({**own, name: own[name] * np.nan})
+        assert trainer.load_adapter(own)
+
+    def test_a_loss_without_end_changes_nothing(self, tiny: MlxModel) -> None:
+        trainer = tiny.trainer()
+        before = trainer.adapter_weights()
+        bad = lesson()
+        with pytest.raises(BackendError, match="no finite loss"):
+            trainer.train_step(TrainingExample(bad.tokens, bad.rows, bad.best, bad.probs * np.nan))
+        after = trainer.adapter_weights()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+        assert not trainer.adapted
+
+
+class TestReplies:
+    def test_the_same_tokens_over_several_turns(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        with paired(*demo) as runtime:
+            chat, alone = runtime.chat(), runtime.chat()
+            for seed, (text, temperature) in enumerate(
+                zip((*ASKED, ASKED[0]), (0.0, 0.8, 0.0, 0.8), strict=True)
+            ):
+                options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
+                got = chat.ask(text, draft_length=4, **options)
+                runtime._session.run_idle_work(lambda: True)
+                assert alone.ask(text, method="none", **options).tokens == got.tokens
+                assert got.stats.drafted_tokens
+            assert "steps on" in runtime._session.report("model").note
+
+    @pytest.mark.long
+    def test_it_guesses_better_on_what_comes_again(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        accepted: list[tuple[int, int]] = []
+        with paired(*demo) as runtime:
+            for _ in range(2):
+                turn = (0, 0)
+                for text in ASKED:
+                    stats = runtime.generate(text, temperature=0.0, max_tokens=64, draft_length=3).stats
+                    turn = (turn[0] + stats.accepted_tokens, turn[1] + stats.drafted_tokens)
+                    runtime._session.run_idle_work(lambda: True)
+                accepted.append(turn)
+        rates = [right / drafted for right, drafted in accepted]
+        assert rates[-1] > rates[0] + 0.04, rates
+
+    def test_the_original_is_used_where_it_guesses_better(
+        self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(online_training, "_FEWEST_JUDGED", 16)
+        monkeypatch.setattr(online_training, "_MOST_STEPS", 1)
+        target, draft = demo
+        notes = SavedArrays("online", "pair", tmp_path)
+        with paired(target, draft, notes) as runtime:
+            drafter = runtime._session.drafters.choose("model")[0]
+            assert isinstance(drafter, OnlineDrafter)
+            trainer = drafter.pupil._trainer
+            ruined = {name: array + 0.3 for name, array in trainer.adapter_weights().items()}
+            assert trainer.load_adapter(ruined)
+            drafter.pupil._steps = 1
+            trainer.set_adapted(True)
+            for text in ASKED[:2]:
+                runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
+                runtime._session.run_idle_work(lambda: True)
+            before, after, tokens = drafter.pupil.judged
+            assert tokens >= 16
+            assert after < before
+            assert not trainer.adapted
+            said = runtime._session.report("model").note
+            assert "the original guesses better" in said
+            again = load(models_folder() / "demo-mlx-draft")
+            later = online(target, again, notes)
+            assert not later.pupil._trainer.adapted, "another run knows that it was worse"
+            assert later.note() == said
+            later.close()
+
+    def test_a_reply_without_a_mistake_is_judged(self) -> None:
+        target, draft = (load(models_folder() / "demo-mlx") for _ in range(2))
+        with paired(target, draft) as runtime:
+            drafter = runtime._session.drafters.choose("model")[0]
+            assert isinstance(drafter, OnlineDrafter)
+            drafter.pupil._steps = 1
+            stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
+            runtime._session.run_idle_work(lambda: True)
+            assert 0 < stats.accepted_tokens == stats.drafted_tokens
+            assert drafter.pupil.judged == (stats.generated_tokens,) * 3
+
+    def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        target, draft = demo
+        with paired(target, draft) as runtime:
+            trainer = draft.trainer()
+            changes = sum(array.nbytes for array in trainer.adapter_weights().values())
+            counted = []
+            for text in ASKED[:2]:
+                stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
+                counted.append((stats.draft_weight_bytes, stats.draft_kv_bytes, stats.draft_other_bytes))
+                runtime._session.run_idle_work(lambda: True)
+            facts = draft.facts
+        assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
+        logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
+        assert counted[1][:2] == counted[0][:2]
+        assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
+
+    def test_drafts_as_long_as_pays_teach_the_same_pupil(self, demo: tuple[MlxModel, MlxModel]) -> None:
+        target, draft = demo
+        usual = online(target, draft)
+        limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        assert (usual.chooses_length, grown.chooses_length) == (False, True)
+        assert grown.pupil is usual.pupil
+        text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
+        grown.begin(text)
+        assert grown.pending_tokens == grown.full_pending_tokens == len(text) - 2
+        grown.prefill(40)
+        assert (grown.pending_tokens, grown.full_pending_tokens) == (0, len(text))
+        assert 30 < draft.length <= 40
+        grown.prefill(len(text))
+        assert (grown.pending_tokens, grown.full_pending_tokens, draft.length) == (0, 0, len(text) - 1)
+        with Runtime(target, None, Chosen(target, grown)) as runtime:
+            for text_asked in ASKED:
+                runtime.generate(text_asked, temperature=0.0, max_tokens=20)
+            runtime._session.run_idle_work(lambda: True)
+            assert usual.note().startswith("the draft took")
+            kept = grown.saved_statistics()
+            assert kept
+            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
+                kept
+            )
+
+    def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
+        notes = SavedArrays("online", "pair", tmp_path)
+        target, draft = demo
+        drafter = online(target, draft, notes)
+        with Runtime(target, None, Chosen(target, drafter)) as runtime:
+            for text in ASKED[:2]:
+                runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
+                runtime._session.run_idle_work(lambda: True)
+            weights = drafter.pupil._trainer.adapter_weights()
+            drafter.close()
+        again = load(models_folder() / "demo-mlx-draft")
+        later = online(target, again, notes)
+        weights_of = later.pupil._trainer.adapter_weights
+        adapted = [later.pupil._trainer.adapted]
+        assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
+        later.close()
+        delete_saved_arrays(tmp_path)
+        loaded = load(models_folder() / "demo-mlx-draft")
+        anew = online(target, loaded, notes)
+        adapted.append(anew.pupil._trainer.adapted)
+        assert adapted == [True, False]
+        anew.close()
+
+
+class TestInTheBackground:
+    @pytest.mark.long
+    def test_replies_cut_rests_short(
+        self, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Learning and searching go on in threads of their own, wherever the next reply stops them."""
+        monkeypatch.setattr(idle, "QUIET_SECONDS", 0.0)
+        with paired(*demo) as runtime:
+            expected = {
+                text: runtime.generate(text, method="none", seed=1, max_tokens=32).tokens
+                for text in ASKED[:2]
+            }
+            for i, text in enumerate(ASKED[:2] * 3):
+                assert runtime.generate(text, seed=1, max_tokens=32, draft_length=4).tokens == expected[text]
+                threading.Event().wait(0.1 * i)
+            assert "learns no more" not in runtime._session.report("model").note
+
+    @pytest.mark.parametrize("delay", [0.0, 0.5])
+    def test_a_program_may_end_in_a_rest(self, delay: float) -> None:
+        code = f"""
+import time
+from edgespec import idle
+from tests.backends.mlx.test_lora_trainer import ASKED, load, models_folder, paired
+idle.QUIET_SECONDS = 0.0
+runtime = paired(load(models_folder() / "demo-mlx"), load(models_folder() / "demo-mlx-draft"))
+runtime.generate(ASKED[0], max_tokens=48, draft_length=4, temperature=0.8)
+time.sleep({delay})
+"""
+        done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestSwift:
+    @pytest.fixture(autouse=True)
+    def soon_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(swift, "MOST_IN_A_REST", 2)
+
+    @pytest.mark.long
+    def test_the_same_tokens_while_layers_are_searched_for(self) -> None:
+        target = load(models_folder() / "demo-mlx")
+        drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.5)
+        with Runtime(target, None, Chosen(target, drafter)) as runtime:
+            drafted = {0.0: 0, 0.8: 0}
+            for seed, text in enumerate(ASKED):
+                for temperature in drafted:
+                    options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 32}
+                    got = runtime.generate(text, draft_length=4, **options)
+                    drafted[temperature] += got.stats.drafted_tokens
+                    cached = target.length
+                    runtime._session.run_idle_work(lambda: True)
+                    assert target.length == cached
+                    again = runtime.generate(text, method="none", **options)
+                    assert again.tokens == got.tokens
+                    assert again.stats.cached_prompt_tokens == got.stats.prompt_tokens - 1
+            assert all(drafted.values())
+            assert "learns no more" not in runtime._session.report("swift").note
+
+    def test_a_window_and_four_layers(self, folder: Path) -> None:
+        target = load(write_checkpoint(folder / "skipping", "gemma3"))
+        drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.01)
+        with Runtime(target, None, Chosen(target, drafter)) as runtime:
+            for seed in range(3):
+                got = runtime.generate("the files", seed=seed, max_tokens=40, draft_length=4)
+                runtime._session.run_idle_work(lambda: True)
+                plain = runtime.generate("the files", seed=seed, max_tokens=40, method="none")
+                assert got.tokens == plain.tokens

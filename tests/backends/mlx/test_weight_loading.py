@@ -1,0 +1,402 @@
+"""Checkpoints: every kind loads and writes, and everything wrong with a folder is said in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx import weight_loading
+from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
+from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
+from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
+
+PROMPT = list(range(65, 90))
+QUANTISATIONS: dict[str, Any] = {
+    "8-bit affine, group 32": ("affine", 8, 32),
+    "4-bit affine, group 64": ("affine", 4, 64),
+    "3-bit affine, group 32": ("affine", 3, 32),
+    "mxfp4": ("mxfp4",),
+    "mxfp8": ("mxfp8",),
+    "nvfp4": ("nvfp4",),
+}
+
+
+def _open(path: Path, progress: Any = None, **options: Any) -> LoadedModel:
+    return load_model(str(path), "tiny", LoadOptions(**options), progress)
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    """What `work` returns: mlx evaluates only in the thread that made an array, so anything lazy raises."""
+    done: list[Any] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(done[0], Exception):
+        raise done[0]
+    return done[0]
+
+
+def _logits(model: Any, tokens: list[int] = PROMPT) -> Any:
+    return np.array(model(mx.array([tokens]))[0].astype(mx.float32))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return Path(shutil.copytree(llama, tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_loads_in_one_thread_and_writes_in_another(kind: str, tmp_path: Path) -> None:
+    checkpoint = _open(write_checkpoint(tmp_path, kind))
+    assert checkpoint.architecture == configuration(kind)["model_type"]
+    assert checkpoint.trained_context_tokens == 512
+    assert checkpoint.quantisation == "float32"
+    assert checkpoint.vocab_size == ROWS
+
+    def write() -> list[int]:
+        steps = generate_step(mx.array(PROMPT), checkpoint.model, max_tokens=24)
+        return [int(token) for token, _ in steps]
+
+    written = _in_a_thread(write)
+    assert len(set(written)) > 8
+    logits = _in_a_thread(lambda: _logits(checkpoint.model))
+    assert logits.shape == (len(PROMPT), ROWS)
+    assert 1 < logits.std() < 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_kept_of_a_token_are_those_in_the_caches(kind: str, tmp_path: Path) -> None:
+    checkpoint = _open(write_checkpoint(tmp_path, kind))
+    caches = make_prompt_cache(checkpoint.model)
+    checkpoint.model(mx.array([[65]]), cache=caches)
+    parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
+    keeping = [part for part in parts if isinstance(part, KVCache) or "KV" in type(part).__name__]
+    shapes = [array.shape for part in keeping for array in (part.keys, part.values)]
+    assert checkpoint.kv_elements_per_token == sum(shape[0] * shape[1] * shape[3] for shape in shapes)
+
+
+@pytest.mark.parametrize("name", QUANTISATIONS)
+def test_quantised_models_compute_in_float32_on_the_cpu(name: str, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", dtype="bfloat16", quantisation=QUANTISATIONS[name])
+    checkpoint = _open(path)
+    assert checkpoint.quantisation == name
+    assert checkpoint.description.endswith("computed in float32")
+    assert checkpoint.dtype == mx.float32
+    assert checkpoint.model(mx.array([PROMPT])).dtype == mx.float32
+    assert checkpoint.parameters == sum(array.size for array in _dense_llama(tmp_path).values())
+    assert np.isfinite(_in_a_thread(lambda: _logits(checkpoint.model))).all()
+
+
+def _dense_llama(tmp_path: Path) -> dict[str, Any]:
+    weights: Any = mx.load(str(write_checkpoint(tmp_path / "dense", "llama") / "model.safetensors"))
+    return dict(weights)
+
+
+def test_mixed_quantisation_names_what_most_weights_have(tmp_path: Path) -> None:
+    # mlx-lm keeps the routers of experts at 8 bits.
+    path = write_checkpoint(tmp_path, "qwen3_moe", quantisation=("affine", 4, 32))
+    assert _open(path).quantisation == "4-bit affine, group 32 (mixed)"
+
+
+def _with_config(folder: Path, changes: dict[str, Any]) -> Path:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def test_halves_stay_halves_where_widening_does_not_fit(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", dtype="float16")
+    wide = _open(path)
+    assert (wide.quantisation, wide.dtype) == ("float16", mx.float32)
+    narrow = _open(path, memory_bytes=wide.weight_bytes // 2 + 1000)
+    assert (narrow.quantisation, narrow.dtype) == ("float16", mx.float16)
+    assert "float32" not in narrow.description
+    assert narrow.weight_bytes * 2 == wide.weight_bytes
+    context_bytes = wide.kv_elements_per_token * 512 * mx.float32.size
+    assert _open(path, memory_bytes=wide.weight_bytes + context_bytes - 1000).dtype == mx.float16
+    assert _open(path, memory_bytes=wide.weight_bytes + context_bytes).dtype == mx.float32
+
+
+def test_too_large_for_the_budget_is_said_before_loading(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: Any = mx.load(str(llama / "model.safetensors"))
+    size = sum(array.nbytes for array in weights.values())
+    monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
+    with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB are there for them"):
+        _open(llama, memory_bytes=size - 1)
+
+
+def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
+    seen: list[tuple[str, float]] = []
+
+    def progress(what: str, fraction: float) -> bool:
+        seen.append((what, fraction))
+        return True
+
+    _open(llama, progress)
+    fractions = [fraction for _, fraction in seen]
+    assert {what for what, _ in seen} == {"loading tiny"}
+    assert fractions[0] == 0
+    assert fractions[-1] == 1
+    assert fractions == sorted(fractions)
+    assert len(fractions) > 5
+
+
+@pytest.mark.parametrize("after", [0.0, 0.3])
+def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
+    asked: list[float] = []
+
+    def progress(what: str, fraction: float) -> bool:
+        asked.append(fraction)
+        return fraction < after
+
+    with pytest.raises(CancelledError, match="loading tiny was cancelled"):
+        _open(llama, progress)
+    assert asked[-1] < 0.9
+
+
+def test_an_adapter_changes_what_the_model_says(llama: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", llama)
+    plain, adapted = _open(llama), _open(llama, adapter=str(adapter))
+    assert adapted.weight_bytes > plain.weight_bytes
+    assert adapted.file_bytes > plain.file_bytes
+    moved = np.abs(_logits(plain.model) - _in_a_thread(lambda: _logits(adapted.model)))
+    assert moved.max() > 0.1
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, llama: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter", write_checkpoint(tmp_path / "lfm2", "lfm2"))
+    with pytest.raises(ModelFileError, match="adapter could not be loaded"):
+        _open(llama, adapter=str(adapter))
+
+
+def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
+    with pytest.raises(ModelFileError, match="nowhere does not exist; check the path"):
+        _open(llama, adapter=str(tmp_path / "nowhere"))
+    adapter = write_adapter(tmp_path / "adapter", llama)
+    weights = adapter / "adapters.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(ModelFileError, match="cut short"):
+        _open(llama, adapter=str(adapter))
+    weights.unlink()
+    with pytest.raises(ModelFileError, match="has no adapters.safetensors"):
+        _open(llama, adapter=str(adapter))
+    (adapter / "adapter_model.safetensors").touch()
+    with pytest.raises(ModelFileError, match="an adapter of PEFT"):
+        _open(llama, adapter=str(adapter))
+    with pytest.raises(ModelFileError, match="has no adapter_config.json; give the folder that"):
+        _open(llama, adapter=str(llama))
+
+
+# Folders that are no checkpoint. Each breaks one thing and is told so in one line.
+
+
+def _gguf(folder: Path) -> Path:
+    (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    return folder / "model.gguf"
+
+
+def _a_file(folder: Path) -> Path:
+    return folder / "config.json"
+
+
+def _no_folder(folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _write(name: str, content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return write
+
+
+def _config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        _with_config(folder, changes)
+
+    return change
+
+
+def _weights(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def rewrite(folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(change(weights.read_bytes()))
+
+    return rewrite
+
+
+def _renamed(name: str) -> Callable[[Path], None]:
+    def rename(folder: Path) -> None:
+        (folder / "model.safetensors.index.json").unlink()
+        (folder / "model.safetensors").rename(folder / name)
+
+    return rename
+
+
+def _without_a_tensor(folder: Path) -> None:
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    kept = {name: array for name, array in weights.items() if name != "model.norm.weight"}
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+
+
+_HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}}).encode()
+
+TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
+    "gguf": (_gguf, "is a GGUF file, .* wrongly without a word; GGUF models run on llama.cpp"),
+    "file": (_a_file, "is a file; give the folder that holds config.json"),
+    "missing": (_no_folder, "nowhere does not exist; check the path"),
+    "no config": (_remove("config.json"), "has no config.json; download"),
+    "config cut": (_write("config.json", b'{"model_type": '), "config.json is not JSON"),
+    "config nested": (_write("config.json", b"[" * 100_000), "config.json is not JSON"),
+    "config bytes": (_write("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
+    "config list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
+    "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not JSON"),
+    "no model_type": (_config(model_type=None), "names no model_type"),
+    "code": (_config(model_file="evil.py"), "wants to run its own program, 'evil.py'"),
+    "unknown": (
+        _config(model_type="gpt99"),
+        r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not know; update mlx-lm",
+    ),
+    "no model": (_config(model_type="cache"), "'cache', which mlx-lm .* does not know"),
+    "library": (_config(model_type="olmo"), "'olmo', which mlx-lm .* does not know"),
+    "outside": (_config(model_type="..convert"), "'..convert', which mlx-lm .* does not know"),
+    "no sizes": (_config(hidden_size=None), "could not be loaded: "),
+    "other sizes": (_config(hidden_size=32), "could not be loaded: "),
+    "fewer tensors": (_without_a_tensor, "could not be loaded: Missing 1 parameters: .*model.norm.weight"),
+    "no weights": (
+        _remove("model.safetensors"),
+        "1 of 1 weight files of .* are missing, first model.safetensors",
+    ),
+    "no index": (_renamed("weights.safetensors"), "none named model.*safetensors; rename"),
+    "torch": (
+        _renamed("pytorch_model.bin"),
+        "weights in pytorch_model.bin, and MLX reads safetensors; convert",
+    ),
+    "nothing": (_renamed("weights"), "has no weights"),
+    "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not JSON"),
+    "cut": (_weights(lambda data: data[:-1]), r"is cut short: [\d,]+ of [\d,]+ bytes; download it again"),
+    "cut header": (_weights(lambda data: data[:100]), "is cut short or no safetensors"),
+    "empty": (_weights(lambda data: b""), r"is cut short or no safetensors \(0 bytes\)"),
+    "noise": (_weights(lambda data: b"\x01" * 5000), "is cut short or no safetensors"),
+    "header": (_weights(lambda data: data[:8] + b"x" + data[9:]), "the header of .* is damaged"),
+    "offsets": (
+        _weights(lambda data: len(_HEADER).to_bytes(8, "little") + _HEADER),
+        "the header of .* is damaged",
+    ),
+    "no tensors": (_weights(lambda data: (2).to_bytes(8, "little") + b"{}"), "holds no tensors"),
+    "pointer": (_weights(lambda data: b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
+    "no tokenizer": (_remove("tokenizer.json"), "has no tokenizer.json"),
+    "bad tokenizer": (_write("tokenizer.json", b"{"), "could not be loaded: "),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_what_is_wrong_is_said_in_one_line(trouble: str, folder: Path) -> None:
+    breaking, message = TROUBLES[trouble]
+    path = breaking(folder) or folder
+    with pytest.raises(ModelFileError, match=message) as caught:
+        _open(path)
+    assert "\n" not in str(caught.value)
+    assert caught.value.next_step
+
+
+def test_missing_shards_are_counted(folder: Path) -> None:
+    shards = {"a": "model.safetensors", "b": "model-00002.safetensors", "c": "model-00003.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* first model-00002.safetensors"):
+        _open(folder)
+
+
+def test_a_tokenizer_that_wants_its_own_program_is_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    ran = folder / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w')")
+    with pytest.raises(ModelFileError, match="could not be loaded"):
+        _open(folder)
+    assert not ran.exists()
+
+
+_ALONE = """
+import resource, socket, sys
+def refuse(*_, **__):
+    raise AssertionError("the network was asked")
+socket.socket.connect = socket.getaddrinfo = refuse
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx.weight_loading import load_model
+load_model(sys.argv[1], "tiny", LoadOptions(), None)
+# mlx-lm would have made them 2048 and 4096, or failed where it may not.
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
+"""
+
+
+def test_loading_says_nothing_asks_no_network_and_leaves_the_limits(tmp_path: Path) -> None:
+    # A padding token beyond the vocabulary makes transformers warn.
+    path = write_checkpoint(tmp_path, "llama", config={"pad_token_id": 10**6})
+    ran = subprocess.run(
+        [sys.executable, "-c", _ALONE, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+
+
+_WITHOUT = """
+import sys
+sys.modules[sys.argv[1]] = None
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.mlx.build_info import about
+from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.errors import BackendMissingError
+try:
+    load_model(sys.argv[2], "tiny", LoadOptions(), None)
+except BackendMissingError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("module", ["mlx.core", "mlx_lm.utils"])
+def test_without_the_libraries_the_error_names_the_extra(module: str, llama: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, module, str(llama)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert 'pip install "edgespec[mlx]"' in ran.stdout
+    assert ran.stdout.count("\n") == 1

@@ -1,0 +1,325 @@
+"""Facts of models that are not loaded: what their files say, and what a loaded model says of itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends import llamacpp
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import of_gguf
+from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.catalog.catalogue import models_folder
+from edgespec.catalog.metadata_cache import MetadataCache
+from edgespec.drafters.vocabularies import compare_vocabularies
+from edgespec.errors import ModelFileError
+from edgespec.prepare.layerskip import prepare_layerskip
+from tests.backends.tiny_models import WORDS, write_llama
+
+DEMO, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
+MLX = models_folder() / "demo-mlx"
+
+
+def written(path: Path, architecture: str, tensors: Mapping[str, tuple[int, ...]], **values: int) -> Path:
+    """A GGUF file of zeros with these tensors (slowest dimension first), and numbers of its architecture."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        writer.add_uint32(f"{architecture}.{key.replace('__', '.')}", value)
+    for name, shape in tensors.items():
+        writer.add_tensor(name, np.zeros(shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+class TestGguf:
+    def test_it_says_what_the_loaded_model_says(self) -> None:
+        info = of_gguf(DEMO)
+        model = llamacpp.load(str(DEMO), "demo", LoadOptions(context_tokens=256, threads=1))
+        try:
+            facts = model.facts
+            assert (info.architecture, info.parameters) == (facts.architecture, facts.parameters)
+            assert (info.quantisation, info.size_bytes) == (facts.quantisation, facts.file_bytes)
+            assert (info.context_tokens, info.vocab_size) == (facts.trained_context_tokens, facts.vocab_size)
+            assert info.kv_bytes * 256 == facts.kv_bytes
+            assert info.chat_template
+            assert facts.chat_template
+            assert facts.weight_bytes <= info.pass_bytes < facts.file_bytes
+        finally:
+            model.close()
+        assert (info.kind, info.family, info.licence) == ("model", "edgespec-demo", "cc-by-4.0")
+
+    def test_of_a_mixture_one_token_reads_the_experts_it_uses(self, tmp_path: Path) -> None:
+        path = written(
+            tmp_path / "moe.gguf",
+            "qwen3moe",
+            {
+                "token_embd.weight": (64, 32),
+                "output.weight": (64, 32),
+                "blk.0.attn_q.weight": (32, 32),
+                "blk.0.ffn_up_exps.weight": (8, 64, 32),
+            },
+            block_count=1,
+            expert_count=8,
+            expert_used_count=2,
+            context_length=4096,
+            embedding_length=32,
+            attention__head_count=4,
+            attention__head_count_kv=2,
+        )
+        info = of_gguf(path)
+        assert (info.experts, info.experts_used, info.heads) == (8, 2, ())
+        assert info.parameters == 2 * 64 * 32 + 32 * 32 + 8 * 64 * 32
+        assert info.pass_bytes == 2 * (64 * 32 + 32 * 32 + 2 * 64 * 32)
+        assert info.kv_bytes == 2 * (8 + 8) * 2
+        assert info.quantisation == "F16"
+        assert (info.vocab_size, info.vocabulary, info.chat_template) == (0, "", False)
+
+    def test_heads_are_there_where_their_tensors_are(self, tmp_path: Path) -> None:
+        tensors = {"token_embd.weight": (64, 32), "blk.1.nextn.eh_proj.weight": (32, 64)}
+        values = {"block_count": 2, "nextn_predict_layers": 1}
+        with_head = written(tmp_path / "mtp.gguf", "glm4moe", tensors, **values)
+        assert of_gguf(with_head).heads == ("MTP, 1 layer",)
+        del tensors["blk.1.nextn.eh_proj.weight"]
+        assert of_gguf(written(tmp_path / "none.gguf", "glm4moe", tensors, **values)).heads == ()
+        eagle = of_gguf(written(tmp_path / "eagle.gguf", "eagle3", tensors, block_count=1))
+        assert (eagle.kind, eagle.heads) == ("head", ("EAGLE-3",))
+        assert of_gguf(written(tmp_path / "bert.gguf", "bert", tensors, block_count=1)).kind == "embedding"
+        assert of_gguf(written(tmp_path / "odd.gguf", "odd", tensors)).kind == "other"
+
+    def test_a_file_cut_in_its_tensors(self, tmp_path: Path) -> None:
+        path = tmp_path / "cut.gguf"
+        path.write_bytes(DRAFT.read_bytes()[: read_header(DRAFT).size_bytes + 1000])
+        with pytest.raises(ModelFileError, match="is cut short"):
+            of_gguf(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
+    tmp_path_factory: Any, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    content = bytearray(write_llama(path).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(4, 1500))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with suppress(ModelFileError):
+        of_gguf(path)
+
+
+def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
+    model = write_llama(tmp_path / "tiny.gguf", layers=3)
+    whole, folder = of_gguf(model), prepare_layerskip(model, 1).folder
+    model.unlink()
+    info = MetadataCache().info(folder, "layerskip")
+    for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
+        assert getattr(info, name) == getattr(whole, name), name
+    assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
+    share = MetadataCache().shared_token_fraction(
+        (folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other")
+    )
+    assert share is not None
+    assert 0.9 < share < 1.0  # every byte is a token of both, and the words are not
+
+
+class TestFolders:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        return Path(shutil.copytree(MLX, tmp_path / "model"))
+
+    def change(self, folder: Path, **values: Any) -> ModelInfo:
+        config = json.loads((MLX / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+        return of_folder(folder)
+
+    def test_it_is_the_same_model_as_the_gguf_file(self) -> None:
+        info, other = of_folder(MLX), of_gguf(DEMO)
+        for name in ("kind", "architecture", "parameters", "kv_bytes", "context_tokens", "vocab_size"):
+            assert getattr(info, name) == getattr(other, name), name
+        assert info.vocabulary == other.vocabulary
+        assert (info.quantisation, info.chat_template) == ("8-bit", True)
+        assert abs(info.size_bytes / other.size_bytes - 1) < 0.1
+
+    def test_what_a_config_says(self, folder: Path) -> None:
+        info = self.change(folder, num_experts=64, num_experts_per_tok=6, num_nextn_predict_layers=1)
+        assert (info.experts, info.experts_used, info.heads) == (64, 6, ())
+        assert self.change(folder, text_config={"max_position_embeddings": 4096}).context_tokens == 4096
+        assert self.change(folder, architectures=["LlamaForCausalLMEagle3"]).kind == "head"
+        assert self.change(folder, architectures=["BertModel"]).kind == "embedding"
+        assert self.change(folder, model_type=None).kind == "other"
+        assert (
+            self.change(folder, quantization=None, quantization_config={"quant_method": "awq"}).quantisation
+            == "awq"
+        )
+        strange: Any
+        for strange in (3, True, "LlamaForCausalLM", [], None, 1.5):
+            assert self.change(folder, architectures=strange).kind == "model"
+        for strange in (-1, 1 << 70, "many", [3], True, None):
+            assert self.change(folder, max_position_embeddings=strange).context_tokens == 0
+
+    def test_the_licence_is_in_the_card(self, folder: Path) -> None:
+        (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nlicense: none\n")
+        assert of_folder(folder).licence == "apache-2.0"
+        (folder / "README.md").write_text("license: apache-2.0\n")
+        assert of_folder(folder).licence == ""
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("config.json", "{"),
+            ("config.json", "[" * 100_000),
+            ("model.safetensors", "short"),
+            ("model.safetensors", "\xff" * 64),
+            ("tokenizer.json", "{}"),
+            ("tokenizer.json", '{"model": {"vocab": {"a": -1}}}'),
+            ("tokenizer.json", '{"model": {"vocab": {"a": 9999999999}}}'),
+            ("tokenizer.json", '{"model": {"type": "Unigram", "vocab": [[]]}}'),
+            ("tokenizer.json", "[" * 100_000),
+        ],
+    )
+    def test_damage_is_one_line(self, folder: Path, name: str, content: str) -> None:
+        (folder / name).write_text(content, encoding="latin-1")
+        with pytest.raises(ModelFileError, match=name.replace(".", r"\.")):
+            of_folder(folder)
+
+
+class TestTokens:
+    def test_equal_hashes_are_the_same_vocabulary_and_shares_are_those_of_a_translation(
+        self, tmp_path: Path
+    ) -> None:
+        """As the loader compares loaded models."""
+        few, more = (*WORDS[:4], "▁other", "x"), (*WORDS, "▁more")
+        paths = [
+            write_llama(tmp_path / f"{i}.gguf", words=words)
+            for i, words in enumerate((WORDS, WORDS, few, more))
+        ]
+        models = [
+            llamacpp.load(str(path), path.name, LoadOptions(context_tokens=64)) for path in (*paths, DRAFT)
+        ]
+        try:
+            lists = [tokens_of_header(read_header(path)) for path in (*paths, DRAFT)]
+            for mine, tokens in zip(models, lists, strict=True):
+                for its, others in zip(models, lists, strict=True):
+                    assert tokens is not None
+                    assert others is not None
+                    compared = compare_vocabularies(mine.vocabulary, its.vocabulary, "a", "b")
+                    assert tokens.same_ids(others) == (compared.mapping == "same")
+                    if tokens.digest() == others.digest():
+                        assert compared.mapping == "same"
+                    assert tokens.shared_token_fraction(others) == pytest.approx(
+                        compared.shared_fraction, abs=0.01
+                    )
+        finally:
+            for model in models:
+                model.close()
+
+    def test_both_forms_of_a_model_have_the_same_tokens(self) -> None:
+        mine, its = tokens_of_header(read_header(DEMO)), tokens_of_folder(MLX)
+        assert mine is not None
+        assert its is not None
+        assert mine.digest() == its.digest()
+        assert list(mine.tokens) == list(its.tokens)
+
+    @pytest.mark.parametrize(
+        "text", ["{", "[]", '{"model": {"vocab": {"a": -3}}}', '{"model": {"vocab": {"a": 1e400}}}']
+    )
+    def test_a_tokenizer_of_nonsense_is_called_that(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(ModelFileError, match="is no tokenizer"):
+            tokens_of_folder(tmp_path)
+
+    def test_padding_is_no_difference_and_order_is_one(self) -> None:
+        tokens = [b"a", b"bc", b"[PAD2]"]
+        assert TokenList("x", tokens).digest() == TokenList("x", tokens[:2]).digest()
+        assert TokenList("x", [b"ab", b"c"]).digest() != TokenList("x", [b"a", b"bc"]).digest()
+        assert TokenList("x", [b"bc", b"a"]).digest() != TokenList("x", [b"a", b"bc"]).digest()
+        assert TokenList("x", [b"bc", b"a"]).shared_token_fraction(TokenList("x", tokens)) == 1.0
+        assert TokenList("y", tokens).digest() != TokenList("x", tokens).digest()
+
+    def test_a_few_tokens_more_leave_ids_as_they_are(self) -> None:
+        tokens = [b"a", b"bc"]
+        more = TokenList("x", [*tokens, *(b"%d" % i for i in range(1024))])
+        assert TokenList("x", tokens).same_ids(more)
+        assert not TokenList("x", tokens[:1]).same_ids(more)
+        assert not TokenList("y", tokens).same_ids(more)
+        assert not TokenList("x", tokens[::-1]).same_ids(more)
+
+    def test_bytes_are_compared_however_they_are_spelled(self) -> None:
+        byte_level = TokenList("byte-level", ["Ġthe".encode(), "Ċ".encode(), "Ã©".encode(), b"<|end|>"])
+        sentencepiece = TokenList("sentencepiece", ["▁the".encode(), b"<0x0A>", "é".encode(), b"</s>"])
+        assert byte_level.shared_token_fraction(sentencepiece) == 0.75
+        assert TokenList("x", []).shared_token_fraction(byte_level) == 0.0
+
+
+class TestKnown:
+    def test_a_model_is_looked_into_once_for_each_state_of_its_file(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "tiny.gguf")
+        known = MetadataCache(tmp_path / "kept.json")
+        info = known.info(path, "gguf")
+        known.keep()
+        kept = json.loads((tmp_path / "kept.json").read_text())
+        kept["models"][str(path)][1]["family"] = "from the kept file"
+        (tmp_path / "kept.json").write_text(json.dumps(kept))
+        assert MetadataCache(tmp_path / "kept.json").info(path, "gguf").family == "from the kept file"
+        write_llama(path, words=(*WORDS, "more"))
+        changed = MetadataCache(tmp_path / "kept.json").info(path, "gguf")
+        assert changed.family == info.family
+        assert changed.vocab_size == info.vocab_size + 1
+
+    def test_what_is_gone_is_not_kept(self, tmp_path: Path) -> None:
+        path = write_llama(tmp_path / "tiny.gguf")
+        known = MetadataCache(tmp_path / "kept.json")
+        known.info(path, "gguf")
+        known.keep()
+        path.unlink()
+        known = MetadataCache(tmp_path / "kept.json")
+        known.info(DRAFT, "gguf")
+        known.keep()
+        assert list(json.loads((tmp_path / "kept.json").read_text())["models"]) == [str(DRAFT)]
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "[]", "{}", '{"version": 1}', '{"version": 1, "models": {"a": 1}, "shares": {}}',
+         '{"version": 1, "models": {"a": ["s", {"kind": 3}]}, "shares": {}}', "[" * 100_000, "\0"],
+    )  # fmt: skip
+    def test_a_kept_file_that_is_broken_is_made_again(self, tmp_path: Path, content: str) -> None:
+        kept = tmp_path / "kept.json"
+        kept.write_text(content)
+        known = MetadataCache(kept)
+        assert known.info(DRAFT, "gguf") == of_gguf(DRAFT)
+        known.keep()
+        assert MetadataCache(kept).info(DRAFT, "gguf") == of_gguf(DRAFT)
+
+    def test_facts_of_another_form_are_not_believed(self, tmp_path: Path) -> None:
+        known = MetadataCache(tmp_path / "kept.json")
+        known.info(DRAFT, "gguf")
+        known.keep()
+        kept = json.loads((tmp_path / "kept.json").read_text())
+        kept["models"][str(DRAFT)][1]["parameters"] = "many"
+        (tmp_path / "kept.json").write_text(json.dumps(kept))
+        assert MetadataCache(tmp_path / "kept.json").info(DRAFT, "gguf").parameters == 2_384_832
+
+    def test_where_nothing_can_be_kept_it_is_looked_up_again(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        known = MetadataCache(tmp_path / "file" / "kept.json")
+        assert known.info(DRAFT, "gguf").parameters == 2_384_832
+        known.keep()

@@ -1,0 +1,56 @@
+"""`edgespec delete-data` deletes the named kind of data and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import edgespec
+from edgespec.files import data_folder
+from edgespec.saved_arrays import SavedArrays
+from tests.cli.conftest import Run, json_of, one_line_error
+
+KINDS = {".replies", ".npz", ".json", ".kept"}
+
+
+@pytest.fixture(autouse=True)
+def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder with a remembered reply, learned statistics, cached prefixes, and a chat."""
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
+    with edgespec.load("demo", "none", context=256, threads=1, remember=True, prefix_cache="disk") as runtime:
+        runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
+    SavedArrays("swift", "a model").save({"layers": np.arange(3)})
+    chat = data_folder() / "chats" / "one.json"
+    chat.parent.mkdir()
+    chat.write_text("{}")
+    return data_folder()
+
+
+def suffixes_in(folder: Path) -> set[str]:
+    return {path.suffix for path in folder.rglob("*") if path.suffix in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        ([], {".json"}),
+        (["replies"], KINDS - {".replies"}),
+        (["learned"], KINDS - {".npz"}),
+        (["prefix-cache"], KINDS - {".kept"}),
+    ],
+)
+def test_deletes_the_named_kind_only(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:
+    assert suffixes_in(own_data) == KINDS
+    assert json_of(run("delete-data", *what, "--json"))["freed_bytes"] > 0
+    assert suffixes_in(own_data) == left
+    assert run("delete-data", *what).stdout.endswith(": 0 B freed.\n")
+
+
+def test_reports_files_that_cannot_be_deleted(run: Run, own_data: Path) -> None:
+    file = next(own_data.rglob("*.npz"))
+    file.unlink()
+    file.mkdir()
+    assert "the saved learned data could not be deleted" in one_line_error(run("delete-data", "learned"), 1)
+    assert "is not one of" in one_line_error(run("delete-data", "chats"), 2)

@@ -1,0 +1,118 @@
+"""What passes cost is measured once for each way of running a model, and again when it no longer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import edgespec.costs.target_costs as costs
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.target_costs import TargetCosts
+from tests.tables import table
+
+
+class Clock:
+    """Stands in for the measurement: what a step takes is said, and how often a whole curve was taken."""
+
+    def __init__(self) -> None:
+        self.step_seconds = 0.1
+        self.curves = 0
+
+    def __call__(
+        self,
+        model: LanguageModel,
+        widths: Sequence[int] = (2, 4),
+        repeats: int = 5,
+        budget_seconds: float = 2,
+    ) -> CostCurve:
+        assert model.length == 0
+        if not widths:
+            return CostCurve((1,), (self.step_seconds,))
+        self.curves += 1
+        return CostCurve((1, 2, 4), tuple(self.step_seconds * v for v in (1.0, 1.25, 1.5)))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
+    clock = Clock()
+    monkeypatch.setattr(costs, "measure", clock)
+    return clock
+
+
+def target_curve(
+    model: LanguageModel, options: LoadOptions, progress: Progress | None = None
+) -> tuple[CostCurve, str]:
+    """As a load asks for it: the curve, and what went wrong."""
+    known = TargetCosts(model, options)
+    return known.curve(progress), known.notice
+
+
+def test_it_is_measured_once(clock: Clock) -> None:
+    model = table(5)
+    model.prefill([1, 2, 3])
+    first = target_curve(model, LoadOptions())
+    assert (target_curve(model, LoadOptions()), clock.curves) == (first, 1)
+    assert first[0].v(4) == pytest.approx(1.5)
+    assert first[1] == ""
+    assert model.length == 0
+
+
+@pytest.mark.parametrize("options", [LoadOptions(threads=1), LoadOptions(kv_type="q8_0")])
+def test_each_way_of_running_has_its_own(clock: Clock, options: LoadOptions) -> None:
+    target_curve(table(5), LoadOptions())
+    target_curve(table(5), options)
+    assert clock.curves == 2
+
+
+@pytest.mark.parametrize(("now_seconds", "curves"), [(0.15, 1), (0.07, 1), (0.3, 2), (0.02, 2)])
+def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curves: int) -> None:
+    target_curve(table(5), LoadOptions())
+    clock.step_seconds = now_seconds
+    curve, _ = target_curve(table(5), LoadOptions())
+    assert clock.curves == curves
+    assert curve.target_step_seconds == (now_seconds if curves == 2 else 0.1)
+
+
+def test_where_measuring_is_not_wanted_what_was_kept_serves_or_each_row_costs_a_little(clock: Clock) -> None:
+    model = table(5)
+    assumed = TargetCosts(model, LoadOptions(), measures=False).curve()
+    assert (clock.curves, model.length) == (0, 0)
+    assert assumed.v(5) == pytest.approx(1.2)
+    target_curve(model, LoadOptions())
+    assert TargetCosts(model, LoadOptions(), measures=False).curve().v(4) == pytest.approx(1.5)
+    assert clock.curves == 1
+
+
+def test_a_damaged_file_is_measured_again(clock: Clock, tmp_path: Path) -> None:
+    kept, _ = target_curve(table(5), LoadOptions())
+    (file,) = tmp_path.rglob("costs-*.npz")
+    file.write_bytes(file.read_bytes()[:100])
+    again, trouble = target_curve(table(5), LoadOptions())
+    assert (again, clock.curves) == (kept, 2)
+    assert trouble == ""
+    target_curve(table(5), LoadOptions())
+    assert clock.curves == 2
+
+
+def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
+    said: list[str] = []
+
+    def progress(what: str, _fraction: float) -> bool:
+        said.append(what)
+        return True
+
+    for _ in range(2):
+        target_curve(table(5), LoadOptions(), progress)
+    assert said == ["measuring what a pass costs"]
+
+
+def test_it_can_be_measured_anew(clock: Clock) -> None:
+    target_curve(table(5), LoadOptions())
+    clock.step_seconds = 0.09
+    assert TargetCosts(table(5), LoadOptions()).renew().target_step_seconds == 0.09
+    assert target_curve(table(5), LoadOptions())[0].target_step_seconds == 0.09
+    assert clock.curves == 2

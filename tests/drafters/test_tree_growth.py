@@ -1,0 +1,259 @@
+"""Trees that grow as far as they pay: their shapes and limits, the same tokens, exact laws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edgespec.backends.base import Capabilities
+from edgespec.backends.tabular import TabularModel
+from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.pass_limits import PassLimits
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.tree import TokenTree
+from tests.engine.exact import ExactModel, assert_law, random_table
+from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
+from tests.tables import END, VOCAB, near, table, with_drafter
+
+GREEDY = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
+
+
+def ticking(step: float = 1.0) -> Callable[[], float]:
+    """A clock that goes on by one step whenever it is read: nothing depends on the machine."""
+    ticks = count()
+    return lambda: next(ticks) * step
+
+
+def flat(rows: int) -> float:
+    return 1.0 + 0.001 * (rows - 1)
+
+
+def steep(rows: int) -> float:
+    return float(rows)
+
+
+def grown(limits: PassLimits | None = None, curve: Curve = gentle, siblings: int = 4) -> AdaptiveTreeGrowth:
+    return AdaptiveTreeGrowth(limits, curve, siblings, ticking())
+
+
+def taught(growth: AdaptiveTreeGrowth, rank: int | None, rounds: int = 300) -> AdaptiveTreeGrowth:
+    """A growth that has seen only this rank come true, whatever the draft's probabilities were."""
+    for prob in np.linspace(0.01, 0.99, 30):
+        for _ in range(rounds // 30):
+            growth.record_outcome(np.full(4, prob), rank)
+    return growth
+
+
+def draft(growth: AdaptiveTreeGrowth, model: TabularModel | None = None, depth: int = 8) -> TokenTree:
+    drafter = ModelDrafter(model or table(3), VOCAB, branches=growth)
+    drafter.begin([0, 1, 2])
+    return drafter.propose(Sampler(GREEDY, 0, [0, 1, 2]), Invariant(), depth)
+
+
+class TestItsShape:
+    def test_a_draft_that_is_always_right_grows_deep_and_narrow(self) -> None:
+        tree = draft(taught(grown(), 0))
+        assert max(tree.depths) == 8
+        assert tree.is_chain
+
+    def test_one_that_is_right_at_its_second_guess_gets_branches(self) -> None:
+        tree = draft(taught(grown(curve=flat), 1))
+        assert len(tree.children(0)) >= 2
+        deepest = max(range(tree.width), key=tree.depths.__getitem__)
+        path = []
+        while deepest:
+            siblings = tree.children(tree.parents[deepest])
+            path.append(siblings.index(deepest))
+            deepest = tree.parents[deepest]
+        assert path
+        assert set(path[1:]) == {1}
+
+    def test_one_that_is_never_right_is_asked_no_more_until_that_is_forgotten(self) -> None:
+        growth = taught(grown(), None)
+        assert draft(growth).drafted == 0
+        for _ in range(1000):
+            growth.record_skipped_round()
+        assert draft(growth).drafted > 0
+
+    def test_where_rows_cost_nothing_a_tree_is_wide_and_where_they_cost_a_step_there_is_none(self) -> None:
+        wide = draft(grown(curve=flat))
+        assert wide.leaves > 2
+        assert draft(grown(curve=steep)).drafted == 0
+
+    def test_it_goes_past_a_hump_of_the_curve_to_where_it_dips(self) -> None:
+        """Q4_0 on two cores: three rows cost more than four."""
+        measured = [1.0, 1.88, 2.49, 1.57, 2.63, 3.01, 3.01, 3.01]
+        for seed in range(5):
+            tree = draft(taught(grown(PassLimits(8, 8), lambda rows: measured[rows - 1]), 0, 60), table(seed))
+            assert tree.width == 4
+
+    def test_an_unsure_model_drafts_less(self) -> None:
+        sure, unsure = table(3, spread=6.0), table(3, spread=0.1)
+        assert draft(grown(), sure).drafted > draft(grown(), unsure).drafted
+
+    def test_a_model_without_branches_drafts_a_block(self) -> None:
+        limits = PassLimits.of(Capabilities(True, True), Capabilities(True, False))
+        tree = draft(grown(limits, flat), table(3, tree=False))
+        assert tree.is_chain
+        assert tree.block
+        assert tree.drafted > 1
+
+    @settings(max_examples=100, deadline=None)
+    @given(
+        st.integers(1, 20),
+        st.integers(1, 9),
+        st.integers(1, 6),
+        st.lists(st.floats(0.0, 3.0), min_size=20, max_size=20),
+        st.lists(st.sampled_from([0, 1, 2, None]), max_size=30),
+        st.integers(0, 5),
+    )
+    def test_it_stays_within_what_a_pass_takes(
+        self, width: int, leaves: int, depth: int, rises: list[float], seen: list[int | None], seed: int
+    ) -> None:
+        costs = np.maximum(np.cumsum([1.0, *rises]) - np.arange(21) * 1.2, 1.0)
+        growth = grown(PassLimits(width, leaves), lambda rows: float(costs[rows - 1]))
+        for rank in seen:
+            growth.record_outcome(np.full(4, 0.5), rank)
+        tree = draft(growth, table(seed), depth)
+        assert tree.width <= width
+        assert tree.leaves <= leaves
+        assert max(tree.depths) <= depth
+        assert tree.pruned(VOCAB, depth, width, leaves) is tree
+
+    def test_what_the_draft_ran_stands_first(self) -> None:
+        """So that a target which shares its memory with the draft can take it over."""
+        model = table(3)
+        passes: list[TokenTree] = []
+        verify = model.verify
+
+        def watched(tree: TokenTree, first: int = 0) -> Any:
+            passes.append(tree)
+            return verify(tree, first)
+
+        model.verify = watched  # type: ignore[method-assign]
+        tree = draft(grown(curve=flat), model)
+        ran = passes[-1]
+        assert 1 < ran.width < tree.width
+        assert tree.tokens[: ran.width] == ran.tokens
+        assert tree.parents[: ran.width] == ran.parents
+
+
+class TestItsCosts:
+    def test_a_slow_draft_is_measured_and_asked_for_less(self) -> None:
+        depths = []
+        for seconds in (0.01, 0.9):
+            # When a round begins, when the draft is made, when the target has run two rows.
+            moments = np.cumsum([0.0, seconds, gentle(2)] * 5).tolist()
+            growth = AdaptiveTreeGrowth(
+                PassLimits(16, 1), gentle, clock=iter([*moments, *[0.0] * 9]).__next__
+            )
+            for _ in range(5):
+                growth.begin_round(8)
+                growth.grow_level([1.0], lambda i: np.array([0.9]))
+                growth.finish_draft()
+                growth.record_verify_pass(2)
+            assert growth.pass_cost == pytest.approx(seconds)
+            depths.append(draft(growth).drafted)
+        assert depths[0] > depths[1]
+
+
+class TestSameTokens:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+    @pytest.mark.parametrize("curve", [gentle, flat])
+    def test_whatever_grows_the_reply_is_that_of_plain_decoding(
+        self, temperature: float, curve: Curve
+    ) -> None:
+        for seed in range(4):
+            target = table(seed)
+            drafter = ModelDrafter(near(target, seed, noise=0.3), VOCAB, branches=grown(curve=curve))
+            with with_drafter(target, drafter) as pair:
+                options: dict[str, Any] = {"seed": seed, "max_tokens": 60, "temperature": temperature}
+                plain = pair.generate("abcab", method="none", **options)
+                reply = pair.generate("abcab", method="model", draft_length=6, **options)
+                assert reply.tokens == plain.tokens
+                assert reply.stats.accepted_tokens > 0
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
+        st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
+    )
+    def test_the_drafts_cache_holds_the_text_whatever_was_accepted(
+        self, prompt: list[int], rounds: list[tuple[int, int, bool]]
+    ) -> None:
+        model, tokens = table(3), list(prompt)
+        drafter = ModelDrafter(model, VOCAB, branches=grown(curve=flat))
+        drafter.begin(tokens)
+        for draft_length, accepted, asked in rounds:
+            emitted: list[int] = []
+            if asked and draft_length:
+                tree = drafter.propose(Sampler(GREEDY, 0, tokens), Invariant(), draft_length)
+                node = 0
+                while tree.children(node) and len(emitted) < accepted:
+                    node = tree.children(node)[accepted % len(tree.children(node))]
+                    emitted.append(tree.tokens[node])
+            emitted.append((sum(tokens) + accepted) % (VOCAB - 1))
+            drafter.commit(tuple(emitted))
+            tokens += emitted
+            held = model._tokens
+            assert held == tokens[: len(held)]
+            assert len(held) < len(tokens)
+
+
+class TestExactLaws:
+    """In rejection mode what is drafted must not depend on the luck of its own draw."""
+
+    @pytest.mark.parametrize("rule", RULES)
+    @pytest.mark.parametrize("curve", [gentle, flat])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_one_round(self, rule: Rule, curve: Curve, seed: int) -> None:
+        target, law = random_table(seed, 3), random_table(seed + 100, 3)
+        shapes = set()
+
+        def propose(sampler: Any, acceptance: Any) -> TokenTree:
+            tree = proposal(lambda: self.drafter(law, PassLimits(6, 3), curve), 2)(sampler, acceptance)
+            shapes.add(tree.parents)
+            return tree
+
+        assert_law(one_round(rule, target, propose), target, ROOT, 3)
+        assert any(len(shape) > 2 for shape in shapes)
+
+    @pytest.mark.parametrize("learnt", [0, 1, None])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_after_learning(self, learnt: int | None, seed: int) -> None:
+        target, law = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
+
+        def make() -> ModelDrafter:
+            growth = taught(AdaptiveTreeGrowth(PassLimits(6, 3), flat, 2, ticking()), learnt, 60)
+            return ModelDrafter(ExactModel(law, 3), 3, branches=growth)  # type: ignore[arg-type]
+
+        assert_law(one_round(RULES[1].values[0], target, proposal(make, 2)), target, ROOT, 3)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
+    @pytest.mark.parametrize("seed", range(2))
+    def test_cut_down_to_what_a_pass_takes(self, limits: tuple[int, int], seed: int) -> None:
+        """Near the end of the context a part of the draft is cut off, and not by luck."""
+        target, law = random_table(seed, 3), random_table(seed + 100, 3)
+
+        def propose(sampler: Any, acceptance: Any) -> TokenTree:
+            tree = proposal(lambda: self.drafter(law, PassLimits(6, 3), flat, ends=True), 2)(
+                sampler, acceptance
+            )
+            return tree.pruned(3, 2, *limits)
+
+        assert_law(one_round(RULES[1].values[0], target, propose), target, ROOT, 3)  # type: ignore[arg-type]
+
+    @staticmethod
+    def drafter(law: Any, limits: PassLimits, curve: Curve, ends: bool = False) -> ModelDrafter:
+        model: Any = ExactModel(law, 3, ends=ends)
+        return ModelDrafter(model, 3, branches=AdaptiveTreeGrowth(limits, curve, 2, ticking()))

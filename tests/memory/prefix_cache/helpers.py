@@ -1,0 +1,60 @@
+"""Runtimes that keep texts whatever that costs, and what went on in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec import Reply, Runtime
+from edgespec.backends.base import LanguageModel
+from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts
+from edgespec.methods import DrafterSet
+
+PLENTY = 1 << 30
+
+
+class Always(ReuseCosts):
+    """Everything is worth it: no test depends on how fast the machine is."""
+
+    def __init__(self) -> None:
+        super().__init__(1e-3)
+
+    def pays(self, tokens: int, size_bytes: float) -> bool:
+        return tokens > 0
+
+
+def keeper(
+    model: LanguageModel,
+    folder: Path | None = None,
+    *,
+    most_bytes: int = PLENTY,
+    quota_bytes: int = PLENTY,
+    identity: str = "a model",
+    available: int = 1 << 40,
+    max_copied_bytes: int | None = None,
+) -> PrefixCache:
+    """Keeps what this model read, in a folder too if there is one."""
+    disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
+    return PrefixCache(
+        model,
+        most_bytes,
+        disk,
+        worth=Always(),
+        max_copied_bytes=max_copied_bytes,
+        available=lambda: available,
+    )
+
+
+def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:
+    """A runtime that keeps."""
+    kept = keeper(model, folder, **options)
+    return Runtime(model, None, DrafterSet(model, None, others=others or {}), prefix_cache=kept)
+
+
+def ask(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:
+    """The whole reply to a prompt of tokens."""
+    stream = runtime.stream_tokens(tokens, **options)
+    for _ in stream:
+        pass
+    return stream.reply

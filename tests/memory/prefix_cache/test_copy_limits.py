@@ -1,0 +1,127 @@
+"""Texts too large for one copy, or for what may be kept: in pieces, as far as there is room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgespec import Runtime
+from edgespec.backends.base import LanguageModel, Snapshot
+from edgespec.memory.prefix_cache import PrefixCache
+from edgespec.memory.prefix_cache.segments import Segment
+from edgespec.methods import DrafterSet
+from tests.memory.prefix_cache.helpers import PLENTY, Always, ask, keeping
+from tests.memory.prefix_cache.test_cache import CHATS, words
+from tests.tables import table
+
+
+def sized(size_bytes: int) -> LanguageModel:
+    """A table with as many bytes of cache for a token as its copies take."""
+    model = table(1)
+    model.facts = replace(model.facts, kv_bytes=size_bytes * model.facts.context_tokens)
+    return model
+
+
+@pytest.mark.parametrize("most_bytes", [0, 500, PLENTY])
+def test_what_is_too_large_for_one_copy_is_kept_in_several(
+    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sizes = sized(3), [0]
+    snapshot = model.snapshot
+
+    def copied(start: int = 0, end: int | None = None) -> Snapshot:
+        made = snapshot(start, end)
+        assert kept
+        assert kept.use().memory_bytes <= most_bytes
+        sizes.append(len(made.data))
+        return made
+
+    monkeypatch.setattr(model, "snapshot", copied)
+    with keeping(model, tmp_path, most_bytes=most_bytes, max_copied_bytes=300) as runtime:
+        kept = runtime._session.prefix_cache
+        ask(runtime, words(5, 180), max_tokens=5)
+        ask(runtime, [*words(5, 90), *words(6, 60)], max_tokens=5)
+        chat = words(7, 700)
+        for turn in range(4):
+            chat += ask(runtime, chat, max_tokens=20, seed=turn).tokens
+            assert ask(runtime, words(turn, 40), max_tokens=5).stats.cached_prompt_tokens < 5
+            reply = ask(runtime, [*chat, 1], max_tokens=1)
+            assert reply.stats.cached_prompt_tokens >= len(chat) - 1
+        assert 100 < max(sizes) <= 303
+        # What it is made of is not copied again each time that it grows.
+        assert sum(sizes) < 2 * 3 * len(chat)
+
+
+def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
+    with keeping(sized(3), most_bytes=1500) as runtime:
+        chat = words(7, 700)
+        for _ in range(2):
+            ask(runtime, chat, max_tokens=5)
+            ask(runtime, words(8, 40), max_tokens=5)
+        assert 300 <= ask(runtime, chat, max_tokens=5).stats.cached_prompt_tokens <= 500
+        assert runtime.memory().prefix_cache.memory_bytes <= 1500
+
+
+def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """The copies that are made of its cache from now on."""
+    made: list[Snapshot] = []
+    snapshot = model.snapshot
+
+    def copied(start: int = 0, end: int | None = None) -> Snapshot:
+        made.append(snapshot(start, end))
+        return made[-1]
+
+    monkeypatch.setattr(model, "snapshot", copied)
+    return made
+
+
+def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sized(3)
+    made = copies_of(model, monkeypatch)
+    with keeping(model, most_bytes=1500) as runtime:
+        for _ in range(4):
+            ask(runtime, words(7, 900), max_tokens=5, seed=1)
+            ask(runtime, words(8, 10), max_tokens=5, seed=1)
+        ends = [copy.length for copy in made if copy.length > 15]
+        assert len(ends) == len(set(ends))
+        assert runtime.memory().prefix_cache.hits >= 3
+
+
+def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keeping(table(1), tmp_path) as runtime:
+        ask(runtime, words(7, 700), max_tokens=5)
+    model = sized(3)
+    made = copies_of(model, monkeypatch)
+    with keeping(model, tmp_path, max_copied_bytes=300) as runtime:
+        reply = ask(runtime, [*words(7, 400), *words(5, 30)], max_tokens=5)
+        assert reply.stats.cached_prompt_tokens >= 400
+        ask(runtime, words(8, 40), max_tokens=5)
+        assert ask(runtime, words(7, 700), max_tokens=5).stats.cached_prompt_tokens == 699
+        assert max(len(copy.data) for copy in made) <= 303
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1000])
+def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: int, tmp_path: Path) -> None:
+    with keeping(table(1), tmp_path, most_bytes=most_bytes, quota_bytes=4000) as runtime:
+        for seed in range(8):
+            ask(runtime, words(seed, 200), max_tokens=5)
+        files = [path.stat().st_size for path in tmp_path.rglob("*.kept")]
+        use = runtime.memory().prefix_cache
+        assert 1000 < use.disk_bytes < sum(files) <= 4000
+        assert len(files) <= use.texts <= len(files) + most_bytes // 500
+
+
+def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
+    model = table(1)
+    kept = PrefixCache(model, 1 << 20, worth=Always(), max_copied_bytes=0)
+    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+        ask(runtime, CHATS[0], max_tokens=5)
+        # A table's memory takes nothing, so that tokens have no size before there is one of another.
+        kept.store.tree.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
+        ask(runtime, CHATS[1], max_tokens=5)
+        assert runtime.memory().prefix_cache.memory_bytes == 0

@@ -1,0 +1,189 @@
+"""The ladder, on a pair whose sizes are plain numbers: what is given up, in what order, and what never is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.backends.memory_estimate import MemoryEstimate, Part
+from edgespec.errors import OptionError
+from edgespec.memory import (
+    Budget,
+    Item,
+    MemoryPlan,
+    PairEstimate,
+    PlanChoice,
+    PlanOption,
+    Preference,
+    fit_to_budget,
+)
+
+_KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
+_WEIGHTS, _WIDENED, _DRAFT, _DRAFT_KV, _LAYERS = 50_000, 4_000, 9_000, 2, 16
+START = PlanChoice(8192)
+
+
+def measure(choice: PlanChoice) -> PairEstimate:
+    """A target of 16 layers that may lie on a card, and a draft."""
+    cache = choice.context_tokens * _KV_BYTES[choice.kv_type]
+    weights = _WEIGHTS + (_WIDENED if choice.float32 else 0)
+    items = [
+        Item("target", "target weights", "weights", weights),
+        Item("target", "target cache", "cache", cache),
+    ]
+    if choice.draft:
+        seen = min(choice.context_tokens, choice.draft_window or choice.context_tokens)
+        items.append(Item("draft", "draft weights", "weights", _DRAFT + seen * _DRAFT_KV))
+    return PairEstimate(
+        tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (Part("cache", cache),))
+    )
+
+
+def _fit(
+    budget_bytes: int, fixed: frozenset[PlanOption] = frozenset(), prefer: Preference = "speed"
+) -> tuple[PlanChoice, MemoryPlan]:
+    return fit_to_budget(START, measure, Budget(budget_bytes, "here"), fixed=fixed, prefer=prefer)
+
+
+def _total(choice: PlanChoice) -> int:
+    return sum(item.bytes for item in measure(choice).items)
+
+
+def test_what_fits_is_left_alone() -> None:
+    choice, plan = _fit(_total(START))
+    assert choice == START
+    assert plan.fits
+    assert plan.decisions == ()
+    assert plan.total_bytes == _total(START)
+
+
+def test_for_speed_the_context_is_shortened_first_and_no_more_than_it_has_to_be() -> None:
+    choice, plan = _fit(_total(START) - 1)
+    assert choice == replace(START, context_tokens=8192 - 256)
+    (decision,) = plan.decisions
+    assert decision.what == "a context of 7,936 tokens, not 8,192"
+    assert decision.bytes == 256 * (16 + _DRAFT_KV)
+
+
+def test_for_context_the_cache_is_quantised_first() -> None:
+    choice, plan = _fit(_total(replace(START, float32=False)) - 1, prefer="context")
+    assert choice == replace(START, kv_type="q8_0")
+    (decision,) = plan.decisions
+    assert (decision.what, decision.bytes) == ("a cache of type q8_0", 8192 * (16 - 9))
+
+
+def test_what_a_larger_step_made_needless_is_given_back() -> None:
+    """Without its draft the target fits as it was: then nothing else is given up."""
+    fixed: frozenset[PlanOption] = frozenset({"context"})
+    alone = replace(START, draft=False)
+    least = replace(START, kv_type="q4_0", draft_window=1024)
+    only = frozenset[PlanOption]({"context", "kv_type", "draft_window"})
+    choice, plan = _fit(_total(alone), only)
+    assert choice == alone
+    assert [decision.what for decision in plan.decisions] == ["no draft model"]
+    choice, plan = _fit(_total(least), fixed)
+    assert choice == least
+    assert len(plan.decisions) == 2
+
+
+def test_an_end_that_does_not_fit_says_so() -> None:
+    choice, plan = _fit(1000)
+    assert not plan.fits
+    assert choice == PlanChoice(512, "q4_0", draft=False, float32=False)
+    assert {decision.what.split()[0] for decision in plan.decisions} == {"a", "no", "16-bit"}
+
+
+def test_what_frees_nothing_beside_the_others_is_not_told() -> None:
+    """The draft's cache is of the target's type, unless it has one of its own."""
+
+    def follows(choice: PlanChoice) -> PairEstimate:
+        taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
+        measured = measure(choice)
+        return replace(measured, items=(*measured.items, Item("draft", "draft cache", "cache", taken)))
+
+    choice, plan = fit_to_budget(START, follows, Budget(1000, "here"), fixed=frozenset({"draft"}))
+    assert not plan.fits
+    assert choice.draft_kv_type == choice.kv_type == "q4_0"
+    assert all(decision.bytes > 0 for decision in plan.decisions)
+
+
+def test_a_step_the_model_cannot_take_is_left_out() -> None:
+    def no_q8(choice: PlanChoice) -> PairEstimate:
+        if choice.kv_type == "q8_0":
+            raise OptionError("heads of 20 elements cannot be quantised")
+        return measure(choice)
+
+    fixed: frozenset[PlanOption] = frozenset({"context", "draft", "draft_window", "float32"})
+    choice, plan = fit_to_budget(START, no_q8, Budget(_total(START) - 1, "here"), fixed=fixed)
+    assert plan.fits
+    assert choice.kv_type == "q4_0"
+
+
+class TestCards:
+    """Two memories: layers on the card take its memory, the others the system's."""
+
+    def _measure(self, choice: PlanChoice) -> PairEstimate:
+        there = _LAYERS + 1 if choice.gpu_layers is None else choice.gpu_layers
+        on_card = _WEIGHTS * there // (_LAYERS + 1)
+        items = (
+            Item("target", "target weights", "weights", _WEIGHTS - on_card),
+            Item("target", "target weights", "weights", on_card, "gpu"),
+        )
+        return PairEstimate(items, MemoryEstimate(choice.context_tokens, "f16", ()))
+
+    @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
+    def test_as_many_layers_as_fit(self, card_bytes: int) -> None:
+        budget = Budget(_WEIGHTS, "here", gpu_bytes=card_bytes)
+        choice, plan = fit_to_budget(PlanChoice(512, draft=False), self._measure, budget, gpu_layers=_LAYERS)
+        assert plan.fits
+        assert plan.pools == ("memory", "gpu")
+        assert plan.free_bytes("gpu") >= 0
+        assert (choice.gpu_layers is None) == (card_bytes == _WEIGHTS)
+        assert ("gpu_budget_bytes", card_bytes) in plan.to_json().items()
+
+    def test_layers_that_were_asked_for_stay(self) -> None:
+        budget = Budget(_WEIGHTS, "here", gpu_bytes=_WEIGHTS // 2)
+        start = PlanChoice(512, draft=False, gpu_layers=17)
+        choice, plan = fit_to_budget(
+            start, self._measure, budget, fixed=frozenset({"gpu_layers"}), gpu_layers=_LAYERS
+        )
+        assert choice == start
+        assert not plan.fits
+
+
+_STEPS: list[PlanOption] = ["context", "kv_type", "draft_window", "float32", "draft"]
+_FIELDS = {"context": "context_tokens"}
+
+
+@given(
+    st.integers(0, 300_000),
+    st.sets(st.sampled_from(_STEPS)),
+    st.sampled_from(["speed", "context"]),
+    st.integers(1, 64),
+)
+def test_it_fits_whenever_anything_does_and_keeps_what_was_asked_for(
+    budget_bytes: int, fixed: set[PlanOption], prefer: Preference, blocks: int
+) -> None:
+    start = PlanChoice(blocks * 256)
+    choice, plan = fit_to_budget(
+        start, measure, Budget(budget_bytes, "here"), fixed=frozenset(fixed), prefer=prefer
+    )
+    for name in fixed:
+        field = _FIELDS.get(name, name)
+        assert getattr(choice, field) == getattr(start, field)
+    assert plan.total_bytes == _total(choice)
+    assert plan.fits == (_total(choice) <= budget_bytes)
+    least = PlanChoice(
+        start.context_tokens if "context" in fixed else min(start.context_tokens, 512),
+        "auto" if "kv_type" in fixed else "q4_0",
+        "draft" in fixed,
+        None if "draft_window" in fixed else 1024,
+        float32="float32" in fixed,
+    )
+    assert plan.fits == (_total(least) <= budget_bytes)
+    assert bool(plan.decisions) == (choice != start)
+    if plan.fits and choice.context_tokens < start.context_tokens:
+        assert _total(replace(choice, context_tokens=choice.context_tokens + 256)) > budget_bytes

@@ -1,0 +1,76 @@
+"""Which exit is chosen: by agreement, by what its layers read, and by what passes cost here."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edgespec.costs.curve import CostCurve, gentle
+from edgespec.engine.draft_length import best_draft_length
+from edgespec.prepare.exit_table import EXIT_WIDTHS, exit_table
+
+LAYERS = [10, 10, 10, 10, 10]
+HEAD = 5
+
+
+def free(_: int) -> float:
+    return 1.0
+
+
+class TestWhatAnExitIsWorth:
+    def test_by_hand(self) -> None:
+        """One of five layers agrees always: a draft reads 15 of 55 bytes, and the pass the other 45."""
+        only = exit_table({1: 1.0}, LAYERS, HEAD, free).best
+        assert only.exit_layer == 1
+        assert only.cost == pytest.approx(15 / 55)
+        assert only.draft_length == EXIT_WIDTHS[-1] - 1
+        assert only.speed_up == pytest.approx(13 / ((12 * 15 + 10 + 45) / 55))
+
+    @given(
+        agreements=st.dictionaries(st.integers(1, 4), st.floats(0.0, 1.0), min_size=1),
+        layers=st.lists(st.integers(1, 100), min_size=5, max_size=5),
+        head=st.integers(0, 400),
+        row=st.floats(0.0, 2.0),
+    )
+    def test_it_is_the_best_chain_of_what_is_read(
+        self, agreements: dict[int, float], layers: list[int], head: int, row: float
+    ) -> None:
+        def v(rows: int) -> float:
+            return 1.0 + row * (rows - 1)
+
+        table = exit_table(agreements, layers, head, v)
+        assert [one.exit_layer for one in table.exits] == sorted(agreements)
+        for one in table.exits:
+            lower, upper = sum(layers[: one.exit_layer]), sum(layers[one.exit_layer :])
+
+            def cost(k: int, lower: int = lower, upper: int = upper) -> float:
+                read = k * (lower + head) + lower + (upper + head) * v(k + 1)
+                return read / (lower + upper + head)
+
+            expected = best_draft_length(agreements[one.exit_layer], cost, EXIT_WIDTHS[-1] - 1)[1]
+            assert one.speed_up == pytest.approx(expected)
+        assert table.best.speed_up == max(one.speed_up for one in table.exits)
+        assert table.pays == (table.best.speed_up > 1.0)
+
+    def test_a_slow_target_pays_once_its_passes_are_timed(self) -> None:
+        """Where only plain steps were timed a pass is not taken to cost a step for each row."""
+        agreements = {2: 0.8}
+        assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).pays
+        assert exit_table(agreements, LAYERS, HEAD).best == exit_table(agreements, LAYERS, HEAD, gentle).best
+        assert not exit_table(agreements, LAYERS, HEAD, float).pays
+
+
+class TestTheVerdict:
+    @pytest.mark.parametrize(
+        ("agreement", "v", "said"),
+        [
+            (0.9, free, "after 2 of 5 layers its best token is the whole model's 90% of the time: about"),
+            (0.9, float, "gains nothing from early exit, so it will not pay here"),
+            (0.1, free, "was not trained for early exit, so it will not pay here"),
+        ],
+    )
+    def test_it_says_why(self, agreement: float, v: object, said: str) -> None:
+        table = exit_table({2: agreement}, LAYERS, HEAD, v)  # type: ignore[arg-type]
+        assert said in table.verdict
+        assert table.pays == ("about" in said)

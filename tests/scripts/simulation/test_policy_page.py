@@ -1,0 +1,41 @@
+"""docs/policy.md shows what the simulation says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.simulation import MACHINES
+from scripts.simulation.cases import CASES, row
+
+PAGE = (Path(__file__).parents[3] / "docs" / "policy.md").read_text(encoding="utf-8")
+# What is cheap to say again; the rest comes from the same run.
+SHOWN = ("0.85", "0.85, after 3 replies", "recorded, T 0.8")
+
+
+def _numbers(cells: tuple[str, ...]) -> list[float]:
+    return [float(cell.removesuffix("%")) for cell in cells if cell]
+
+
+def _shown(machine: str) -> dict[str, tuple[str, ...]]:
+    """The rows of a machine's table, by their text."""
+    table = PAGE.split(f"**{machine}**")[1].split("\n\n")[1].partition("<!--")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
+    return {first: tuple(rest) for first, *rest in rows}
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_machine_and_text_is_on_the_page(machine: object) -> None:
+    names = [case.name for case in CASES]
+    assert [list(_shown(one.name)) for one in MACHINES if one is machine] == [names]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in SHOWN], ids=lambda case: case.name)
+def test_the_numbers_are_those_of_this_policy(case: object) -> None:
+    machine = MACHINES[0]
+    (found,) = [row(machine, one) for one in CASES if one is case]
+    # Another processor may round a cost otherwise, and a decision with it.
+    assert _numbers(_shown(machine.name)[found[0]]) == pytest.approx(
+        _numbers(found[1:]), rel=0.02, abs=0.3
+    ), "scripts/simulate_policy.py --write"
