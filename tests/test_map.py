@@ -25,7 +25,7 @@ def rows(folder: Path, indent: str = "    ") -> Iterator[str]:
     for module in modules:
         yield f"{indent}{module.name:28}{summary(module)}"
     for package in packages:
-        yield f"{indent}{package.name + "/":28}{summary(package / '__init__.py')}"
+        yield f"{indent}{package.name + '/':28}{summary(package / '__init__.py')}"
         yield from rows(package, indent + "    ")
 
 
