@@ -9,7 +9,7 @@ import numpy as np
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix_length
-from edgespec.engine.sampling_params import Candidates
+from edgespec.engine.processors import Candidates
 
 __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 

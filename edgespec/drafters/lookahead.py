@@ -209,15 +209,15 @@ class LookaheadDrafter(Drafter):
             return TokenTree.chain(last, candidates[0][:draft_length] if candidates else ())
         builder = TreeBuilder([last])
         for candidate in candidates:
-            builder.grow(0, candidate[:draft_length])
+            builder.add_path(0, candidate[:draft_length])
         self._fill_columns(shape)
         parent = 0
         for position, column in enumerate(self._columns):
             if position + len(column.tokens) > draft_length:
                 break
-            parent = builder.grow(parent, column.tokens[:1])
-            builder.grow(parent, column.tokens[1:])
-        return builder.tree()
+            parent = builder.add_path(parent, column.tokens[:1])
+            builder.add_path(parent, column.tokens[1:])
+        return builder.build()
 
     def _update_window(self, draft_length: int) -> None:
         """Choose the window when a reply begins and every `_CHECK_INTERVAL_TOKENS`."""

@@ -136,7 +136,7 @@ class ModelDrafter(BudgetedDrafter):
         for depth in range(draft_length):
             first, tree.done = tree.done, len(tree.ran)
             self._model.run_ahead(self._is_chain and depth + 1 < draft_length)
-            logits = self._model.verify(tree.ran.tree(), first).limit_vocab(self._vocab_size)
+            logits = self._model.verify(tree.ran.build(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(tree, frontier, first, logits, sampler, acceptance)
             if not frontier or len(tree.ran) > max_width:
                 break

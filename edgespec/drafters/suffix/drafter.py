@@ -134,7 +134,7 @@ class SuffixDrafter(Drafter):
                 tuple(draft.tokens),
                 parents,
                 (None,) * len(parents),
-                block=parents == tuple(range(-1, len(parents) - 1)),
+                block_verifiable=parents == tuple(range(-1, len(parents) - 1)),
             )
 
     def commit(self, tokens: tuple[int, ...]) -> None:
