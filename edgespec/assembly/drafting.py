@@ -286,7 +286,7 @@ class _Maker:
         trainer = cast(Trainable, draft).trainer()
         notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=notes))
 
 
 def _not_asked(name: str) -> MissingDrafter:
