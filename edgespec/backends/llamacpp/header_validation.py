@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, Texts, read_header
+from edgespec.backends.gguf_header import GgufHeader, StringArray, read_header
 from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
@@ -132,7 +132,7 @@ def _wrong_epsilon(header: GgufHeader) -> str:
 
 def _wrong_vocabulary(header: GgufHeader) -> str:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Texts):
+    if not isinstance(tokens, StringArray):
         return ""
     if twice := _there_twice(tokens):
         return f"{twice:,} tokens of its vocabulary are there twice"
@@ -145,12 +145,12 @@ def _wrong_vocabulary(header: GgufHeader) -> str:
     return ""
 
 
-def _named(tokens: Texts) -> Iterator[bytes]:
+def _named(tokens: StringArray) -> Iterator[bytes]:
     """It reads them up to a zero, and gives names to those without one."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 
-def _there_twice(tokens: Texts) -> int:
+def _there_twice(tokens: StringArray) -> int:
     # All at once they would take many times what their hashes do.
     hashes = np.sort(np.fromiter(map(hash, _named(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
