@@ -183,7 +183,8 @@ def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabili
     """Return the capabilities of a model that may only run bit-identical passes.
 
     Rollback by replay and self-drafting on the target's cache run passes of any width, so they need a
-    bit-exact prefill. A model without any exact wider pass loses rollback, because replay would make its passes wider.
+    bit-exact prefill. A model without any exact wider pass loses rollback, because replay would
+    make its passes wider.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)

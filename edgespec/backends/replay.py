@@ -191,7 +191,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
-                    f"{self.facts.name} could not remove {dropped} rejected tokens and lost its cache of {length}",
+                    f"{self.facts.name} could not remove {dropped} rejected tokens and lost all {length}",
                     "send the message again",
                 )
 
