@@ -274,7 +274,7 @@ class _Maker:
             return self._why_not(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", models_fingerprint(facts)),
+            store=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
