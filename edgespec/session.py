@@ -105,7 +105,7 @@ class Session:
             steps = self._steps(
                 request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
             )
-            with ACTIVE_REPLIES.one_more():
+            with ACTIVE_REPLIES.track():
                 while (step := self._next(steps)) is not None:
                     yield step
         finally:
@@ -351,7 +351,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | 
         account = controller.report()
         stats.target_step_seconds = account.target_step_seconds
         stats.ledger_credit_seconds = account.credit_seconds
-        stats.worst_case_loss = account.worst_loss
+        stats.worst_case_loss = account.max_loss
     if ended:
         _count_memory(stats, drafter)
 

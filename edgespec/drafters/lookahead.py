@@ -73,7 +73,7 @@ class LookaheadDrafter(Drafter):
     accepted stays unbiased. When a reply begins it keeps only how lucky it has been.
 
     able: what the target can do. Without branches it proposes n-grams of the text only, as chains.
-    curve: what passes cost; without one they are taken to be cheap (`gentle`).
+    curve: what passes cost; without one they are taken to be cheap (`assumed_cost`).
     window: the shape, whatever it costs. Raises OptionError when that does not fit the target.
     """
 
