@@ -86,8 +86,8 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
     wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
-        alike = has_latent_attention(weights)
-        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
+        same_type = has_latent_attention(weights)
+        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
         # One sequence for each branch, and a spare one for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.draft:

@@ -20,7 +20,6 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
-from edgespec.heap import large_buffers_apart
 
 __all__ = [
     "check_file",
@@ -70,7 +69,7 @@ def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
 
     paths: as for `load_skeleton`.
     """
-    with captured_log() as lines, large_buffers_apart():
+    with captured_log() as lines:
         weights = _from_files(paths, _simulation(gpu_layers))
     if weights:
         library().llama_model_free(weights)
@@ -158,8 +157,7 @@ def _loaded(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     recent_errors(clear=True)
-    with large_buffers_apart():
-        weights = load(params)
+    weights = load(params)
     if weights:
         return weights
     if cancelled:
