@@ -11,7 +11,7 @@ from weakref import WeakMethod
 from edgespec.drafters.base import Drafter
 from edgespec.errors import CancelledError, EdgespecError
 
-__all__ = ["Idle", "resting_parts"]
+__all__ = ["IdleWorker", "drafters_with_idle_work"]
 
 # Called with what tells whether it is still wanted; a watch says whether it is to be called again.
 _Rest: TypeAlias = Callable[[Callable[[], bool]], None]
@@ -23,19 +23,19 @@ QUIET_SECONDS = 0.3
 WATCH_SECONDS = 2.0
 
 
-def resting_parts(drafter: Drafter | None) -> tuple[Drafter, ...]:
+def drafters_with_idle_work(drafter: Drafter | None) -> tuple[Drafter, ...]:
     """The drafters in this one that use a rest."""
-    return tuple(part for part in drafter.parts if part.rests) if drafter else ()
+    return tuple(part for part in drafter.parts if part.has_idle_work) if drafter else ()
 
 
-class Idle:
+class IdleWorker:
     """A rest after each reply, in a thread: it is used once, then memory is watched, until `stop`.
 
     trouble: why a drafter rests no more, by its name.
     """
 
     def __init__(self) -> None:
-        self.trouble: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -46,7 +46,7 @@ class Idle:
         """
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(
-            target=_use_quiet, args=(stopped, [rest], WeakMethod(watch)), name="edgespec-rest", daemon=True
+            target=_use_quiet, args=(stopped, [rest], WeakMethod(watch)), name="edgespec-idle", daemon=True
         )
         with suppress(RuntimeError):  # the process ends: nobody will ask again
             thread.start()
@@ -61,22 +61,22 @@ class Idle:
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def take_turns(self, parts: Sequence[Drafter], wanted: Callable[[], bool]) -> bool:
+    def run_drafters(self, parts: Sequence[Drafter], wanted: Callable[[], bool]) -> bool:
         """Let each drafter rest once; False when one failed, which then rests no more."""
         fine = True
         for part in parts:
             if not wanted():
                 break
-            if part.name in self.trouble:
+            if part.name in self.failures:
                 continue
             try:
-                part.rest(wanted)
+                part.run_idle_work(wanted)
             except CancelledError:
                 break
             except Exception as error:
                 fine = False
                 what = error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
-                self.trouble[part.name] = f"{part.name} learns no more: {' '.join(what.split())}"
+                self.failures[part.name] = f"{part.name} learns no more: {' '.join(what.split())}"
         return fine
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.conversation import Chat, ContextFull
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
@@ -74,7 +74,7 @@ class Runtime:
         notice: str = "",
         plan: MemoryPlan | None = None,
         prefix_cache: PrefixCache | None = None,
-        record: PairRecord | None = None,
+        record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
         vocabulary = target.vocabulary
@@ -84,7 +84,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.
@@ -286,14 +286,14 @@ class Runtime:
         """
         self._session.save_prefix_cache()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Let drafters that learn between replies use this time, in this thread.
 
         They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `wanted()` turns false, or when
-        another thread asks for a reply.
+        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
+        when another thread asks for a reply.
         """
-        self._session.rest(wanted)
+        self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
         """End the running reply within one round, from any thread."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from edgespec.corpus import forget_replies
+from edgespec.corpus import delete_saved_replies
 from edgespec.errors import EdgespecError
 from edgespec.files import error_reason
 from edgespec.memory.prefix_cache import delete_cached_prefixes
-from edgespec.saved_arrays import forget_learnt
+from edgespec.saved_arrays import delete_saved_arrays
 
 __all__ = ["KINDS", "delete_data"]
 
 KINDS = ("replies", "learnt", "kept")
 _FORGET: dict[str, Callable[[], int]] = {
-    "replies": forget_replies,
-    "learnt": forget_learnt,
+    "replies": delete_saved_replies,
+    "learnt": delete_saved_arrays,
     "kept": delete_cached_prefixes,
 }
 

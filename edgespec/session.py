@@ -13,6 +13,7 @@ from time import perf_counter as now
 import numpy as np
 
 from edgespec.auto.active_replies import ACTIVE_REPLIES
+from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
@@ -21,7 +22,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
-from edgespec.idle import Idle, resting_parts
+from edgespec.idle import IdleWorker, drafters_with_idle_work
 from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
@@ -62,8 +63,8 @@ class Session:
         self._stopping = False
         self._closing = self._closed = False
         # Between replies these improve; they belong to the last reply, whose tokens are cached.
-        self._idle = Idle()
-        self._resting: Sequence[Drafter] = ()
+        self._idle_worker = IdleWorker()
+        self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
         self._text = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
@@ -116,7 +117,7 @@ class Session:
                 raise ClosedError("the runtime is closed", "load the model again")
             if self._current is not None:
                 raise BusyError("another reply is still being produced", "finish or close that one first")
-            self._idle.stop()
+            self._idle_worker.stop()
             self._current, self._stopping = request, False
 
     @contextmanager
@@ -125,7 +126,7 @@ class Session:
         self._start(object())
         try:
             with self._working:
-                self._resting = ()
+                self._idle_drafters = ()
                 self._text.distrust()
                 self.target.truncate(0)
                 yield self.target
@@ -135,7 +136,7 @@ class Session:
     def clear_cache(self) -> None:
         """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
         with self.borrowed_target():
-            self.drafters.forget()
+            self.drafters.reset()
             if self.prefix_cache:
                 self.prefix_cache.store.forget()
 
@@ -151,14 +152,16 @@ class Session:
                 self._text.settle()
                 self._interrupt(False)
             self._current = None
-            if not self._closing and (self._resting or self._text.saved or self.memory_pressure.anything):
-                self._idle.start(self._use_quiet, self._give_way)
+            if not self._closing and (
+                self._idle_drafters or self._text.saved or self.memory_pressure.anything
+            ):
+                self._idle_worker.start(self._use_quiet, self._give_way)
 
     def _use_quiet(self, wanted: Callable[[], bool]) -> None:
         """What is done while nobody asks: the text is kept, and drafters improve."""
         self.save_prefix_cache(wanted)
-        if self._resting:
-            self.rest(wanted)
+        if self._idle_drafters:
+            self.run_idle_work(wanted)
 
     def _give_way(self, wanted: Callable[[], bool]) -> bool:
         """Give memory to other programs while nobody asks; False where nothing is left to give."""
@@ -178,14 +181,15 @@ class Session:
                 self._text.keep()
         self.prefix_cache.store.write(wanted)
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
-        """Let the drafters of the last reply improve, in this thread, while `wanted()` and no reply begins.
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Run the idle work of the last reply's drafters in this thread.
 
-        What fails there is no error of a reply: see `note`.
+        It ends when `should_continue()` returns False or a reply begins. A failure is no error of a reply:
+        see `note`.
         """
         with self._working:
-            fine = self._idle.take_turns(
-                self._resting, lambda: not self._closing and self._current is None and wanted()
+            fine = self._idle_worker.run_drafters(
+                self._idle_drafters, lambda: not self._closing and self._current is None and should_continue()
             )
             if self._closed:
                 return
@@ -204,10 +208,11 @@ class Session:
         memory = (self.context.notice, self.memory_pressure.notice)
         if drafter is None:
             return replace(report, note=" · ".join(filter(None, memory)))
-        trouble = (self._idle.trouble.get(part.name, "") for part in drafter.parts)
+        trouble = (self._idle_worker.failures.get(part.name, "") for part in drafter.parts)
         notes = (drafter.note(), *trouble, *memory)
         report = replace(report, note=" · ".join(filter(None, notes)))
-        if account := drafter.account():
+        if controller := self.drafters.controller(method):
+            account = controller.report()
             return replace(
                 report,
                 effective="+".join(account.drafters) or "none",
@@ -228,7 +233,8 @@ class Session:
     ) -> Iterator[Step]:
         """Prefill, then rounds. `tokens` grows with what is emitted."""
         drafter, _ = self.drafters.choose(request.how.method)
-        self._resting = ()
+        controller = self.drafters.controller(request.how.method)
+        self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
@@ -250,7 +256,7 @@ class Session:
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if drafter:
-                _count_drafter(stats, drafter, ended=step.finish_reason is not None)
+                _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
             yield step
             if self.context.short and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
@@ -265,7 +271,7 @@ class Session:
         if drafter:
             drafter.begin(tokens)
             _count_memory(stats, drafter)
-            self._resting = resting_parts(drafter)
+            self._idle_drafters = drafters_with_idle_work(drafter)
 
     def _rounds(
         self,
@@ -279,7 +285,7 @@ class Session:
         """The loop, as the request wants it and as target and drafter can do it."""
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
-        self.target.follow(self.drafters.chain_model(request.how.method))
+        self.target.pipeline_with(self.drafters.chain_model(request.how.method))
         return decode(
             self.target,
             drafter,
@@ -289,7 +295,7 @@ class Session:
             vocab_size=self.target.facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.how.levels(drafter.adapts) if drafter else 0,
+            draft_length=request.how.levels(drafter.chooses_length) if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
@@ -303,7 +309,7 @@ class Session:
     def cancel(self, request: Request | None = None) -> None:
         """End the running reply within one round, from any thread; with a request, only if it is that one."""
         with self._state:
-            self._idle.stop()
+            self._idle_worker.stop()
             if (
                 self._current is not None
                 and (request is None or request is self._current)
@@ -325,24 +331,25 @@ class Session:
                     self._text.keep()
                 self.drafters.close()
                 self.target.close()
-        self._idle.join()
+        self._idle_worker.join()
         if self.prefix_cache:
             self.prefix_cache.store.write()
 
 
 def _count_memory(stats: Stats, drafter: Drafter) -> None:
     """What looks guesses up has grown by the end of a reply, or began in it."""
-    extra = drafter.extra
-    stats.draft_weight_bytes, stats.draft_kv_bytes = extra.weight_bytes, extra.cache_bytes
-    stats.draft_other_bytes = extra.other_bytes
+    memory = drafter.memory_use
+    stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
+    stats.draft_other_bytes = memory.other_bytes
 
 
-def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
+def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
     """How the reply stands by its ledger, where somebody keeps one: now and then, and at the end."""
     if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
         return
-    if account := drafter.account():
-        stats.target_step_seconds = account.plain_seconds
+    if controller:
+        account = controller.report()
+        stats.target_step_seconds = account.target_step_seconds
         stats.ledger_credit_seconds = account.credit_seconds
         stats.worst_case_loss = account.worst_loss
     if ended:

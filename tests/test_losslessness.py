@@ -19,9 +19,9 @@ from edgespec import Message, Runtime, idle
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import Invariant, Verdict
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Prompt, Report, read_prompts, verify
@@ -246,15 +246,15 @@ class TestRejectionMode:
 class Learner(Saying):
     """Guesses nothing before it has rested. lessons: how often it may rest before there is nothing left."""
 
-    rests = True
+    has_idle_work = True
 
     def __init__(self, lessons: float) -> None:
         super().__init__(lambda tokens, length: [1] * length if self.rested else [])
         self.lessons = lessons
         self.rested = 0
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
-        while self.rested < self.lessons and wanted():
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        while self.rested < self.lessons and should_continue():
             self.rested += 1
 
     def note(self) -> str:

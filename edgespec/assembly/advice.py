@@ -8,7 +8,7 @@ from dataclasses import replace
 from edgespec.assembly.pair_estimate import compute_headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.catalog import Resolved, load_catalogue, look, smaller_models
+from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
 from edgespec.memory import PROCESS_BYTES, Budget, MemoryPlan, PlanChoice, PlanOption
@@ -42,7 +42,7 @@ def advice_for(
                 return text.format(context=choice.context_tokens)
     room = budget.bytes + budget.gpu_bytes
     more = "give more with --memory"
-    for smaller in smaller_models(pair.target, look()):
+    for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _fitting_weights(smaller, options, room):
             size = format_bytes(weight_bytes)
             return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"

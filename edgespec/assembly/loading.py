@@ -22,7 +22,7 @@ from edgespec.assembly.prefix_cache_options import (
 )
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
-from edgespec.catalog.acceptances import PairRecord
+from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.checks import check_boolean, check_path, check_text, parse_size
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.drafters.base import Drafter
@@ -30,7 +30,7 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
-from edgespec.prepare.lowbit import copy_path, find_lowbit
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -132,7 +132,7 @@ def load(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None
+        initial_context_tokens=None
         if check_boolean("reserve_full_context", reserve_full_context)
         else INITIAL_CONTEXT_TOKENS,
         threads=threads,
@@ -211,12 +211,12 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
                 paths += model_files(each.path)
     copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
     if copy:
-        paths.append(copy_path(copy))
+        paths.append(lowbit_file(copy))
     return MappedFiles(paths)
 
 
-def _record_of(pair: Pair, how: Drafting) -> PairRecord | None:
+def _record_of(pair: Pair, how: Drafting) -> AcceptanceRecorder | None:
     """Where guesses are counted; not of drafts that change, or guess when sure or several at once."""
     if pair.draft is None or how.branches or how.confidence or how.learn:
         return None
-    return PairRecord((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
+    return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

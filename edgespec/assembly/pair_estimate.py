@@ -10,8 +10,15 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pairing import Pair, for_draft, meant_for
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
-from edgespec.catalog import Known, Resolved, info_of, look, require_mlx, smaller_forms
-from edgespec.drafters.windowed import AttentionWindow, window_for
+from edgespec.catalog import (
+    MetadataCache,
+    Resolved,
+    find_installed,
+    read_model_info,
+    require_mlx,
+    smaller_quantisations,
+)
+from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     PROCESS_BYTES,
@@ -58,7 +65,7 @@ class PairEstimator:
         )
 
     def _opened_draft(self, found: Resolved) -> MemoryEstimator:
-        drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
+        drafting = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
         draft = opened(found, drafting)
         self._undo.callback(draft.close)
         return draft
@@ -71,7 +78,7 @@ class PairEstimator:
         """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
         if self._pair.draft is None or self.plan(start, budget).fits:
             return []
-        for found in smaller_forms(self._pair.draft, look()):
+        for found in smaller_quantisations(self._pair.draft, find_installed()):
             with suppress(EdgespecError):
                 self._drafts[found.name] = found, self._opened_draft(found)
         return [name for name in self._drafts if name]
@@ -107,7 +114,9 @@ class PairEstimator:
             )
             drafting = replace(
                 meant_for(found, pair.target, drafting),
-                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
+                choose_context_tokens=lambda trained: self._draft_tokens(
+                    choice, target.context_tokens, trained
+                ),
             )
             items += items_of("draft", draft.estimate(drafting))
             if translated := self._translated_bytes(found):
@@ -123,10 +132,10 @@ class PairEstimator:
     def _translated_bytes(self, draft: Resolved) -> int:
         """What a `Translation` from the target to a draft takes; 0 where they have the same tokens."""
         if draft.name not in self._translated:
-            known, tokens = Known(), 0
+            known, tokens = MetadataCache(), 0
             with suppress(EdgespecError):  # then loading says what is wrong
                 pair = (self._pair.target, draft)
-                infos = [info_of(found, known) for found in pair]
+                infos = [read_model_info(found, known) for found in pair]
                 known.keep()
                 mine, its = (
                     (found.path, found.format, info.vocabulary)
@@ -138,7 +147,7 @@ class PairEstimator:
         return self._translated[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
@@ -195,14 +204,14 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
     automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
     if pair.target.format == "mlx" or not (asked or automatic):
         return None
-    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+    from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
-    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    prepared = find_lowbit(pair.target.path) if asked else find_valid_lowbit(pair.target.path)
     if prepared is None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
-        pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
+        pair.target, name=f"{pair.target.name} at low bits", path=lowbit_file(prepared), format="gguf"
     )
 
 

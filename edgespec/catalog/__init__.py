@@ -10,32 +10,37 @@ from edgespec.catalog.catalogue import (
     recommended_drafts,
 )
 from edgespec.catalog.download import Progress
-from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, drafts_for
-from edgespec.catalog.known import Known
+from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, draft_options
+from edgespec.catalog.installed import (
+    InstalledModel,
+    find_installed,
+    read_model_info,
+    smaller_models,
+    smaller_quantisations,
+)
+from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelved, info_of, look
-from edgespec.catalog.smaller import smaller_forms, smaller_models
 
 __all__ = [
     "Catalogue",
     "DraftChoice",
     "DraftOption",
-    "Known",
+    "InstalledModel",
+    "MetadataCache",
     "ModelEntry",
     "ModelFormat",
     "ModelInfo",
     "Progress",
     "Resolved",
-    "Shelved",
     "choose_draft",
-    "drafts_for",
-    "info_of",
+    "draft_options",
+    "find_installed",
     "load_catalogue",
-    "look",
     "mlx_installed",
+    "read_model_info",
     "recommended_drafts",
     "require_mlx",
     "resolve",
-    "smaller_forms",
     "smaller_models",
+    "smaller_quantisations",
 ]

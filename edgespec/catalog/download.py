@@ -18,15 +18,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.mlx_files import missing_files, require_mlx
-from edgespec.catalog.hub_files import HubFile, cached_model, choose_files, holds_gguf, repository_folder
-from edgespec.catalog.mlx_files import cached_folder, choose_folder_files
+from edgespec.catalog.hub_files import (
+    HubFile,
+    cached_folder,
+    cached_model,
+    choose_files,
+    choose_folder_files,
+    holds_gguf,
+    repository_folder,
+)
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 from edgespec.files import format_bytes, replace_when_written
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
-__all__ = ["Listing", "Progress", "choose", "fetch", "listing_of", "translated"]
+__all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
 
 Progress = Callable[[str, float], bool]
 """Called with what is going on and how far it is, 0 to 1; returning False cancels."""
@@ -66,8 +73,8 @@ def fetch(
             f"{repository}{_suffix(quantisation)} is not on this machine",
             "allow its download, or give the path of a file",
         )
-    with translated(repository):
-        listing = listing_of(repository)
+    with translate_errors(repository):
+        listing = list_repository(repository)
         files = choose(repository, listing.files, quantisation)
         folder = repository_folder(cache, repository)
         _check_disk(cache, repository, _absent(folder, listing, files))
@@ -105,21 +112,23 @@ def _suffix(quantisation: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Listing:
+class RepositoryListing:
     """The files of a repository at one commit, so that all of a model is of one state."""
 
     commit: str
     files: list[HubFile]
 
 
-def listing_of(repository: str) -> Listing:
+def list_repository(repository: str) -> RepositoryListing:
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
-    return Listing(info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()])
+    return RepositoryListing(
+        info.sha or "", [HubFile(file.rfilename, file.size or 0) for file in info.siblings or ()]
+    )
 
 
-def _absent(folder: Path, listing: Listing, files: list[HubFile]) -> list[HubFile]:
+def _absent(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
     """Those of the files that an earlier download did not finish."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
@@ -294,7 +303,7 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
 
 
 @contextmanager
-def translated(repository: str) -> Iterator[None]:
+def translate_errors(repository: str) -> Iterator[None]:
     """Turn what the hub's library, the network and the disk raise into one line each."""
     import httpx2
     from filelock import Timeout

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.backends.model_info import ModelInfo
-from edgespec.catalog.acceptances import Acceptances
+from edgespec.catalog.acceptance_history import AcceptanceHistory
+from edgespec.catalog.aliases import preferred_draft
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
-from edgespec.catalog.expected import expected_speedup
-from edgespec.catalog.known import Known
-from edgespec.catalog.own_names import pair_of
+from edgespec.catalog.installed import InstalledModel, InstalledModels, find_installed, read_model_info
+from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.shelf import Shelf, Shelved, info_of, look
+from edgespec.catalog.speedup_estimate import estimate_speedup
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from edgespec.files import format_bytes
 
-__all__ = ["DraftChoice", "DraftOption", "choose_draft", "drafts_for"]
+__all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 By = Literal["catalogue", "tokens"]
 
@@ -44,7 +44,7 @@ class DraftOption:
     path: None where it is not on this machine. by: who says so, the catalogue or its tokens.
     shared_share: of the target's tokens, those it has; None where its file is not here to be looked into.
     size_bytes: of its files. needed_bytes: with its cache at the usual context. speedup: what may be expected
-    (see `expected_speedup`). architecture: empty where only the catalogue tells. acceptance: of its guesses
+    (see `estimate_speedup`). architecture: empty where only the catalogue tells. acceptance: of its guesses
     for this target, where enough were made here; None where it is assumed.
     """
 
@@ -87,10 +87,10 @@ class DraftChoice:
     usual: bool = True
 
 
-def drafts_for(target: Resolved, shelf: Shelf) -> list[DraftOption]:
+def draft_options(target: Resolved, shelf: InstalledModels) -> list[DraftOption]:
     """What can draft for a target, best first: on this machine, then what the catalogue could fetch."""
     try:
-        info: ModelInfo | None = info_of(target, shelf.known)
+        info: ModelInfo | None = read_model_info(target, shelf.known)
     except ModelFileError:
         info = None
     recommended = recommended_drafts(target.entry) if target.entry else []
@@ -119,14 +119,14 @@ def choose_draft(
     Only what is on this machine counts, and what memory_bytes hold beside the target. Raises ModelFileError
     for a choice of the user's that is no model, ModelNotFoundError where the file of it is not understood.
     """
-    wanted = pair_of(target)
+    wanted = preferred_draft(target)
     if wanted is not None:
         return _wanted(target, wanted)
     if target.entry is not None and target.entry.embedded_path is not None:
         # Nothing else has the tokens of the demo, and it is to start at once.
         return _first_recommended(target)
-    shelf = look()
-    found = [option for option in drafts_for(target, shelf) if _is_for_auto(option, target, shelf)]
+    shelf = find_installed()
+    found = [option for option in draft_options(target, shelf) if _is_for_auto(option, target, shelf)]
     fitting = [
         o for o in found if memory_bytes is None or _fits(o, target, shelf, memory_bytes, context_tokens)
     ]
@@ -179,10 +179,10 @@ def _why_none(target: Resolved, found: Sequence[DraftOption], fitting: Sequence[
     return f"no draft is known for {target.name}: name one with --draft"
 
 
-def _is_known(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
+def _is_known(option: DraftOption, target: Resolved, shelf: InstalledModels) -> bool:
     """Whether what runs the target will know the draft's architecture: nobody asked for it by name."""
     with suppress(ModelFileError):
-        if info_of(target, shelf.known).architecture == option.architecture:
+        if read_model_info(target, shelf.known).architecture == option.architecture:
             return True
     if option.format == "mlx":
         return False
@@ -191,7 +191,7 @@ def _is_known(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
     return option.architecture in gguf.MODEL_ARCH_NAMES.values()
 
 
-def _is_for_auto(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
+def _is_for_auto(option: DraftOption, target: Resolved, shelf: InstalledModels) -> bool:
     """Here, in the target's form, with its tokens as far as that is known, and to be trusted to load."""
     if option.path is None or (option.format == "mlx") != (target.format == "mlx"):
         return False
@@ -201,10 +201,14 @@ def _is_for_auto(option: DraftOption, target: Resolved, shelf: Shelf) -> bool:
 
 
 def _fits(
-    option: DraftOption, target: Resolved, shelf: Shelf, memory_bytes: int, context_tokens: int | None
+    option: DraftOption,
+    target: Resolved,
+    shelf: InstalledModels,
+    memory_bytes: int,
+    context_tokens: int | None,
 ) -> bool:
     try:
-        mine = info_of(target, shelf.known)
+        mine = read_model_info(target, shelf.known)
     except ModelFileError:
         return True  # the loader knows better, and says so
     taken = mine.size_bytes + mine.kv_bytes * _context(mine, context_tokens)
@@ -244,13 +248,17 @@ def _entry(reference: str) -> ModelEntry | None:
 
 
 def _of_shelf(
-    target: Resolved, info: ModelInfo | None, shelved: Shelved, recommended: Sequence[str], known: Known
+    target: Resolved,
+    info: ModelInfo | None,
+    shelved: InstalledModel,
+    recommended: Sequence[str],
+    known: MetadataCache,
 ) -> DraftOption | None:
     """A model that is here as a draft; None where it cannot be one, or would be too dear."""
     by: By = "catalogue" if shelved.entry and shelved.entry.name in recommended else "tokens"
     if shelved.path == target.path or info is None or not info.pass_bytes:
         return None
-    shared = known.shared_share(
+    shared = known.shared_token_fraction(
         (target.path, target.format, info.vocabulary),
         (shelved.path, shelved.format, shelved.info.vocabulary),
     )
@@ -259,7 +267,7 @@ def _of_shelf(
     cost = shelved.info.pass_bytes / info.pass_bytes
     if cost > _MOST_COST:
         return None
-    acceptance = Acceptances().of((target.path, target.format), (shelved.path, shelved.format))
+    acceptance = AcceptanceHistory().of((target.path, target.format), (shelved.path, shelved.format))
     size_share = shelved.info.parameters / max(1, info.parameters)
     return DraftOption(
         shelved.reference,
@@ -270,13 +278,15 @@ def _of_shelf(
         shelved.info.parameters,
         shelved.info.size_bytes,
         shelved.info.size_bytes + shelved.info.kv_bytes * _context(info, None),
-        expected_speedup(min(size_share, 1.0), cost, shared, acceptance),
+        estimate_speedup(min(size_share, 1.0), cost, shared, acceptance),
         shelved.info.architecture,
         acceptance,
     )
 
 
-def _of_catalogue(target: Resolved, info: ModelInfo | None, name: str, known: Known) -> DraftOption | None:
+def _of_catalogue(
+    target: Resolved, info: ModelInfo | None, name: str, known: MetadataCache
+) -> DraftOption | None:
     """A model of the catalogue as a draft, by what the catalogue says of it where its file says nothing."""
     found = load_catalogue().find(name)
     if found is None:
@@ -289,7 +299,7 @@ def _of_catalogue(target: Resolved, info: ModelInfo | None, name: str, known: Kn
         its = known.info(path, here.format)
         size_bytes, kv_bytes = its.size_bytes, its.kv_bytes
         if info is not None:
-            shared = known.shared_share(
+            shared = known.shared_token_fraction(
                 (target.path, target.format, info.vocabulary), (path, here.format, its.vocabulary)
             )
     except EdgespecError:
@@ -304,7 +314,7 @@ def _of_catalogue(target: Resolved, info: ModelInfo | None, name: str, known: Kn
         entry.parameters,
         size_bytes,
         size_bytes + kv_bytes * (_context(info, None) if info else 0),
-        expected_speedup(
+        estimate_speedup(
             min(entry.parameters / max(1, parameters), 1.0),
             size_bytes / max(1, target_bytes),
             1.0 if shared is None else shared,
@@ -321,7 +331,7 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
     return 0, 0
 
 
-def _by_family(target: Resolved, info: ModelInfo | None, shelf: Shelf) -> list[str]:
+def _by_family(target: Resolved, info: ModelInfo | None, shelf: InstalledModels) -> list[str]:
     """Smaller models of the catalogue with the target's tokens, because one that is here has them.
 
     A recommended draft has the tokens of its target, and so has whatever else it is recommended for.

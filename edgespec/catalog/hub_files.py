@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from edgespec.errors import ModelNotFoundError
+from edgespec.backends.mlx_files import is_weights, missing_among, missing_files
+from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.files import read_regular_file
 
 __all__ = [
     "DEFAULT_QUANTISATION",
     "HubFile",
+    "cached_folder",
     "cached_model",
     "choose_files",
+    "choose_folder_files",
     "holds_gguf",
     "is_model_file",
     "is_quantisation",
@@ -25,6 +29,7 @@ __all__ = [
 
 DEFAULT_QUANTISATION = "Q4_K_M"
 _MOST_LISTED = 20
+_OTHERS = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -169,3 +174,33 @@ def _text(ref: Path) -> str:
         return read_regular_file(ref).decode("utf-8", "replace").strip()
     except OSError:
         return ""
+
+
+def choose_folder_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
+    """The files of a repository that make up its MLX model, the weights last.
+
+    Raises ModelNotFoundError, naming what is not there, when they make up none.
+    """
+    wanted = [file for file in files if "/" not in file.name and _is_wanted(file.name)]
+    missing = missing_among(file.name for file in wanted)
+    if missing:
+        raise ModelNotFoundError(
+            f"{repository} holds no GGUF model, and for an MLX one it lacks {', '.join(missing)}",
+            "look for a repository of the same model that ends in -GGUF, or one of mlx-community",
+        )
+    return sorted(wanted, key=lambda file: (is_weights(file.name), file.name))
+
+
+def cached_folder(cache: Path, repository: str) -> Path | None:
+    """The model in MLX's form that is wholly in the shared cache, found without a network, or None."""
+    for snapshot in snapshots(repository_folder(cache, repository)):
+        try:
+            if not missing_files(snapshot):
+                return snapshot
+        except (ModelFileError, OSError):
+            continue
+    return None
+
+
+def _is_wanted(name: str) -> bool:
+    return is_weights(name) or any(fnmatchcase(name, pattern) for pattern in _OTHERS)

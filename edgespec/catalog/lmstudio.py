@@ -11,7 +11,14 @@ from typing import NamedTuple
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, choose_files, listed
-from edgespec.catalog.stored import GgufModel, Stored, child, files_below, holds, models_among
+from edgespec.catalog.stored_models import (
+    GgufModel,
+    StoredModel,
+    files_below,
+    find_child,
+    group_gguf_files,
+    holds,
+)
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
@@ -29,17 +36,17 @@ class _Repository(NamedTuple):
     has_config: bool
 
 
-def lmstudio_model(repository: str, quantisation: str | None = None) -> Stored | None:
+def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredModel | None:
     """The model LM Studio has of `publisher/repository`, or None. quantisation: as in `choose_files`.
 
     Raises ModelNotFoundError, naming them, where it has several that could be meant.
     """
     for folder, name, files, has_config in _repository(repository):
-        models = models_among(files)
+        models = group_gguf_files(files)
         if models:
             with suppress(ModelNotFoundError):
                 chosen = choose_files(f"lmstudio:{name}", files, quantisation)
-                return Stored("lmstudio", _names(name, chosen, models), folder / chosen[0].name)
+                return StoredModel("lmstudio", _names(name, chosen, models), folder / chosen[0].name)
             fits = [model for model in models if not quantisation or _is(model.files[0], quantisation)]
             if len(fits) > 1:
                 raise ModelNotFoundError(
@@ -52,18 +59,18 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> Stored |
     return None
 
 
-def lmstudio_file(reference: str) -> Stored | None:
+def lmstudio_file(reference: str) -> StoredModel | None:
     """The model that `publisher/repository/file.gguf` names, or None."""
     publisher, _, rest = reference.partition("/")
     name, _, file = rest.partition("/")
     return lmstudio_model(f"{publisher}/{name}", file) if file.lower().endswith(".gguf") else None
 
 
-def lmstudio_models() -> Iterator[Stored]:
+def lmstudio_models() -> Iterator[StoredModel]:
     """Everything LM Studio has, what cannot be used included."""
     seen: set[Path] = set()
     for folder, name, files, has_config in _repositories():
-        models = models_among(files)
+        models = group_gguf_files(files)
         labels = _labels(models)
         for model in models:
             file = (folder / model.files[0].name).resolve()
@@ -72,10 +79,10 @@ def lmstudio_models() -> Iterator[Stored]:
             seen.add(file)
             names = _names(name, model.files, models, labels)
             if model.whole:
-                yield Stored("lmstudio", names, folder / model.files[0].name)
+                yield StoredModel("lmstudio", names, folder / model.files[0].name)
             else:
                 missing = model.files[0].part_count - len(model.files)
-                yield Stored(
+                yield StoredModel(
                     "lmstudio",
                     names,
                     None,
@@ -85,15 +92,15 @@ def lmstudio_models() -> Iterator[Stored]:
             yield _of_folder(folder, name)
 
 
-def _of_folder(folder: Path, name: str) -> Stored:
+def _of_folder(folder: Path, name: str) -> StoredModel:
     names = (name, f"lmstudio:{name}")
     try:
         missing = missing_files(folder)
     except (ModelFileError, OSError) as error:
-        return Stored("lmstudio", names, None, "mlx", str(error))
+        return StoredModel("lmstudio", names, None, "mlx", str(error))
     if missing:
-        return Stored("lmstudio", names, None, "mlx", f"it lacks {', '.join(missing[:3])}")
-    return Stored("lmstudio", names, folder, "mlx")
+        return StoredModel("lmstudio", names, None, "mlx", f"it lacks {', '.join(missing[:3])}")
+    return StoredModel("lmstudio", names, folder, "mlx")
 
 
 def _labels(models: Sequence[GgufModel]) -> Counter[str]:
@@ -126,8 +133,8 @@ def _repository(name: str) -> Iterator[_Repository]:
     """The folders that LM Studio has for publisher/repository."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
-        found = child(root, publisher)
-        folder = child(found, repository) if found else None
+        found = find_child(root, publisher)
+        folder = find_child(found, repository) if found else None
         if found and folder and folder.is_dir() and not holds(folder, root):
             files = [path.relative_to(folder).as_posix() for path in files_below(folder, _DEPTH)]
             yield _read(folder, f"{found.name}/{folder.name}", files)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.catalog.stored import Stored, child, files_below
+from edgespec.catalog.stored_models import StoredModel, files_below, find_child
 from edgespec.files import error_reason, regular_file_bytes
 
 __all__ = ["ollama_model", "ollama_models"]
@@ -22,7 +22,7 @@ _SERVICE = Path("/usr/share/ollama/.ollama/models")
 _MOST_MANIFEST_BYTES = 1 << 20
 
 
-def ollama_model(name: str, tag: str | None = None) -> Stored | None:
+def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
     """What Ollama calls `name:tag` (tag `latest` when None), or None when it has nothing of that name.
 
     name: `llama3.2`, `user/name`, or with the registry before it, as in `hf.co/user/repo`.
@@ -30,7 +30,7 @@ def ollama_model(name: str, tag: str | None = None) -> Stored | None:
     for folder in _folders():
         root = at = folder / "manifests"
         for part in (*_place(name), tag or "latest"):
-            found = child(at, part)
+            found = find_child(at, part)
             if found is None:
                 break
             at = found
@@ -40,7 +40,7 @@ def ollama_model(name: str, tag: str | None = None) -> Stored | None:
     return None
 
 
-def ollama_models() -> Iterator[Stored]:
+def ollama_models() -> Iterator[StoredModel]:
     """Everything Ollama has, what cannot be used included."""
     for folder in _folders():
         for manifest, place in _manifests(folder):
@@ -70,7 +70,7 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
             yield path, place
 
 
-def _stored(folder: Path, manifest: Path, place: str) -> Stored:
+def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
     name, _, tag = place.rpartition("/")
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
@@ -80,22 +80,28 @@ def _stored(folder: Path, manifest: Path, place: str) -> Stored:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
-        return Stored("ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}")
+        return StoredModel(
+            "ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}"
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         # Somebody else's store in a form we do not know.
-        return Stored("ollama", names, None, problem="its manifest is in a form that edgespec does not know")
+        return StoredModel(
+            "ollama", names, None, problem="its manifest is in a form that edgespec does not know"
+        )
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:
-        return Stored("ollama", names, None, problem="it holds no model in GGUF's form")
+        return StoredModel("ollama", names, None, problem="it holds no model in GGUF's form")
     if _ADAPTER in kinds:
-        return Stored("ollama", names, None, problem="it is a model with an adapter on it")
+        return StoredModel("ollama", names, None, problem="it is a model with an adapter on it")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
         regular_file_bytes(blob)
         with blob.open("rb") as file:
             whole = file.read(4) == b"GGUF"
     except OSError as error:
-        return Stored("ollama", names, None, problem=f"its file {blob} cannot be read: {error_reason(error)}")
+        return StoredModel(
+            "ollama", names, None, problem=f"its file {blob} cannot be read: {error_reason(error)}"
+        )
     if not whole:
-        return Stored("ollama", names, None, problem="its file is not in GGUF's form")
-    return Stored("ollama", names, blob)
+        return StoredModel("ollama", names, None, problem="its file is not in GGUF's form")
+    return StoredModel("ollama", names, blob)

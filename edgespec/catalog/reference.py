@@ -20,9 +20,14 @@ from edgespec.catalog.catalogue import (
 from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_files import is_quantisation
 from edgespec.catalog.ollama import ollama_model
-from edgespec.catalog.stored import Stored
-from edgespec.catalog.stores import elsewhere, in_ollama, in_store, on_path, same_model
-from edgespec.catalog.typed import (
+from edgespec.catalog.other_programs import (
+    are_same_size,
+    find_by_missing_path,
+    find_in_other_programs,
+    find_in_store,
+    ollama_names,
+)
+from edgespec.catalog.reference_parsing import (
     HubReference,
     NameReference,
     PathReference,
@@ -30,8 +35,9 @@ from edgespec.catalog.typed import (
     StoreReference,
     parse,
 )
+from edgespec.catalog.stored_models import StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
-from edgespec.prepare.store import MANIFEST, Prepared, check, find, read
+from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
 __all__ = [
     "HubReference",
@@ -76,10 +82,10 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
     meaning = _follow_user_aliases(asked)
     match meaning:
         case PathReference(path):
-            stored = on_path(path)
+            stored = find_by_missing_path(path)
             return _stored(asked, stored) if stored else _at(path)
         case StoreReference(store, name):
-            return _stored(asked, in_store(store, name))
+            return _stored(asked, find_in_store(store, name))
         case HubReference():
             return _of_hub(asked, meaning, allow_download, progress)
         case NameReference(name, tag):
@@ -120,7 +126,7 @@ def _named(
         return _at(Path(full_name))
     if stored is not None:
         return _stored(asked, stored)  # says why it cannot be used
-    nearest = catalogue.nearest(full_name, [*user_aliases(), *in_ollama()])
+    nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
         f"no model is called {full_name}",
         (f"did you mean {' or '.join(nearest)}? " if nearest else "")
@@ -153,9 +159,9 @@ def _of_hub(asked: str, meaning: HubReference, allow_download: bool, progress: P
     cached = _cached(repository, quantisation)
     others = []
     if cached is None or not meaning.explicit:
-        others = elsewhere(repository, quantisation, hub_only=meaning.explicit)
+        others = find_in_other_programs(repository, quantisation, hub_only=meaning.explicit)
     found = [one for one in others if one.path]
-    if len(found) + (cached is not None) > 1 and not same_model(
+    if len(found) + (cached is not None) > 1 and not are_same_size(
         [*([cached] if cached else []), *(one.path for one in found if one.path)]
     ):
         meant = [*([f"hf:{repository}"] if cached else []), *(one.names[-1] for one in found)]
@@ -178,7 +184,7 @@ def _cached(repository: str, quantisation: str | None) -> Path | None:
         return None
 
 
-def _stored(asked: str, stored: Stored, entry: ModelEntry | None = None) -> Resolved:
+def _stored(asked: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
     """A model that Ollama or LM Studio keeps. Raises ModelFileError where that cannot be used."""
     program = {"ollama": "Ollama", "lmstudio": "LM Studio", "hub": "the cache"}[stored.store]
     if stored.path is None:
@@ -203,7 +209,7 @@ def _at(path: Path) -> Resolved:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             if (path / MANIFEST).exists():
-                return _prepared(read(path), path)
+                return _prepared(read_prepared(path), path)
             _check_folder(path)
         elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
@@ -213,7 +219,7 @@ def _at(path: Path) -> Resolved:
             with path.open("rb"):
                 pass
     except (FileNotFoundError, NotADirectoryError) as error:
-        if prepared := find("layerskip", path):
+        if prepared := find_prepared("layerskip", path):
             return _prepared(prepared, path)
         if path.is_symlink():
             raise ModelNotFoundError(
@@ -237,7 +243,7 @@ def _at(path: Path) -> Resolved:
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), _format(path))
 
 
-def _prepared(prepared: Prepared, asked: Path) -> Resolved:
+def _prepared(prepared: PreparedModel, asked: Path) -> Resolved:
     """What was prepared for early exit, named by its folder or by the file it was made from, now gone.
 
     Raises ModelFileError when it is damaged, or is no whole model.
@@ -247,7 +253,7 @@ def _prepared(prepared: Prepared, asked: Path) -> Resolved:
             f"{asked} holds what was prepared for drafting, not a model of its own",
             f"name the model it was made from: {prepared.source}",
         )
-    check(prepared)
+    check_prepared(prepared)
     folder = prepared.folder
     gone = asked.absolute() != folder.absolute()
     note = f"{asked} is gone, what was prepared from it is used: {folder}" if gone else str(folder)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.backends.gguf_header import CutShort, parse_header
+from edgespec.backends.gguf_header import TruncatedHeader, parse_header
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue, user_aliases
-from edgespec.catalog.download import Progress, choose, listing_of, translated
+from edgespec.catalog.download import Progress, choose, list_repository, translate_errors
 from edgespec.catalog.hub_files import HubFile, holds_gguf, is_quantisation
 from edgespec.catalog.reference import HubReference, NameReference, Resolved, parse, resolve
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
@@ -38,8 +38,8 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
     repository, quantisation, entry = meant
     if progress is not None and not progress(f"reading about {repository}", 0.0):
         raise CancelledError(f"reading about {repository} was cancelled")
-    with translated(repository):
-        listing = listing_of(repository)
+    with translate_errors(repository):
+        listing = list_repository(repository)
         # Of an MLX model what tokenises is not asked about.
         files = [file for file in choose(repository, listing.files, quantisation) if _says_sizes(file)]
         target = folder / repository.replace("/", "--")
@@ -117,7 +117,7 @@ def _is_whole(file: HubFile, data: bytes) -> bool:
         return len(data) >= file.size_bytes
     try:
         parse_header(data)
-    except CutShort:
+    except TruncatedHeader:
         return False
     except ValueError as error:
         raise DownloadError(f"{file.name} is no GGUF file: {error}", "choose another model") from error

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.catalog.hub_store import hub_cache
+from edgespec.catalog.hub_cache import hub_cache
 from edgespec.catalog.reference import Resolved
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import delete_files, error_reason
 
-__all__ = ["Removal", "removal_of"]
+__all__ = ["RemovalPlan", "plan_removal"]
 
 _THEIRS = {
     "embedded": "it comes with edgespec",
@@ -23,7 +23,7 @@ _THEIRS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class RemovalPlan:
     """What would be deleted. links: in snapshots. blobs: the bytes, where nothing else uses them."""
 
     links: tuple[Path, ...]
@@ -34,7 +34,7 @@ class Removal:
         """What that frees."""
         return sum(path.stat().st_size for path in self.blobs)
 
-    def carry_out(self) -> int:
+    def execute(self) -> int:
         """Delete it. Gives the bytes that were freed. Raises ModelFileError where that is not allowed."""
         try:
             freed_bytes = delete_files(self.blobs)
@@ -49,8 +49,11 @@ class Removal:
         return freed_bytes
 
 
-def removal_of(found: Resolved) -> Removal:
-    """What belongs to a model of the cache and to no other. Raises OptionError for a model kept elsewhere."""
+def plan_removal(found: Resolved) -> RemovalPlan:
+    """Find the files that belong to one cached model and to no other.
+
+    Raises OptionError for a model that is not in the cache.
+    """
     if found.source != "hub":
         raise OptionError(f"{found.name} is not edgespec's to remove", _THEIRS[found.source])
     cache = hub_cache().resolve()
@@ -69,4 +72,4 @@ def removal_of(found: Resolved) -> Removal:
     blobs = {link.resolve() for link in links} - others
     if not all(blob.is_relative_to(cache) for blob in blobs):
         raise OptionError(f"{found.path} leads out of the cache {cache}", "delete it yourself")
-    return Removal(tuple(links), tuple(sorted(blobs)))
+    return RemovalPlan(tuple(links), tuple(sorted(blobs)))

@@ -16,9 +16,9 @@ from edgespec.cli.models_shown import (
     Shown,
     catalogue_row,
     entry_json,
+    installed_json,
+    installed_row,
     prepared_json,
-    shelf_row,
-    shelved_json,
 )
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import (
@@ -84,17 +84,17 @@ def list_models(as_json: bool) -> None:
     they are used. Below the catalogue is what Ollama, LM Studio and the Hugging Face cache hold, with what to
     type for it: those models are used where they are, nothing is copied.
     """
-    from edgespec.catalog import load_catalogue, look
+    from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
-    own, pairs, shelf = user_aliases(), user_pairs(), look()
+    own, pairs, shelf = user_aliases(), user_pairs(), find_installed()
     if as_json:
         print_json(
             {
                 "models": [entry_json(entry) | _here_json(files) for entry, files in listed],
-                "local": [shelved_json(shelved) for shelved in shelf.models],
+                "local": [installed_json(shelved) for shelved in shelf.models],
                 "prepared": [prepared_json(prepared) for prepared in shelf.prepared],
                 "skipped": [{"name": skipped.name, "why": skipped.why} for skipped in shelf.skipped],
                 "aliases": own,
@@ -111,7 +111,7 @@ def list_models(as_json: bool) -> None:
             click.echo()
         heads = _SHELF_HEADS
         shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
-        print_table(heads[:shown], [shelf_row(shelved)[:shown] for shelved in shelf.models])
+        print_table(heads[:shown], [installed_row(shelved)[:shown] for shelved in shelf.models])
     if shelf.prepared:
         print_table(
             ("PREPARED", "SIZE", "OF", "WHERE"),
@@ -147,7 +147,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
     Its files are looked into, not loaded. Drafts are compared by their tokens; what may be expected of one is
     a guess by the sizes of both. The exit status is 1 when something could not be found out.
     """
-    from edgespec.catalog import choose_draft, drafts_for, info_of, look, resolve
+    from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
 
     found: Resolved | None = None
     missing = ""
@@ -161,12 +161,12 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         missing = error.what
     shown = Shown(reference, entry, found, missing)
     if found is not None:
-        model_format, shelf = found.format, look(embedded=True)
+        model_format, shelf = found.format, find_installed(include_embedded=True)
         try:
-            shown = replace(shown, info=info_of(found, shelf.known))
+            shown = replace(shown, info=read_model_info(found, shelf.known))
         except ModelFileError as error:
             shown = replace(shown, problem=str(error))
-        shown = replace(shown, options=drafts_for(found, shelf), choice=choose_draft(found))
+        shown = replace(shown, options=draft_options(found, shelf), choice=choose_draft(found))
         if probe:
             facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
             shown = replace(shown, facts=facts, problem=problem)
@@ -225,7 +225,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
     `edgespec models remove NAME` forgets it.
     """
-    from edgespec.catalog.own_names import check_alias
+    from edgespec.catalog.aliases import check_alias
     from edgespec.cli.own_names import write_name
 
     remark = check_alias(name.strip(), reference.strip())
@@ -249,7 +249,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
     """Choose DRAFT (or none) as what `--draft auto` takes for the target REF."""
-    from edgespec.catalog.own_names import check_pair
+    from edgespec.catalog.aliases import check_pair
     from edgespec.cli.own_names import write_name
 
     if (draft is None) != remove:
@@ -278,7 +278,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     What Ollama and LM Studio keep, and files of your own, are left to you.
     """
     from edgespec.catalog import resolve
-    from edgespec.catalog.removal import removal_of
+    from edgespec.catalog.removal import plan_removal
     from edgespec.cli.own_names import is_named, write_name
 
     name = reference.strip()
@@ -287,13 +287,13 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
         _said(f"{name} stands for nothing any more", "", {"removed": name, "freed_bytes": 0}, as_json)
         return
     found = resolve(name, allow_download=False)
-    removal = removal_of(found)
+    removal = plan_removal(found)
     size = format_bytes(removal.size_bytes)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
             raise OptionError(f"{found.path} ({size}) would be deleted", "add --yes")
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
-    freed_bytes = removal.carry_out()
+    freed_bytes = removal.execute()
     _said(f"{name} is deleted: {size} freed", "", {"removed": name, "freed_bytes": freed_bytes}, as_json)
 
 

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from edgespec.catalog import (
         DraftChoice,
         DraftOption,
+        InstalledModel,
         ModelEntry,
         ModelFormat,
         ModelInfo,
         Resolved,
-        Shelved,
     )
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = [
     "Shown",
     "catalogue_row",
     "entry_json",
+    "installed_json",
+    "installed_row",
     "prepared_json",
-    "shelf_row",
-    "shelved_json",
 ]
 
 _FORMATS = {
@@ -119,7 +119,7 @@ def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...
     )
 
 
-def shelf_row(shelved: Shelved) -> tuple[str, ...]:
+def installed_row(shelved: InstalledModel) -> tuple[str, ...]:
     """A model on this machine, most important first."""
     return (
         shelved.reference,
@@ -158,7 +158,7 @@ def entry_json(entry: ModelEntry) -> dict[str, Any]:
     }
 
 
-def shelved_json(shelved: Shelved) -> dict[str, Any]:
+def installed_json(shelved: InstalledModel) -> dict[str, Any]:
     """A model on this machine."""
     return {
         "reference": shelved.reference,
@@ -170,7 +170,7 @@ def shelved_json(shelved: Shelved) -> dict[str, Any]:
     }
 
 
-def prepared_json(prepared: Prepared) -> dict[str, Any]:
+def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
     """What `edgespec prepare` made."""
     return {
         "kind": prepared.kind,
@@ -207,7 +207,8 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
-        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
+        "capabilities": asdict(facts.capabilities)
+        | {"self_draft_methods": sorted(facts.capabilities.self_draft_methods)},
         "rollback": facts.rollback,
     }
 

@@ -146,14 +146,14 @@ def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) ->
     """Names of the user, the catalogue, Ollama and LM Studio; files when none begins like that."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
-    from edgespec.catalog.stores import names_here
+    from edgespec.catalog.other_programs import installed_names
     from edgespec.errors import EdgespecError
 
     try:
         own = list(user_aliases())
     except EdgespecError:
         own = []
-    known = (*own, *load_catalogue().names, *names_here())
+    known = (*own, *load_catalogue().names, *installed_names())
     names = [name for name in known if name.lower().startswith(typed.lower())]
     return [CompletionItem(name) for name in dict.fromkeys(names)] or [CompletionItem(typed, type="file")]
 

@@ -16,7 +16,7 @@ from edgespec.errors import OptionError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = ["command"]
 
@@ -68,7 +68,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
     layer = _exit(exit_layer)
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
     prepared = _prepared(reference, make)
@@ -105,7 +105,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     REF may be what `edgespec prepare layerskip` made, too.
     """
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         from edgespec.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
@@ -127,15 +127,15 @@ def _exit(text: str) -> int | None:
 
 
 def _prepared(
-    reference: str, make: Callable[[Path, ProgressLine], Prepared], *, halves: bool = False
-) -> Prepared:
+    reference: str, make: Callable[[Path, ProgressLine], PreparedModel], *, halves: bool = False
+) -> PreparedModel:
     """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either.
 
     halves: it may be one that was prepared for early exit.
     """
     from edgespec.catalog import resolve
 
-    def work(stop: Any) -> Prepared:
+    def work(stop: Any) -> PreparedModel:
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
@@ -164,7 +164,7 @@ def _exit_row(found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _json(prepared: Prepared) -> dict[str, Any]:
+def _json(prepared: PreparedModel) -> dict[str, Any]:
     return {
         "kind": prepared.kind,
         "folder": str(prepared.folder),
@@ -175,5 +175,5 @@ def _json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _say(prepared: Prepared, what: str) -> None:
+def _say(prepared: PreparedModel, what: str) -> None:
     click.echo(printable(f"{prepared.folder}  {format_bytes(prepared.size_bytes)}, {what}"))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.draft_cache import DraftMemory
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.draft_model import known
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -65,7 +65,7 @@ class OnlineTrainer:
     guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
     """
 
-    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
+    def __init__(self, memory: DraftCache, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
         self._memory = memory
         self._draft = memory.model
         self._trainer = trainer
@@ -119,7 +119,7 @@ class OnlineTrainer:
 
     def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
         size = self._draft.facts.vocab_size
-        tokens, values = logits.limited(size).top(row, TARGET_TOKENS)
+        tokens, values = logits.limit_vocab(size).top(row, TARGET_TOKENS)
         # Ties may bring more than were asked for, and a lesson's rows are of one length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())
@@ -127,11 +127,11 @@ class OnlineTrainer:
             position, tokens[order].astype(np.int64), (weights / weights.sum()).astype(np.float32)
         )
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Judge the last reply, then learn from it, one lesson a step."""
         try:
             self._collect()
-            while self._pending and wanted():
+            while self._pending and should_continue():
                 lesson, first = self._pending.popleft()
                 if self._steps:
                     self._judge(lesson.tokens, first)
@@ -139,10 +139,10 @@ class OnlineTrainer:
                     self._lessons.append(lesson)
                     self._learnt_from += len(lesson.rows)
                     self._due = min(self._due + _STEPS_A_LESSON, _MOST_STEPS)
-            changed = self._learn(wanted)
+            changed = self._learn(should_continue)
             self._choose(changed)
-            if self._stale and wanted():
-                self._compute_again(wanted)
+            if self._stale and should_continue():
+                self._compute_again(should_continue)
         finally:
             self._trainer.release_thread_state()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel
 from edgespec.checks import check_integer, check_number
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness.prompts import Prompt, prompt_tokens
@@ -167,7 +167,7 @@ class _Proof:
     def _rest(self) -> None:
         """Let the drafters of the last reply learn from it, until they have or the time is up."""
         end = monotonic() + self._rest_seconds
-        self._runtime.rest(lambda: monotonic() < end and self._wanted())
+        self._runtime.run_idle_work(lambda: monotonic() < end and self._wanted())
 
     def check(
         self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int

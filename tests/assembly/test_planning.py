@@ -26,7 +26,7 @@ from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.tiny_models import write_llama
 from tests.catalog.conftest import own_home as own_home
-from tests.catalog.stores import add_to_lmstudio
+from tests.catalog.fake_stores import add_to_lmstudio
 
 _OPTIONS = LoadOptions(context_tokens=1024)
 

@@ -23,8 +23,8 @@ from edgespec.backends.mlx_metadata import of_folder
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.known import Known
-from edgespec.drafters.vocabularies import compare
+from edgespec.catalog.metadata_cache import MetadataCache
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import WORDS, write_llama
@@ -130,11 +130,13 @@ def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
     whole, folder = of_gguf(model), prepare_layerskip(model, 1).folder
     model.unlink()
-    info = Known().info(folder, "layerskip")
+    info = MetadataCache().info(folder, "layerskip")
     for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
         assert getattr(info, name) == getattr(whole, name), name
     assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
-    share = Known().shared_share((folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other"))
+    share = MetadataCache().shared_token_fraction(
+        (folder, "layerskip", info.vocabulary), (DRAFT, "gguf", "other")
+    )
     assert share is not None
     assert 0.9 < share < 1.0  # every byte is a token of both, and the words are not
 
@@ -219,11 +221,13 @@ class TestTokens:
                 for its, others in zip(models, lists, strict=True):
                     assert tokens is not None
                     assert others is not None
-                    compared = compare(mine.vocabulary, its.vocabulary, "a", "b")
-                    assert tokens.same_ids(others) == (compared.way == "same")
+                    compared = compare_vocabularies(mine.vocabulary, its.vocabulary, "a", "b")
+                    assert tokens.same_ids(others) == (compared.mapping == "same")
                     if tokens.digest() == others.digest():
-                        assert compared.way == "same"
-                    assert tokens.shared_share(others) == pytest.approx(compared.shared_share, abs=0.01)
+                        assert compared.mapping == "same"
+                    assert tokens.shared_token_fraction(others) == pytest.approx(
+                        compared.shared_fraction, abs=0.01
+                    )
         finally:
             for model in models:
                 model.close()
@@ -248,7 +252,7 @@ class TestTokens:
         assert TokenList("x", tokens).digest() == TokenList("x", tokens[:2]).digest()
         assert TokenList("x", [b"ab", b"c"]).digest() != TokenList("x", [b"a", b"bc"]).digest()
         assert TokenList("x", [b"bc", b"a"]).digest() != TokenList("x", [b"a", b"bc"]).digest()
-        assert TokenList("x", [b"bc", b"a"]).shared_share(TokenList("x", tokens)) == 1.0
+        assert TokenList("x", [b"bc", b"a"]).shared_token_fraction(TokenList("x", tokens)) == 1.0
         assert TokenList("y", tokens).digest() != TokenList("x", tokens).digest()
 
     def test_a_few_tokens_more_leave_ids_as_they_are(self) -> None:
@@ -262,32 +266,32 @@ class TestTokens:
     def test_bytes_are_compared_however_they_are_spelled(self) -> None:
         byte_level = TokenList("byte-level", ["Ġthe".encode(), "Ċ".encode(), "Ã©".encode(), b"<|end|>"])
         sentencepiece = TokenList("sentencepiece", ["▁the".encode(), b"<0x0A>", "é".encode(), b"</s>"])
-        assert byte_level.shared_share(sentencepiece) == 0.75
-        assert TokenList("x", []).shared_share(byte_level) == 0.0
+        assert byte_level.shared_token_fraction(sentencepiece) == 0.75
+        assert TokenList("x", []).shared_token_fraction(byte_level) == 0.0
 
 
 class TestKnown:
     def test_a_model_is_looked_into_once_for_each_state_of_its_file(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
-        known = Known(tmp_path / "kept.json")
+        known = MetadataCache(tmp_path / "kept.json")
         info = known.info(path, "gguf")
         known.keep()
         kept = json.loads((tmp_path / "kept.json").read_text())
         kept["models"][str(path)][1]["family"] = "from the kept file"
         (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert Known(tmp_path / "kept.json").info(path, "gguf").family == "from the kept file"
+        assert MetadataCache(tmp_path / "kept.json").info(path, "gguf").family == "from the kept file"
         write_llama(path, words=(*WORDS, "more"))
-        changed = Known(tmp_path / "kept.json").info(path, "gguf")
+        changed = MetadataCache(tmp_path / "kept.json").info(path, "gguf")
         assert changed.family == info.family
         assert changed.vocab_size == info.vocab_size + 1
 
     def test_what_is_gone_is_not_kept(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
-        known = Known(tmp_path / "kept.json")
+        known = MetadataCache(tmp_path / "kept.json")
         known.info(path, "gguf")
         known.keep()
         path.unlink()
-        known = Known(tmp_path / "kept.json")
+        known = MetadataCache(tmp_path / "kept.json")
         known.info(DRAFT, "gguf")
         known.keep()
         assert list(json.loads((tmp_path / "kept.json").read_text())["models"]) == [str(DRAFT)]
@@ -300,22 +304,22 @@ class TestKnown:
     def test_a_kept_file_that_is_broken_is_made_again(self, tmp_path: Path, content: str) -> None:
         kept = tmp_path / "kept.json"
         kept.write_text(content)
-        known = Known(kept)
+        known = MetadataCache(kept)
         assert known.info(DRAFT, "gguf") == of_gguf(DRAFT)
         known.keep()
-        assert Known(kept).info(DRAFT, "gguf") == of_gguf(DRAFT)
+        assert MetadataCache(kept).info(DRAFT, "gguf") == of_gguf(DRAFT)
 
     def test_facts_of_another_form_are_not_believed(self, tmp_path: Path) -> None:
-        known = Known(tmp_path / "kept.json")
+        known = MetadataCache(tmp_path / "kept.json")
         known.info(DRAFT, "gguf")
         known.keep()
         kept = json.loads((tmp_path / "kept.json").read_text())
         kept["models"][str(DRAFT)][1]["parameters"] = "many"
         (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert Known(tmp_path / "kept.json").info(DRAFT, "gguf").parameters == 2_384_832
+        assert MetadataCache(tmp_path / "kept.json").info(DRAFT, "gguf").parameters == 2_384_832
 
     def test_where_nothing_can_be_kept_it_is_looked_up_again(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        known = Known(tmp_path / "file" / "kept.json")
+        known = MetadataCache(tmp_path / "file" / "kept.json")
         assert known.info(DRAFT, "gguf").parameters == 2_384_832
         known.keep()

@@ -14,11 +14,19 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.backends.gguf_header import read_header
-from edgespec.catalog import DraftChoice, DraftOption, catalogue, choose_draft, drafts_for, look, resolve
+from edgespec.catalog import (
+    DraftChoice,
+    DraftOption,
+    catalogue,
+    choose_draft,
+    draft_options,
+    find_installed,
+    resolve,
+)
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.expected import expected_acceptance, expected_speedup
+from edgespec.catalog.speedup_estimate import estimate_acceptance, estimate_speedup
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio
+from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio
 
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))
 
@@ -58,7 +66,7 @@ def write_large(path: Path, parameters: int) -> None:
 
 
 def drafts_of(reference: str) -> list[DraftOption]:
-    return drafts_for(resolve(reference, allow_download=False), look())
+    return draft_options(resolve(reference, allow_download=False), find_installed())
 
 
 def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
@@ -234,14 +242,14 @@ def test_the_demo_has_its_own() -> None:
 
 class TestExpectation:
     def test_larger_drafts_are_assumed_to_guess_better(self) -> None:
-        assert [expected_acceptance(share) for share in (0.01, 0.1, 1.0)] == pytest.approx([0.70, 0.78, 0.86])
+        assert [estimate_acceptance(share) for share in (0.01, 0.1, 1.0)] == pytest.approx([0.70, 0.78, 0.86])
 
     @given(st.floats(1e-4, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 1.0))
     def test_more_cost_or_fewer_tokens_never_bring_more(
         self, size: float, cost: float, shared: float
     ) -> None:
-        best = expected_speedup(size, cost)
-        assert best >= expected_speedup(size, cost, shared)
-        assert best >= expected_speedup(size, cost * 1.5)
-        assert best <= expected_speedup(min(1.0, size * 2), cost)
-        assert 0.0 <= expected_acceptance(size, shared) <= shared + 1e-12
+        best = estimate_speedup(size, cost)
+        assert best >= estimate_speedup(size, cost, shared)
+        assert best >= estimate_speedup(size, cost * 1.5)
+        assert best <= estimate_speedup(min(1.0, size * 2), cost)
+        assert 0.0 <= estimate_acceptance(size, shared) <= shared + 1e-12

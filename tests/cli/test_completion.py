@@ -11,7 +11,7 @@ from click.shell_completion import ShellComplete
 
 from edgespec.catalog.catalogue import models_folder
 from edgespec.cli.program import program
-from tests.catalog.stores import OllamaStore
+from tests.catalog.fake_stores import OllamaStore
 from tests.cli.conftest import Run, one_line_error
 
 

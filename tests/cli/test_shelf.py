@@ -10,7 +10,7 @@ import pytest
 
 from edgespec.catalog.catalogue import models_folder
 from tests.backends.tiny_models import WORDS, write_llama
-from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
+from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 from tests.cli.conftest import Run, Start, json_of, one_line_error
 
 TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target", "draft"))

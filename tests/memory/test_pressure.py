@@ -125,14 +125,14 @@ class TestTheContext:
     def test_half_of_it_is_freed_at_least(self, blocks: int, acts: list[tuple[bool, int]]) -> None:
         limit = blocks * 256
         model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
-        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        model.facts = dataclasses.replace(model.facts, requested_context_tokens=limit)
         context = ResizableContext(model)
         for grow, tokens in acts:
             before = model.facts.context_tokens
             if grow:
                 context.hold(tokens)
                 model.truncate(0)
-                model.prefill([1] * min(tokens, model.room))
+                model.prefill([1] * min(tokens, model.free_tokens))
                 continue
             model.truncate(min(tokens, model.length))
             held, gives = list(model._tokens), context.gives
@@ -296,7 +296,7 @@ def test_a_limit_that_is_really_there_is_noticed() -> None:
 
 
 def watcher_of(runtime: Runtime) -> threading.Thread:
-    thread = runtime._session._idle._thread
+    thread = runtime._session._idle_worker._thread
     assert thread
     return thread
 

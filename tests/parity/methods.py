@@ -153,7 +153,7 @@ def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.drafters.vocabularies.comparison._TRANSLATED_FROM", 2.0)
+            patch.setattr("edgespec.drafters.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
@@ -168,7 +168,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if tiny.backend == "llama.cpp":
         if "layerskip" in how.itself:
             prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
-        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
+        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_draft_methods:
             prepare_lowbit(tiny.path)
     names = {name for row in rows for name in row.drafters} | set(how.beside)
     options: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     session.target = target
     if "swift" in row.drafters or row.learn:  # it looks for layers, or learns, between replies
         reply_to(runtime, ASKED[0], row.method)
-        session.rest(lambda: True)
+        session.run_idle_work(lambda: True)
     replies = [reply_to(runtime, ask, row.method) for ask in ASKED]
     for ask, reply, tokens in zip(ASKED, replies, plain, strict=True):
         assert reply.tokens == tokens, f"{row.title} of {tiny.path}: {ask}"

@@ -40,5 +40,5 @@ class EarlyExitView(SelfDraftView[EarlyExitTarget]):
         self._check()
         return self._target.draft(tree, first)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._target.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._target.interrupt(enabled)

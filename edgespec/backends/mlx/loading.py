@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
 from edgespec.backends.mlx.build_info import core
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import ModelFileError, OptionError
@@ -52,7 +52,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     checkpoint = load_model(path, name, options, progress)
-    context_tokens = context_wanted(options, checkpoint.trained_context_tokens)
+    context_tokens = requested_context(options, checkpoint.trained_context_tokens)
     facts = _facts(checkpoint, path, name, context_tokens)
     vocabulary = MlxVocabulary(checkpoint.tokenizer, checkpoint.vocab_size)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
@@ -153,4 +153,4 @@ def _kv_bytes_within(
     fits = context_tokens
     while fits and kv_bytes_for(fits) > left:
         fits = fits // 2 // BLOCK_TOKENS * BLOCK_TOKENS
-    raise cache_too_large(context_tokens, wanted, left, fits)
+    raise cache_too_large_error(context_tokens, wanted, left, fits)

@@ -114,10 +114,10 @@ class MlxModel(BaseModel):
         if not capabilities.tree and not tree.is_chain:
             raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._passes.steps_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._passes.steps_ahead = enabled
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         self._passes.follow(draft._passes if isinstance(draft, MlxModel) else None)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -128,7 +128,7 @@ class MlxModel(BaseModel):
         self._check(0)
         self._passes.cut(length)
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} cannot turn its keys to other positions ({start} to {end})")
 
     def taps(self) -> HiddenStateHooks:
@@ -191,13 +191,13 @@ class MlxModel(BaseModel):
     def layer_count(self) -> int:
         return self.parts.layer_count
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraftView(self, *self.parts.make(how, self.facts))
+        view = MlxSelfDraftView(self, *self.parts.make(method, self.facts))
         self._views.add(view)
         return view
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         self._check_trial(0)
         skip, _, _ = self.parts.make(SkippedLayers(tuple(layers)), self.facts)
         start = self.length - len(tokens)
@@ -221,8 +221,8 @@ class MlxModel(BaseModel):
         self._check_wanted()
         self._passes.end_round()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._passes.interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._passes.interrupted = enabled
 
     def close(self) -> None:
         if self._closed:

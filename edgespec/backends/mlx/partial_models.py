@@ -124,7 +124,7 @@ def _bytes(module: Any) -> int:
 class PartialModelFactory:
     """Makes them for one loaded model.
 
-    low_bits: None where it was not made ready for fewer. missing: why a way of `Capabilities.self_drafts`
+    low_bits: None where it was not made ready for fewer. missing: why one of `self_draft_methods`
     cannot be taken, by name.
     """
 
@@ -170,7 +170,7 @@ class PartialModelFactory:
 
     def check(self, way: str, facts: ModelFacts) -> None:
         """Raises CapabilityError with the reason why the model cannot draft for itself that way."""
-        if way not in facts.capabilities.self_drafts:
+        if way not in facts.capabilities.self_draft_methods:
             why = self.missing.get(way, facts.capabilities.reason)
             raise CapabilityError(
                 f"{facts.name} cannot draft for itself by {way}: {why}", "choose another method"

@@ -293,7 +293,7 @@ class PassRunner:
         rows = self._pass(tokens, len(self._round))
         self._launch(rows)
         logits = DeviceLogits(rows, range(width), self._start_next)
-        logits.begun_seconds = now() - started if known else 0.0
+        logits.overlapped_seconds = now() - started if known else 0.0
         self._ahead = _Ahead(known, source, logits, before)
 
     def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:

@@ -67,13 +67,15 @@ def probe(model: MlxModel) -> ProbeResult:
         trouble = trouble or _trouble(model, expected, check)
     taps = not _trouble(model, expected, _check_taps)
     if trouble:
-        capabilities = Capabilities(False, False, trouble, taps=taps, cuts=model.memory.cuts)
+        capabilities = Capabilities(
+            False, False, trouble, hidden_states=taps, partial_truncate=model.memory.cuts
+        )
         return ProbeResult(
             capabilities, "not possible", False, kv_bytes_for, dict.fromkeys(_SELF_DRAFTS, trouble)
         )
     if replays:
         reason = "its recurrent state takes chains only"
-        capabilities = Capabilities(True, False, reason, width, taps=taps, cuts=False)
+        capabilities = Capabilities(True, False, reason, width, hidden_states=taps, partial_truncate=False)
         missing = dict.fromkeys(_SELF_DRAFTS, "a recurrent state cannot be shared with a draft")
         rollback = "checkpoints of the recurrent state, and replay"
         return ProbeResult(capabilities, rollback, True, kv_bytes_for, missing)
@@ -87,7 +89,14 @@ def probe(model: MlxModel) -> ProbeResult:
     can = frozenset(tried.keys() - missing.keys())
     cuts = not model.memory.windowed
     capabilities = Capabilities(
-        True, not trouble, trouble, width, taps=taps, self_drafts=can, learns=True, cuts=cuts
+        True,
+        not trouble,
+        trouble,
+        width,
+        hidden_states=taps,
+        self_draft_methods=can,
+        trainable=True,
+        partial_truncate=cuts,
     )
     return ProbeResult(capabilities, rollback, False, kv_bytes_for, missing)
 

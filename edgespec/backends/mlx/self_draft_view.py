@@ -44,8 +44,8 @@ class MlxSelfDraftView(SelfDraftView["MlxModel"]):
             raise CancelledError("cancelled")
         return self._target.draft(self._partial_model, tree, first)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._partial_model.runs_ahead = wanted
+    def run_ahead(self, enabled: bool) -> None:
+        self._partial_model.runs_ahead = enabled
 
-    def interrupt(self, wanted: bool) -> None:
-        self._interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.memory_check import check_weights_fit, context_wanted
+from edgespec.backends.memory_check import check_weights_fit, requested_context
 from edgespec.backends.mlx.build_info import core, lm
 from edgespec.backends.mlx.model_folder import (
     StoredWeights,
@@ -86,7 +86,7 @@ class Sizes:
         mx = core()
         if mx.default_device() != mx.cpu:
             return False
-        context = context_wanted(options, self.trained_context_tokens)
+        context = requested_context(options, self.trained_context_tokens)
         more = self.half_bytes + context * self.kv_elements_per_token * mx.float32.size
         limit = (
             options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available

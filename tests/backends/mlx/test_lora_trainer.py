@@ -30,7 +30,7 @@ from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.saved_arrays import SavedArrays, forget_learnt
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -41,7 +41,7 @@ ASKED = ("How do I list files by size?", "How do I list files by name?", "How do
 def load(path: Path) -> MlxModel:
     model = mlx.load(str(path), path.name, OPTIONS)
     assert isinstance(model, MlxModel)
-    assert model.facts.capabilities.learns
+    assert model.facts.capabilities.trainable
     return model
 
 
@@ -169,7 +169,7 @@ class TestReplies:
             ):
                 options: dict[str, Any] = {"seed": seed, "temperature": temperature, "max_tokens": 16}
                 got = chat.ask(text, draft_length=4, **options)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 assert alone.ask(text, method="none", **options).tokens == got.tokens
                 assert got.stats.drafted_tokens
             assert "steps on" in runtime._session.report("model").note
@@ -183,7 +183,7 @@ class TestReplies:
                 for text in ASKED:
                     stats = runtime.generate(text, temperature=0.0, max_tokens=64, draft_length=3).stats
                     turn = (turn[0] + stats.accepted_tokens, turn[1] + stats.drafted_tokens)
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                 accepted.append(turn)
         rates = [right / drafted for right, drafted in accepted]
         assert rates[-1] > rates[0] + 0.04, rates
@@ -205,7 +205,7 @@ class TestReplies:
             trainer.set_adapted(True)
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             before, after, tokens = drafter.pupil.judged
             assert tokens >= 16
             assert after < before
@@ -225,7 +225,7 @@ class TestReplies:
             assert isinstance(drafter, OnlineDrafter)
             drafter.pupil._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.pupil.judged == (stats.generated_tokens,) * 3
 
@@ -238,7 +238,7 @@ class TestReplies:
             for text in ASKED[:2]:
                 stats = runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3).stats
                 counted.append((stats.draft_weight_bytes, stats.draft_kv_bytes, stats.draft_other_bytes))
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
         logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
@@ -249,25 +249,27 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
-        assert (usual.adapts, grown.adapts) == (False, True)
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        assert (usual.chooses_length, grown.chooses_length) == (False, True)
         assert grown.pupil is usual.pupil
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
         grown.begin(text)
-        assert grown.unread == grown.unread_whole == len(text) - 2
-        grown.read(40)
-        assert (grown.unread, grown.unread_whole) == (0, len(text))
+        assert grown.pending_tokens == grown.full_pending_tokens == len(text) - 2
+        grown.prefill(40)
+        assert (grown.pending_tokens, grown.full_pending_tokens) == (0, len(text))
         assert 30 < draft.length <= 40
-        grown.read(len(text))
-        assert (grown.unread, grown.unread_whole, draft.length) == (0, 0, len(text) - 1)
+        grown.prefill(len(text))
+        assert (grown.pending_tokens, grown.full_pending_tokens, draft.length) == (0, 0, len(text) - 1)
         with Runtime(target, None, Chosen(target, grown)) as runtime:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
-            runtime._session.rest(lambda: True)
+            runtime._session.run_idle_work(lambda: True)
             assert usual.note().startswith("the draft took")
-            kept = grown.kept()
+            kept = grown.saved_statistics()
             assert kept
-            usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore(kept)
+            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
+                kept
+            )
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
@@ -276,7 +278,7 @@ class TestReplies:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
             weights = drafter.pupil._trainer.adapter_weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
@@ -285,7 +287,7 @@ class TestReplies:
         adapted = [later.pupil._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
-        forget_learnt(tmp_path)
+        delete_saved_arrays(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
         anew = online(target, loaded, notes)
         adapted.append(anew.pupil._trainer.adapted)
@@ -342,7 +344,7 @@ class TestSwift:
                     got = runtime.generate(text, draft_length=4, **options)
                     drafted[temperature] += got.stats.drafted_tokens
                     cached = target.length
-                    runtime._session.rest(lambda: True)
+                    runtime._session.run_idle_work(lambda: True)
                     assert target.length == cached
                     again = runtime.generate(text, method="none", **options)
                     assert again.tokens == got.tokens
@@ -356,6 +358,6 @@ class TestSwift:
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
             for seed in range(3):
                 got = runtime.generate("the files", seed=seed, max_tokens=40, draft_length=4)
-                runtime._session.rest(lambda: True)
+                runtime._session.run_idle_work(lambda: True)
                 plain = runtime.generate("the files", seed=seed, max_tokens=40, method="none")
                 assert got.tokens == plain.tokens

@@ -20,7 +20,7 @@ from edgespec.backends.mlx import loading
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -41,7 +41,7 @@ class TestProbe:
         assert can.rollback == (kind not in PLAIN_ONLY)
         assert can.tree == (kind not in CHAINS_ONLY | PLAIN_ONLY)
         assert bool(can.reason) == (kind in CHAINS_ONLY | PLAIN_ONLY)
-        assert can.taps
+        assert can.hidden_states
         assert model.length == 0
         model.close()
 

@@ -23,9 +23,9 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
@@ -114,7 +114,7 @@ class TestReplies:
             assert said == reply(model, None, temperature)[0]
             accepted += stats.accepted_tokens
         assert accepted > 0
-        assert chains.extra.cache_bytes == 0
+        assert chains.memory_use.cache_bytes == 0
 
     def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
         plain, _ = reply(model, None)
@@ -127,7 +127,7 @@ class TestEveryKind:
     @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
     def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
         model = loaded(tmp_path, kind)
-        can = model.facts.capabilities.self_drafts
+        can = model.facts.capabilities.self_draft_methods
         if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
             "granitemoehybrid"
         }:
@@ -258,7 +258,7 @@ class TestHistories:
                 model.commit(())
                 tokens.append(token)
             elif what == "draft tree":
-                view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
+                view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.draft_probs[:3]))
                 view.verify(tree, 3)
             elif what == "stopped":
                 view.verify(chain)
@@ -282,7 +282,7 @@ class TestHistories:
                 model.prefill([token] * 9)
                 tokens += [token] * 9
             else:
-                assert 0 <= model.agreement((1, 2), tokens[-9:]) <= 1
+                assert 0 <= model.top1_agreement((1, 2), tokens[-9:]) <= 1
             assert model.length == len(tokens)
         got = row(model, TokenTree.chain(9, [10, 11]), 2)
         model.truncate(0)
@@ -315,7 +315,7 @@ class TestViews:
         view.commit(())
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
-        for call in (lambda: view.restore(llama.snapshot()), lambda: view.forget(1, 2)):
+        for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
             with pytest.raises(CapabilityError, match="no memory of its own"):
                 call()
         with pytest.raises(CapabilityError, match="already"):
@@ -394,8 +394,8 @@ class TestAgreement:
         tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
         model.prefill(tokens)
         before = model.snapshot().data
-        assert model.agreement((), tokens[-20:]) == 1.0
-        shares = {layers: model.agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
+        assert model.top1_agreement((), tokens[-20:]) == 1.0
+        shares = {layers: model.top1_agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
         assert model.snapshot().data == before
         assert model.length == 60
         for layers, share in shares.items():
@@ -408,7 +408,7 @@ class TestAgreement:
             model.prefill(tokens[40:])
             assert share == np.mean(np.array(drafted) == np.array(said))
         with pytest.raises(CapabilityError, match="look back"):
-            model.agreement((1,), [*tokens, 5])
+            model.top1_agreement((1,), [*tokens, 5])
         model.close()
 
 

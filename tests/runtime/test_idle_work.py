@@ -17,27 +17,27 @@ from tests.tables import PROMPT, Saying, table, with_drafter
 SECONDS = 10.0
 
 
-class Restful(Saying):
+class IdleDrafter(Saying):
     """Rests in steps, and tells."""
 
-    rests = True
+    has_idle_work = True
 
     def __init__(self, name: str = "saying") -> None:
         super().__init__(lambda tokens, length: [1] * length)
         self.name = name
         self.steps = 0
-        self.resting, self.over = threading.Event(), threading.Event()
+        self.started, self.finished = threading.Event(), threading.Event()
         self.step: Callable[[], None] = lambda: None
         self.threads: set[int] = set()
 
-    def rest(self, wanted: Callable[[], bool]) -> None:
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         self.threads.add(threading.get_ident())
-        while wanted():
+        while should_continue():
             self.step()
             self.steps += 1
             time.sleep(0.001)
-            self.resting.set()
-        self.over.set()
+            self.started.set()
+        self.finished.set()
 
 
 @pytest.fixture(autouse=True)
@@ -46,73 +46,73 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drafter() -> Restful:
-    return Restful()
+def drafter() -> IdleDrafter:
+    return IdleDrafter()
 
 
 @pytest.fixture
-def runtime(drafter: Restful) -> Iterator[Runtime]:
+def runtime(drafter: IdleDrafter) -> Iterator[Runtime]:
     with with_drafter(table(1), drafter) as made:
         yield made
 
 
-def resting_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "edgespec-rest"]
+def idle_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "edgespec-idle"]
 
 
 class TestWhen:
-    def test_after_a_reply_until_the_next(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_after_a_reply_until_the_next(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=20).tokens
-        assert not resting_threads()
+        assert not idle_threads()
         assert runtime.generate(PROMPT, seed=1, max_tokens=20).tokens == expected
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         stream = runtime.stream(PROMPT, seed=1, max_tokens=20)
         next(stream)
-        assert drafter.over.wait(SECONDS)
+        assert drafter.finished.wait(SECONDS)
         steps = drafter.steps
         for _ in stream:
             assert drafter.steps == steps
         assert stream.reply.tokens == expected
         assert threading.get_ident() not in drafter.threads
 
-    def test_not_after_a_plain_reply(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_not_after_a_plain_reply(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         runtime.generate(PROMPT, max_tokens=4, method="none")
-        assert drafter.over.wait(SECONDS)
+        assert drafter.finished.wait(SECONDS)
         steps = drafter.steps
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert drafter.steps == steps
 
-    def test_not_while_the_target_is_lent_or_after_it(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_not_while_the_target_is_lent_or_after_it(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         with runtime.borrowed_target():
-            assert drafter.over.wait(SECONDS)
+            assert drafter.finished.wait(SECONDS)
             steps = drafter.steps
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert drafter.steps == steps
 
-    def test_a_cancel_ends_it(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_a_cancel_ends_it(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         runtime.cancel()
-        assert drafter.over.wait(SECONDS)
+        assert drafter.finished.wait(SECONDS)
 
-    def test_closing_ends_it_and_waits_for_its_thread(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_closing_ends_it_and_waits_for_its_thread(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         runtime.close()
-        assert drafter.over.is_set()
-        assert not resting_threads()
+        assert drafter.finished.is_set()
+        assert not idle_threads()
 
     def test_a_drafter_that_does_not_rest_needs_no_thread(self) -> None:
         with with_drafter(table(1), Saying(lambda tokens, length: [1] * length)) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
-            assert not resting_threads()
+            assert not idle_threads()
 
     def test_a_reply_in_quick_succession_is_no_rest(
-        self, runtime: Runtime, drafter: Restful, monkeypatch: pytest.MonkeyPatch
+        self, runtime: Runtime, drafter: IdleDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
         for _ in range(3):
@@ -122,7 +122,7 @@ class TestWhen:
 
 
 class TestWhatGoesWrong:
-    def test_a_failure_is_told_and_ends_resting_only(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_a_failure_is_told_and_ends_resting_only(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def fail() -> None:
             runtime._session.target.truncate(0)
             raise BackendError("the card has left", "look for it")
@@ -130,34 +130,34 @@ class TestWhatGoesWrong:
         expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=20).tokens
         drafter.step = fail
         runtime.generate(PROMPT, seed=1, max_tokens=20)
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert runtime._session.report("saying").note == "saying learns no more: the card has left"
         drafter.step = lambda: None
         again = runtime.generate(PROMPT, seed=1, max_tokens=20)
         assert again.tokens == expected
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert drafter.steps == 0
 
-    def test_an_error_of_ours_is_told_as_well(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_an_error_of_ours_is_told_as_well(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def fail() -> None:
             raise ZeroDivisionError("one\ntwo")
 
         drafter.step = fail
         runtime.generate(PROMPT, max_tokens=4)
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert runtime._session.report("saying").note == "saying learns no more: ZeroDivisionError: one two"
 
-    def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def cancelled() -> None:
             raise CancelledError("cancelled")
 
         drafter.step = cancelled
         runtime.generate(PROMPT, max_tokens=4)
-        runtime.rest(lambda: True)
+        runtime.run_idle_work(lambda: True)
         assert runtime._session.report("saying").note == ""
 
     def test_one_of_several_fails_and_the_others_rest(self) -> None:
-        one, other = Restful("one"), Restful("other")
+        one, other = IdleDrafter("one"), IdleDrafter("other")
 
         def fail() -> None:
             raise BackendError("no")
@@ -166,22 +166,22 @@ class TestWhatGoesWrong:
         both = CombinedDrafter([one, other, Saying(lambda tokens, length: [2])], True)
         with with_drafter(table(1), both) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
-            assert other.resting.wait(SECONDS)
+            assert other.started.wait(SECONDS)
             assert "one learns no more: no" in runtime._session.report("all").note
 
-    def test_cells_that_a_rest_lost_are_computed_again(self, runtime: Runtime, drafter: Restful) -> None:
+    def test_cells_that_a_rest_lost_are_computed_again(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def lose() -> None:
             runtime._session.target.truncate(2)
 
         drafter.step = lose
         expected = runtime.generate(PROMPT, seed=1, max_tokens=20).tokens
-        assert drafter.resting.wait(SECONDS)
+        assert drafter.started.wait(SECONDS)
         again = runtime.generate(PROMPT * 3, seed=1, max_tokens=20)
         assert again.stats.cached_prompt_tokens <= 2
         assert runtime.generate(PROMPT, seed=1, max_tokens=20).tokens == expected
 
 
-def test_no_step_is_taken_within_a_reply(runtime: Runtime, drafter: Restful) -> None:
+def test_no_step_is_taken_within_a_reply(runtime: Runtime, drafter: IdleDrafter) -> None:
     expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=12).tokens
     session: Session = runtime._session
     wrong: list[object] = []

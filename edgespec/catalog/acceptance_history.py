@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from edgespec.catalog.catalogue import ModelFormat
-from edgespec.catalog.known import state_of
+from edgespec.catalog.metadata_cache import files_fingerprint
 from edgespec.errors import ModelFileError
 from edgespec.files import (
     data_folder,
@@ -22,7 +22,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["Acceptances", "Counted", "PairRecord"]
+__all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Counted"]
 
 _VERSION = 1
 _MOST_PAIRS, _MOST_BYTES = 500, 2**20
@@ -38,7 +38,7 @@ Counted: TypeAlias = tuple[int, int]
 Model: TypeAlias = tuple[Path, ModelFormat]
 
 
-class Acceptances:
+class AcceptanceHistory:
     """What was counted of every pair. Nothing here raises because of the file it is kept in."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -76,12 +76,12 @@ class Acceptances:
         return {key: (guesses, true) for key, (guesses, true) in pairs.items() if 0 <= true <= guesses}
 
 
-class PairRecord:
+class AcceptanceRecorder:
     """Counts what a loaded pair guesses, and keeps it. Raises nothing."""
 
-    def __init__(self, target: Model, draft: Model, kept: Acceptances | None = None) -> None:
+    def __init__(self, target: Model, draft: Model, kept: AcceptanceHistory | None = None) -> None:
         self._pair = target, draft
-        self._kept = kept or Acceptances()
+        self._kept = kept or AcceptanceHistory()
         self._guesses = self._true = 0
 
     def count(self, guesses: int, true: int) -> None:
@@ -100,5 +100,5 @@ class PairRecord:
 
 def _key(target: Model, draft: Model) -> str:
     """Another one when a file changed. Raises ModelFileError."""
-    told = [(str(path), state_of(path, form)) for path, form in (target, draft)]
+    told = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]

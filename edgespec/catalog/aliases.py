@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from edgespec.catalog import catalogue
-from edgespec.catalog.known import Known
+from edgespec.catalog.installed import read_model_info
+from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
-from edgespec.catalog.shelf import info_of
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 
-__all__ = ["check_alias", "check_pair", "pair_of"]
+__all__ = ["check_alias", "check_pair", "preferred_draft"]
 
 _RESERVED = ("auto", "none")
 
@@ -56,15 +56,15 @@ def check_pair(target: str, draft: str) -> str:
 
 def _about_tokens(target: str, draft: str) -> str:
     """What to know of a draft with other tokens."""
-    known = Known()
+    known = MetadataCache()
     pair = []
     try:
         for reference in (target, draft):
             found = resolve(reference, allow_download=False)
-            pair.append((found.path, found.format, info_of(found, known).vocabulary))
+            pair.append((found.path, found.format, read_model_info(found, known).vocabulary))
     except ModelFileError as error:
         return str(error)
-    share = 1.0 if known.same_ids(*pair) else known.shared_share(*pair)
+    share = 1.0 if known.same_ids(*pair) else known.shared_token_fraction(*pair)
     known.keep()
     if share == 1.0:
         return ""
@@ -74,7 +74,7 @@ def _about_tokens(target: str, draft: str) -> str:
     return f"{draft} has other tokens, {percent:.3g} % of those of {target}: expect less of it"
 
 
-def pair_of(target: Resolved) -> str | None:
+def preferred_draft(target: Resolved) -> str | None:
     """The draft the user wants for a target: by what was typed for it, or by the file that leads to.
 
     Raises ModelNotFoundError when the user's file cannot be understood.

@@ -11,13 +11,20 @@ from typing import Literal
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.catalog.lmstudio import lmstudio_file, lmstudio_model, lmstudio_models
 from edgespec.catalog.ollama import ollama_model, ollama_models
-from edgespec.catalog.stored import Stored
+from edgespec.catalog.stored_models import StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
-__all__ = ["elsewhere", "in_ollama", "in_store", "names_here", "on_path", "same_model"]
+__all__ = [
+    "are_same_size",
+    "find_by_missing_path",
+    "find_in_other_programs",
+    "find_in_store",
+    "installed_names",
+    "ollama_names",
+]
 
 
-def in_store(store: Literal["ollama", "lmstudio"], name: str) -> Stored:
+def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredModel:
     """What a store calls `name`. Raises ModelNotFoundError, naming the nearest, when it has none."""
     found = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
     if found:
@@ -31,7 +38,7 @@ def in_store(store: Literal["ollama", "lmstudio"], name: str) -> Stored:
     )
 
 
-def on_path(path: Path) -> Stored | None:
+def find_by_missing_path(path: Path) -> StoredModel | None:
     """What a path that leads nowhere may mean instead: publisher/repo/file.gguf, registry/owner/name:tag."""
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
@@ -43,7 +50,9 @@ def on_path(path: Path) -> Stored | None:
     return found or (_in_ollama(text) if not text.lower().endswith(".gguf") else None)
 
 
-def elsewhere(repository: str, quantisation: str | None, *, hub_only: bool = False) -> list[Stored]:
+def find_in_other_programs(
+    repository: str, quantisation: str | None, *, hub_only: bool = False
+) -> list[StoredModel]:
     """What LM Studio and Ollama keep under the name of a hub repository.
 
     hub_only: without what Ollama calls owner/name in its own registry, which is another thing.
@@ -55,22 +64,22 @@ def elsewhere(repository: str, quantisation: str | None, *, hub_only: bool = Fal
     return [one for one in (lmstudio_model(repository, quantisation), *kept) if one]
 
 
-def same_model(paths: Sequence[Path]) -> bool:
+def are_same_size(paths: Sequence[Path]) -> bool:
     """Whether models at several places are of one size, to the byte: copies of each other."""
     return len({_size(path) for path in paths}) <= 1
 
 
-def in_ollama() -> list[str]:
+def ollama_names() -> list[str]:
     """The names of all that Ollama has and that can be used."""
     return [one.names[0] for one in ollama_models() if one.path]
 
 
-def names_here() -> list[str]:
+def installed_names() -> list[str]:
     """The shortest names of all that Ollama and LM Studio have and that can be used."""
-    return [*in_ollama(), *(one.names[0] for one in lmstudio_models() if one.path)]
+    return [*ollama_names(), *(one.names[0] for one in lmstudio_models() if one.path)]
 
 
-def _in_ollama(name: str) -> Stored | None:
+def _in_ollama(name: str) -> StoredModel | None:
     return ollama_model(*_split(name))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import edgespec
-from edgespec.catalog import choose_draft, drafts_for, look, resolve
-from edgespec.catalog.acceptances import Acceptances, Model, PairRecord
+from edgespec.catalog import choose_draft, draft_options, find_installed, resolve
+from edgespec.catalog.acceptance_history import AcceptanceHistory, AcceptanceRecorder, Model
 from edgespec.catalog.catalogue import models_folder
-from tests.catalog.stores import add_to_lmstudio
+from tests.catalog.fake_stores import add_to_lmstudio
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +31,20 @@ def pair(tmp_path: Path) -> tuple[Model, Model]:
 
 
 def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Model], data: Path) -> None:
-    record = PairRecord(*pair)
-    assert Acceptances().of(*pair) is None
+    record = AcceptanceRecorder(*pair)
+    assert AcceptanceHistory().of(*pair) is None
     record.count(199, 100)
     record.keep()
-    assert Acceptances().of(*pair) is None
+    assert AcceptanceHistory().of(*pair) is None
     record.count(1, 0)
     record.keep()
     record.keep()
-    assert Acceptances().of(*pair) == 0.5
-    assert Acceptances().of(pair[1], pair[0]) is None
+    assert AcceptanceHistory().of(*pair) == 0.5
+    assert AcceptanceHistory().of(pair[1], pair[0]) is None
     if sys.platform != "win32":
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
     os.utime(pair[1][0], (1, 1))
-    assert Acceptances().of(*pair) is None
+    assert AcceptanceHistory().of(*pair) is None
     assert edgespec.delete_data("learnt") > 0
     assert not data.exists()
 
@@ -52,8 +52,8 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
 def test_it_is_bounded_and_what_came_last_counts_most(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
-    monkeypatch.setattr("edgespec.catalog.acceptances._MOST_PAIRS", 2)
-    kept = Acceptances()
+    monkeypatch.setattr("edgespec.catalog.acceptance_history._MOST_PAIRS", 2)
+    kept = AcceptanceHistory()
     one, other = pair
     for mine in ((one, other), (other, one), (one, one)):
         kept.add(*mine, 300, 150)
@@ -61,7 +61,7 @@ def test_it_is_bounded_and_what_came_last_counts_most(
     for _ in range(20):
         kept.add(one, one, 10_000, 9_000)
     assert kept.of(one, one) == pytest.approx(0.9, abs=0.01)
-    record = PairRecord(one, other)
+    record = AcceptanceRecorder(one, other)
     record.count(2000, 500)  # so much is written before the end
     assert kept.of(one, other) == 0.25
     one[0].unlink()
@@ -90,9 +90,9 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
-    assert Acceptances(path).of(draft, draft) is None  # type: ignore[arg-type]
-    Acceptances(path).add(draft, draft, 200, 50)  # type: ignore[arg-type]
-    assert Acceptances(path).of(draft, draft) == 0.25  # type: ignore[arg-type]
+    assert AcceptanceHistory(path).of(draft, draft) is None  # type: ignore[arg-type]
+    AcceptanceHistory(path).add(draft, draft, 200, 50)  # type: ignore[arg-type]
+    assert AcceptanceHistory(path).of(draft, draft) == 0.25  # type: ignore[arg-type]
 
 
 def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
@@ -112,14 +112,14 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
         runtime.generate("How do I list files?", max_tokens=20, seed=1, method="suffix")
         runtime.generate("How do I list files?", max_tokens=20, seed=1, method="none")
     assert before == guesses
-    (option,) = drafts_for(target, look())
+    (option,) = draft_options(target, find_installed())
     assert option.acceptance == true / guesses
     why = choose_draft(target).why
     assert why.endswith("plain decoding may be expected, measured")
     assert f"with {true / guesses:.0%} of its guesses accepted" in why
     # One that hardly ever guesses right is no longer taken.
     path = folder / "Small-GGUF" / "Small.gguf"
-    Acceptances().add((target.path, "gguf"), (path, "gguf"), 15_000, 0)
+    AcceptanceHistory().add((target.path, "gguf"), (path, "gguf"), 15_000, 0)
     choice = choose_draft(target)
     assert choice.draft is None
     assert "plain decoding may be expected" in choice.why

@@ -21,7 +21,7 @@ from edgespec.catalog.catalogue import ModelFormat
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder, read_regular_file, write_private_file
 
-__all__ = ["Known", "state_of"]
+__all__ = ["MetadataCache", "files_fingerprint"]
 
 _VERSION = 1
 _MOST_MODELS, _MOST_SHARES = 2000, 20_000
@@ -31,7 +31,7 @@ _MOST_BYTES = 16 * 2**20
 Model: TypeAlias = tuple[Path, ModelFormat, str]
 
 
-class Known:
+class MetadataCache:
     """What was found out about models. Nothing here raises because of the file it is kept in."""
 
     def __init__(self, path: Path | None = None) -> None:
@@ -41,7 +41,7 @@ class Known:
 
     def info(self, path: Path, form: ModelFormat) -> ModelInfo:
         """The facts of a model in one of its forms. Raises ModelFileError where it is none."""
-        state = state_of(path, form)
+        state = files_fingerprint(path, form)
         key = str(path)
         entry = self._models.get(key)
         if entry is not None and entry[0] == state:
@@ -59,7 +59,7 @@ class Known:
         one, other = self._both_tokens(mine, its)
         return one is None or other is None or one.same_ids(other)
 
-    def shared_share(self, mine: Model, its: Model) -> float | None:
+    def shared_token_fraction(self, mine: Model, its: Model) -> float | None:
         """Of the first model's tokens, the share that the second has too; None where they are not known."""
         if not mine[2] or not its[2]:
             return None
@@ -70,7 +70,7 @@ class Known:
             one, other = self._both_tokens(mine, its)
             if one is None or other is None:
                 return None
-            self._shares[key] = one.shared_share(other)
+            self._shares[key] = one.shared_token_fraction(other)
             self._changed = True
         return self._shares[key]
 
@@ -118,7 +118,7 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
     return info
 
 
-def state_of(path: Path, form: ModelFormat) -> str:
+def files_fingerprint(path: Path, form: ModelFormat) -> str:
     """Sizes and times of a model's files: another text when one of them changed. Raises ModelFileError."""
     try:
         if form != "gguf":

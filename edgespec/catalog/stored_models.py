@@ -12,7 +12,7 @@ from typing import Literal
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.hub_files import HubFile, is_model_file
 
-__all__ = ["GgufModel", "Store", "Stored", "child", "files_below", "holds", "models_among"]
+__all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "holds"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
 # A shelf of this many files is somebody's whole disk.
@@ -22,7 +22,7 @@ _MOST_LINKED_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredModel:
     """A model in another program's store.
 
     names: references it may be called by, shortest first; nothing else is called by the last of them.
@@ -48,7 +48,7 @@ class GgufModel:
         return len(self.files) == self.files[0].part_count
 
 
-def models_among(files: Sequence[HubFile]) -> list[GgufModel]:
+def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
     """The GGUF models that some files make up; projectors and the like are none."""
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
@@ -56,7 +56,7 @@ def models_among(files: Sequence[HubFile]) -> list[GgufModel]:
     return [GgufModel(tuple(parts)) for parts in models.values()]
 
 
-def child(folder: Path, name: str) -> Path | None:
+def find_child(folder: Path, name: str) -> Path | None:
     """What is called `name` in a folder, in this or, where there is none, in another case."""
     if name in ("", ".", ".."):
         return None

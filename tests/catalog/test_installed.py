@@ -10,15 +10,15 @@ from pathlib import Path
 import gguf
 import pytest
 
-from edgespec.catalog import catalogue, look, resolve, stored
+from edgespec.catalog import catalogue, find_installed, resolve, stored_models
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.hub_files import HubFile
 from edgespec.catalog.lmstudio import lmstudio_models
-from edgespec.catalog.stored import GgufModel, models_among
+from edgespec.catalog.stored_models import GgufModel, group_gguf_files
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_llama
-from tests.catalog.stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
+from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio, snapshot_of
 
 DRAFT = models_folder() / "demo-draft-q8_0.gguf"
 MLX = models_folder() / "demo-mlx-draft"
@@ -37,11 +37,11 @@ def lmstudio(own_home: Path) -> Path:
 
 
 def references() -> list[str]:
-    return [shelved.reference for shelved in look().models]
+    return [shelved.reference for shelved in find_installed().models]
 
 
 def why_skipped() -> dict[str, str]:
-    return {skipped.name: skipped.why for skipped in look().skipped}
+    return {skipped.name: skipped.why for skipped in find_installed().skipped}
 
 
 class TestOllama:
@@ -122,7 +122,7 @@ class TestLmStudio:
         two = [add_to_lmstudio(lmstudio, f"maker/Two-GGUF/two-{q}.gguf", DRAFT) for q in ("Q4_0", "Q8_0")]
         twins = [add_to_lmstudio(lmstudio, f"maker/Twins/{x}-Q8_0.gguf", DRAFT) for x in "ab"]
         folder = add_to_lmstudio(lmstudio, "mlx-community/Three-8bit", MLX)
-        found = {shelved.reference: shelved.path for shelved in look().models}
+        found = {shelved.reference: shelved.path for shelved in find_installed().models}
         assert found == {
             "maker/One-GGUF": one,
             "maker/Two-GGUF:Q4_0": two[0],
@@ -136,7 +136,7 @@ class TestLmStudio:
                 there = resolve(f"{prefix}{reference}", allow_download=False)
                 assert (there.path, there.source) == (path, "lmstudio")
             assert there.note.startswith(f"lmstudio:{reference} -> LM Studio's ")
-        assert [shelved.format for shelved in look().models].count("mlx") == 1
+        assert [shelved.format for shelved in find_installed().models].count("mlx") == 1
         # The hub's way of writing it means the same model: it is not downloaded again.
         assert resolve("hf:maker/Two-GGUF:q4_0", allow_download=False).path == two[0]
 
@@ -156,9 +156,9 @@ class TestLmStudio:
 
         def counted(files: Sequence[HubFile]) -> list[GgufModel]:
             looks.append(len(files))
-            return models_among(files)
+            return group_gguf_files(files)
 
-        monkeypatch.setattr("edgespec.catalog.lmstudio.models_among", counted)
+        monkeypatch.setattr("edgespec.catalog.lmstudio.group_gguf_files", counted)
         assert len({names[-1] for names in (model.names for model in lmstudio_models())}) == 30
         assert looks == [30]
         with pytest.raises(
@@ -170,7 +170,7 @@ class TestLmStudio:
         model = write_llama(tmp_path / "tiny.gguf")
         for name in ("tiny-Q8_0-00001-of-00002", "tiny-Q8_0-00002-of-00002"):
             path = add_to_lmstudio(lmstudio, f"maker/Split/{name}.gguf", model)
-        (shelved,) = look().models
+        (shelved,) = find_installed().models
         assert shelved.path.name == "tiny-Q8_0-00001-of-00002.gguf"
         assert shelved.info.size_bytes == 2 * model.stat().st_size
         path.unlink()
@@ -205,7 +205,9 @@ class TestLmStudio:
         (lmstudio / "self").symlink_to("self")
         (lmstudio / "maker" / "One" / "gone-Q8_0.gguf").symlink_to("nowhere")
         os.mkfifo(lmstudio / "maker" / "One" / "pipe-Q4_0.gguf")
-        assert [(shelved.reference, shelved.path) for shelved in look().models] == [("maker/One", one)]
+        assert [(shelved.reference, shelved.path) for shelved in find_installed().models] == [
+            ("maker/One", one)
+        ]
 
     def test_a_link_to_all_there_is_is_not_followed(self, lmstudio: Path, tmp_path: Path) -> None:
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
@@ -213,7 +215,7 @@ class TestLmStudio:
         (lmstudio / "all").symlink_to("/")
         for name, around in (("a", Path("/")), ("b", tmp_path), ("c", lmstudio.parent)):
             (lmstudio / "maker" / name).symlink_to(around)
-        assert [shelved.path for shelved in look().models] == [one]
+        assert [shelved.path for shelved in find_installed().models] == [one]
         with pytest.raises(ModelNotFoundError):
             resolve("lmstudio:maker/b", allow_download=False)
 
@@ -223,11 +225,11 @@ class TestLmStudio:
         much = tmp_path_factory.mktemp("much")
         for i in range(9):
             add_to_lmstudio(much, f"m{i}/tiny.gguf", DRAFT)
-        monkeypatch.setattr(stored, "_MOST_LINKED_ENTRIES", 5)
+        monkeypatch.setattr(stored_models, "_MOST_LINKED_ENTRIES", 5)
         (lmstudio / "a").mkdir()
         (lmstudio / "a" / "much").symlink_to(much)
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
-        assert [shelved.path for shelved in look().models] == [one]
+        assert [shelved.path for shelved in find_installed().models] == [one]
 
     def test_a_link_to_a_model_elsewhere_is_a_model(self, lmstudio: Path, tmp_path: Path) -> None:
         (lmstudio / "me" / "mine").mkdir(parents=True)
@@ -243,7 +245,7 @@ class TestHubCache:
     def test_gguf_and_mlx_snapshots(self, cache: Path) -> None:
         file = add_to_hub(cache, "maker/One-GGUF", DRAFT) / DRAFT.name
         folder = add_to_hub(cache, "mlx-community/Two", *MLX.iterdir())
-        found = {shelved.reference: (shelved.path, shelved.format) for shelved in look().models}
+        found = {shelved.reference: (shelved.path, shelved.format) for shelved in find_installed().models}
         assert found == {"maker/One-GGUF:Q8_0": (file, "gguf"), "mlx-community/Two": (folder, "mlx")}
         for reference, (path, _) in found.items():
             assert resolve(reference, allow_download=False).path == path
@@ -270,7 +272,7 @@ def test_one_name_for_two_models_is_refused_naming_both(
         resolve("maker/tiny", allow_download=False)
     assert "lmstudio:maker/tiny" in caught.value.what
     assert "ollama:maker/tiny:latest" in caught.value.what
-    found = {shelved.path: shelved.reference for shelved in look().models}
+    found = {shelved.path: shelved.reference for shelved in find_installed().models}
     assert set(found) == {mine, blob}
     for path, reference in found.items():
         assert resolve(reference, allow_download=False).path == path
@@ -304,7 +306,7 @@ def test_prepared_forms_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
     made = prepare_layerskip(model, 1)
-    (prepared,) = look().prepared
+    (prepared,) = find_installed().prepared
     assert (prepared.kind, prepared.source, prepared.folder) == ("layerskip", model, made.folder)
 
 
@@ -312,7 +314,7 @@ def test_nothing_is_written_where_it_looks(ollama: OllamaStore, lmstudio: Path, 
     ollama.add("tiny", "latest", DRAFT.read_bytes())
     add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
     before = snapshot_of(own_home)
-    assert len(look().models) == 2
+    assert len(find_installed().models) == 2
     assert snapshot_of(own_home) == before
 
 
@@ -336,8 +338,8 @@ def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, 
 def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(30):
         add_to_lmstudio(lmstudio, f"maker/m{i:02}/tiny.gguf", DRAFT)
-    monkeypatch.setattr(stored, "_MOST_ENTRIES", 45)
-    assert 0 < len(look().models) < 30
+    monkeypatch.setattr(stored_models, "_MOST_ENTRIES", 45)
+    assert 0 < len(find_installed().models) < 30
     assert resolve("maker/m29", allow_download=False).path.exists()
 
 
@@ -346,7 +348,7 @@ def test_a_ref_that_names_no_snapshot_leads_nowhere(cache: Path, tmp_path: Path,
     add_to_lmstudio(tmp_path, "elsewhere/other-Q8_0.gguf", DRAFT)
     model = add_to_hub(cache, "maker/tiny", DRAFT) / DRAFT.name
     (cache / "models--maker--tiny" / "refs" / "main").write_bytes(ref)
-    assert [one.path for one in look().models] == [model]
+    assert [one.path for one in find_installed().models] == [model]
     assert resolve("maker/tiny", allow_download=False).path == model
 
 
@@ -359,8 +361,8 @@ def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(ollama: OllamaStore) -
 
 
 def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
-    assert look().models == ()
+    assert find_installed().models == ()
     (own_home / ".lmstudio").write_text("a file")
     (own_home / ".ollama").write_text("a file")
-    shelf = look()
+    shelf = find_installed()
     assert (shelf.models, shelf.skipped) == ((), ())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, snapshots
-from edgespec.catalog.stored import Stored, files_below, models_among
+from edgespec.catalog.stored_models import StoredModel, files_below, group_gguf_files
 from edgespec.errors import ModelFileError
 
 __all__ = ["hub_cache", "hub_models"]
@@ -24,7 +24,7 @@ def hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def hub_models() -> Iterator[Stored]:
+def hub_models() -> Iterator[StoredModel]:
     """Every GGUF model and every MLX model that the cache holds; a download that goes on is none."""
     try:
         folders = sorted(path for path in hub_cache().iterdir() if path.name.startswith(_PREFIX))
@@ -40,11 +40,13 @@ def hub_models() -> Iterator[Stored]:
             continue
 
 
-def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[Stored]:
+def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
     """The models of one snapshot that no newer one has."""
     paths = [path for path in files_below(snapshot, _DEPTH) if path.suffix.lower() == ".gguf"]
     models = [
-        m for m in models_among([HubFile(path.relative_to(snapshot).as_posix()) for path in paths]) if m.whole
+        m
+        for m in group_gguf_files([HubFile(path.relative_to(snapshot).as_posix()) for path in paths])
+        if m.whole
     ]
     for model in models:
         first = model.files[0]
@@ -53,7 +55,7 @@ def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[St
         seen.add(first.stem)
         names = [f"{repository}:{first.quantisation}"] if first.quantisation else []
         names += [repository] if len(models) == 1 else []
-        yield Stored(
+        yield StoredModel(
             "hub",
             (*names, *(f"hf:{name}" for name in names), f"hf:{repository}:{first.name}"),
             snapshot / first.name,
@@ -66,4 +68,4 @@ def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[St
             return  # not all of it was wanted, or it is not here yet
     except ModelFileError:
         return
-    yield Stored("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
+    yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")
