@@ -13,5 +13,5 @@ def test_both_are_of_one_type() -> None:
     few = 2**20
     assert choose_kv_types(LoadOptions(), few, same_type=True).text == "f16"
     assert choose_kv_types(LoadOptions(kv_type="q8_0"), few, same_type=True).text == "q8_0"
-    with pytest.raises(OptionError, match="keys and values as one"):
+    with pytest.raises(OptionError, match="keys and values as one vector"):
         choose_kv_types(LoadOptions(kv_type="q8_0/f16"), few, same_type=True)

@@ -67,7 +67,7 @@ class TestFiles:
 
     def test_an_architecture_from_the_future(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "new.gguf", architecture="llama99")
-        self.refused(ModelFileError, path, "architecture 'llama99', which this llama.cpp does not know")
+        self.refused(ModelFileError, path, "'llama99', which the installed llama.cpp does not support")
 
     def test_a_missing_part(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "big-00001-of-00003.gguf")
@@ -138,7 +138,7 @@ def test_a_draft_takes_as_many_rows_as_were_asked_for(
     tmp_path: Path, rows: int | None, max_branches: int, made: int
 ) -> None:
     """The library wants one for each sequence."""
-    options = {"rows": rows, "max_branches": max_branches, "context_tokens": 512}
+    options = {"max_logit_rows": rows, "max_branches": max_branches, "context_tokens": 512}
     model = load(write_llama(tmp_path / "tiny.gguf"), is_draft=True, **options)
     assert model.facts.capabilities.max_width == made
     model.close()

@@ -143,7 +143,7 @@ def test_what_the_method_does_not_read_is_left_out(run: Run, file: Path) -> None
         ("[target]\n", "line 1: target: {} is not what this setting takes"),
         ("mmap = 'yes'", "line 1: mmap: 'yes' is neither true nor false, without quotes"),
         ("stop = '###'", "line 1: stop: '###' is not a list, such as stop = [...]"),
-        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk is '-1'; write a size such as 8GiB, 8GB or 800MiB"),
+        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk is '-1'; write a size such as 8GiB"),
         ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory is '-4'; write a size such as 8GiB"),
         ("memory = 'much'", "line 1: memory is 'much'; write a size such as 8GiB"),
         ("memory = true", "line 1: memory: True is not what this setting takes"),

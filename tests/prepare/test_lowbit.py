@@ -101,7 +101,7 @@ def test_a_model_that_could_not_use_a_copy_gets_none(
 
     monkeypatch.setattr(quantise_module, "_run", never)
     path = write(tmp_path / "model.gguf")
-    with pytest.raises(CapabilityError, match="cannot draft with fewer bits: its memory is a state"):
+    with pytest.raises(CapabilityError, match="does not support lowbit: it has recurrent layers"):
         prepare_lowbit(path)
     assert not store_folder().exists()
 

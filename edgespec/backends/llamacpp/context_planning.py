@@ -55,7 +55,7 @@ _CELL_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one sequence has_memory: a state of fixed size, and keys and values for each token.
+    """What one sequence remembers: a state of fixed size, and keys and values for each token.
 
     keeps_earlier: the library can keep the states after the last few tokens of a pass.
     """

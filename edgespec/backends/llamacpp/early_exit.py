@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from edgespec.backends.base import Vocabulary
-from edgespec.backends.self_draft_view import Lender, SelfDraftView
+from edgespec.backends.self_draft_view import CacheOwner, SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["EarlyExitTarget", "EarlyExitView"]
 
 
-class EarlyExitTarget(Lender, Protocol):
+class EarlyExitTarget(CacheOwner, Protocol):
     """A target that can end a pass after `exit_layer` layers."""
 
     exit_layer: int
@@ -22,7 +22,7 @@ class EarlyExitTarget(Lender, Protocol):
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
         """Run nodes `first` and up of a tree through the layers below the exit."""
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """See `LanguageModel.interrupt`."""
 
 
