@@ -24,8 +24,8 @@ __all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
 _LOG = logging.getLogger("edgespec.llamacpp")
 # Levels of ggml_log_level.
 _WARN, _ERROR = 3, 4
-# How long after a Ctrl-C inside a callback the signal is sent again. Chosen: the callback has usually returned
-# by then, and otherwise the signal is sent once more.
+# Delay before a Ctrl-C that arrived inside a callback is sent again. Chosen: the callback has usually
+# returned by then, and otherwise the signal is sent once more.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
 # The lists that `captured_log` fills.
