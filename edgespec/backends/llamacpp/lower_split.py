@@ -99,7 +99,7 @@ class LowerSplit:
                 self.end_round()
         done = len(self._tree)
         self._map_nodes(tree, first)
-        whole = self._tree.tree()
+        whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
             # Drafted nodes outside the target's tree take cells that it needs. Start without them.
             self.end_round()
@@ -113,11 +113,11 @@ class LowerSplit:
         """Map nodes of the target's tree to nodes of `_tree`, adding the missing ones."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
-            self._nodes.append(self._tree.grow(parent, tree.tokens[node : node + 1]))
+            self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
 
     def _fits(self, tree: TokenTree) -> bool:
         room = self.context.tokens - self.cells.length
-        return tree.width <= room and tree.leaves <= self._max_branches
+        return tree.width <= room and tree.leaf_count <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the root and the nodes of `path`, numbered as in the target's tree."""
