@@ -33,10 +33,10 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.methods import MissingDrafter
-from edgespec.prepare.calibration import calibration_tokens, greedy_reply
+from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
-from edgespec.prepare.store import Prepared, read
-from edgespec.saved_arrays import SavedArrays, identity_of
+from edgespec.prepare.store import PreparedModel, read_prepared
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["Outfit", "outfit"]
 
@@ -87,6 +87,7 @@ class _Maker:
         progress: Progress | None,
     ) -> None:
         self._found = found
+        self._format = found.file_format
         self._costs = costs
         self._model = model
         self._how = how
@@ -128,12 +129,12 @@ class _Maker:
         """What `auto` takes in the place of a draft model, where that has been prepared."""
         if "auto" not in self._how.methods or draft is not None:
             return set()
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             return {"layerskip"}
-        from edgespec.prepare.lowbit import right_lowbit
+        from edgespec.prepare.lowbit import find_valid_lowbit
 
-        wanted = self._found.format == "gguf" and self._how.room_for_copy
-        return {"lowbit"} if wanted and right_lowbit(self._found.path) else set()
+        wanted = self._format.low_bit_copy_format and self._how.room_for_copy
+        return {"lowbit"} if wanted and find_valid_lowbit(self._found.path) else set()
 
     def _policy(self, draft: Draft | None) -> AutoConfig | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""
@@ -147,7 +148,7 @@ class _Maker:
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
         def notes(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{identity_of(*models)} {self._costs.settings_key} {names}")
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.settings_key} {names}")
 
         return AutoConfig(
             terms, LiveCosts(self._v), notes, controls_named=how.max_loss is not None, adapts_length=grows
@@ -188,7 +189,7 @@ class _Maker:
 
     def _layerskip(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
-        if self._found.format == "gguf":
+        if "layerskip" in self._format.preparations:
             return MissingDrafter(
                 f"{facts.name} was not prepared for early exit",
                 f"run `edgespec prepare layerskip {self._reference}` once",
@@ -196,13 +197,13 @@ class _Maker:
         if "layerskip" not in facts.capabilities.self_draft_methods:
             return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
                     "exit_layer is for MLX models, and this one was prepared for one exit",
                     "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
                 )
-            exit_layer = int(read(self._found.path).settings["exit_layer"])
+            exit_layer = int(read_prepared(self._found.path).settings["exit_layer"])
         return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
 
     def _why_not(self, how: SelfDraft) -> MissingDrafter:
@@ -216,9 +217,9 @@ class _Maker:
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
-        from edgespec.backends.mlx.exits import exit_facts
-
-        request = calibration_tokens(self._model.vocabulary)
+        measure = self._format.measure_exits
+        assert measure is not None
+        request = calibration_prompt(self._model.vocabulary)
         if len(request) >= self._model.free_tokens:
             raise CapabilityError(
                 f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
@@ -227,7 +228,7 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = exit_table(*exit_facts(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
         if not table.pays:
@@ -240,21 +241,21 @@ class _Maker:
         facts = self._model.facts
         copy = None
         if "lowbit" not in facts.capabilities.self_draft_methods:
-            return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
-        if self._found.format != "mlx":
+            return self._why_not(LowBit(facts.path if self._format.low_bit_copy_format else None))
+        if self._format.low_bit_copy_format:
             prepared = self._lowbit_copy()
             if prepared is None:
                 return MissingDrafter(
                     f"there is no copy of {facts.name} with fewer bits",
                     f"run `edgespec prepare lowbit {self._reference}` once",
                 )
-            from edgespec.prepare.lowbit import copy_path
+            from edgespec.prepare.lowbit import lowbit_file
 
-            copy = str(copy_path(prepared))
+            copy = str(lowbit_file(prepared))
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
         return self._drafter(self._model.self_draft(how), "lowbit")
 
-    def _lowbit_copy(self) -> Prepared | None:
+    def _lowbit_copy(self) -> PreparedModel | None:
         """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
@@ -267,15 +268,15 @@ class _Maker:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_draft_methods:
-            return self._why_not(SkippedLayers((1,)))
-        if self._found.format != "mlx":
+        if not self._format.skips_layers:
             return MissingDrafter(
                 f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
             )
+        if "swift" not in facts.capabilities.self_draft_methods:
+            return self._why_not(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", identity_of(facts)),
+            notes=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
@@ -285,9 +286,9 @@ class _Maker:
         from edgespec.drafters.online_training import OnlineTrainer
 
         trainer = cast(Trainable, draft).trainer()
-        notes = SavedArrays("online", identity_of(self._model.facts, draft.facts))
+        notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=notes))
 
 
 def _not_asked(name: str) -> MissingDrafter:

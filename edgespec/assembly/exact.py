@@ -9,7 +9,7 @@ import numpy as np
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passes, restricted_to
 from edgespec.cores import usable_cores
-from edgespec.saved_arrays import SavedArrays, identity_of
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["hold_to_exact"]
 
@@ -25,7 +25,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     # As many threads are the default, and as much is tried, as these allow; MLX weights that draft at fewer
     # bits are split, and add up otherwise.
     limits = f"{usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_draft_methods)}"
-    told = f"{identity_of(facts)} {facts.cache_variant} {facts.weight_bytes} {how} {limits}"
+    told = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes} {how} {limits}"
     notes = SavedArrays("agreement", told)
     found = _kept(notes)
     if found is None:

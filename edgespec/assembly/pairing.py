@@ -8,13 +8,14 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
+from edgespec.backends.registry import same_backend
+from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare_vocabularies
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.prepare.lowbit import right_lowbit
-from edgespec.prepare.store import check, find
+from edgespec.prepare.lowbit import find_valid_lowbit
+from edgespec.prepare.store import check_prepared, find_prepared
 
 __all__ = [
     "Draft",
@@ -31,7 +32,7 @@ FindModel = Callable[[str], Resolved]
 # A draft with other tokens begins with so many: its text need not be as long as the target's.
 _OTHER_TOKENS = 8192
 # Logits of a draft: of a chain or a tree that pays (64, drafters/adaptive_tree.py), and of what two tokens of
-# another vocabulary are spelled with (`LONGEST_SPELLING`).
+# another vocabulary are spelled with (`MAX_SPELLING_TOKENS`).
 _DRAFT_ROWS = 96
 
 
@@ -80,7 +81,7 @@ def find_pair(
     options = options or LoadOptions()
     found = find_model(target)
     found_draft, why, why_draft = _find_draft(found, draft, find_model, options)
-    if options.adapter is not None and found.format != "mlx":
+    if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
@@ -94,20 +95,20 @@ def find_pair(
 
 def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
     """The form that was prepared for early exit, where it is wanted; else the model as it was found."""
-    if found.format != "gguf":
+    if "layerskip" not in found.file_format.preparations:
         return found
     asked = "layerskip" in how.asked
-    automatic = "auto" in how.methods and not has_draft and right_lowbit(found.path) is None
-    prepared = find("layerskip", found.path) if asked or automatic else None
+    automatic = "auto" in how.methods and not has_draft and find_valid_lowbit(found.path) is None
+    prepared = find_prepared("layerskip", found.path) if asked or automatic else None
     if prepared is None:
         return found
     try:
-        check(prepared, found.path)
+        check_prepared(prepared, found.path)
     except ModelFileError:
         if asked:
             raise
         return found  # nobody asked for it
-    return replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
+    return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
 def _find_draft(
@@ -148,7 +149,7 @@ def load_draft(
     options = meant_for(found, pair.target, drafting)
 
     def window_of(trained_tokens: int) -> AttentionWindow | None:
-        return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
+        return choose_draft_window(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
 
     def context_of(trained_tokens: int) -> int:
         window = window_of(trained_tokens)
@@ -157,7 +158,7 @@ def load_draft(
     draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
     try:
         window = window_of(draft.facts.trained_context_tokens)
-        compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        compared = compare_vocabularies(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
         now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
         if window:  # it never grows
             draft.resize(most)
@@ -174,7 +175,7 @@ def load_draft(
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)
-        if compared.way == "translated":
+        if compared.mapping == "translated":
             return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
         if how.branches:
             raise OptionError(
@@ -194,7 +195,7 @@ def _check_learns(
     found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: AttentionWindow | None
 ) -> None:
     """Raises OptionError for a draft that cannot be trained between replies."""
-    if found.format != "mlx":
+    if not found.file_format.online_training:
         why, hint = "that takes an MLX draft", "give an MLX draft"
     elif not draft.capabilities.trainable:
         why, hint = "it remembers by a recurrent state", "give a draft without one"
@@ -208,19 +209,7 @@ def _check_learns(
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load with the backend of the model's format, which is imported when it is needed."""
-    if found.format == "layerskip":
-        from edgespec.backends.llamacpp.layerskip import load_layerskip
-
-        return load_layerskip(str(found.path), found.name, options, progress)
-    if found.format == "mlx":
-        require_mlx(found.name)
-        from edgespec.backends import mlx
-
-        return mlx.load(str(found.path), found.name, options, progress)
-    from edgespec.backends import llamacpp
-
-    return llamacpp.load(str(found.path), found.name, options, progress)
+    return found.file_format.load(str(found.path), found.name, options, progress)
 
 
 def _left(options: LoadOptions, target: ModelFacts) -> int | None:
@@ -247,16 +236,14 @@ def for_draft(
 
 
 def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """In a mixed pair, what is said about llama.cpp's way of computing is said to the GGUF half."""
-    if found.format != "mlx" or other is None or other.format == "mlx":
+    """Return the options of one model of a pair, without those that only the other's backend has.
+
+    In a pair of one backend, and for a model alone, nothing is left out: the backend refuses what it lacks.
+    """
+    if other is None or same_backend(found.format, other.format):
         return options
-    plain = LoadOptions()
-    return replace(
-        options,
-        threads=plain.threads,
-        gpu_layers=plain.gpu_layers,
-        flash_attention=plain.flash_attention,
-        mmap=plain.mmap,
-        mlock=plain.mlock,
-        kv_type=plain.kv_type if options.is_draft else options.kv_type,
-    )
+    left_out = set(found.backend.ignored_options)
+    if options.is_draft and not found.backend.shares_kv_type:
+        left_out.add("kv_type")
+    defaults = LoadOptions()
+    return replace(options, **{name: getattr(defaults, name) for name in left_out})

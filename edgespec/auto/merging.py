@@ -45,7 +45,7 @@ def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
             parent, token, probs = node_maps[i][tree.parents[node]], tree.tokens[node], tree.draft_probs[node]
             existing = builder.child(parent, token) if probs is None else None
             node_maps[i].append(builder.add(parent, token, probs) if existing is None else existing)
-    return MergedTree(builder.tree(), tuple(map(tuple, node_maps)))
+    return MergedTree(builder.build(), tuple(map(tuple, node_maps)))
 
 
 def prune_optional(
@@ -97,7 +97,7 @@ def prune_optional(
         if speed > best_speed:
             best_speed, best_count = speed, len(added)
     kept -= set(added[best_count:])
-    return tree if len(kept) == tree.width else tree.only(sorted(kept))
+    return tree if len(kept) == tree.width else tree.subtree(sorted(kept))
 
 
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:

@@ -189,7 +189,7 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     # A context that is enlarged during a reply would add time to that reply only.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime:
-        stop.then(runtime.cancel)
+        stop.on_request(runtime.cancel)
         plan = BenchPlan(tuple(texts), configs(methods or _all_methods(runtime.drafters)), **settings)
         progress = _Progress(stop)
         try:

@@ -84,7 +84,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
         first.setdefault(prompt.category, prompt)
     prompts = [first[skill] for skill in _SKILLS]
     with loaded(stop, **pick(options, MODEL_NAMES), method=method) as runtime:
-        stop.then(runtime.cancel)
+        stop.on_request(runtime.cancel)
         progress = ProgressLine(stop)
         try:
             return tune(runtime, prompts, max_tokens=max_tokens, progress=progress)

@@ -13,17 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.registry import backends
 from edgespec.costs.curve import CostCurve, measure_costs
 from edgespec.errors import CancelledError
-from edgespec.saved_arrays import SavedArrays, identity_of
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
 # A saved curve is discarded if a target step now takes this many times more or less: another load, clock
 # speed or kind of memory.
 _MAX_STEP_RATIO = 2.0
-# Packages whose version changes the duration of a pass.
-_PACKAGES = ("llama-cpp-python", "mlx", "mlx-lm")
 
 
 class PassCosts(Protocol):
@@ -85,7 +84,7 @@ class TargetCosts:
 
     @cached_property
     def _store(self) -> SavedArrays:
-        return SavedArrays("costs", f"{identity_of(self._model.facts)} {self.settings_key}")
+        return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.settings_key}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """Return the saved curve if a target step still takes about as long, else a new one.
@@ -142,7 +141,8 @@ def _settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
     machine = (platform.node(), platform.machine(), os.cpu_count())
     exact = " exact" if options.exact else ""
-    return repr((chosen, machine, [_version(name) for name in _PACKAGES])) + exact
+    packages = [name for backend in backends() for name in backend.packages]
+    return repr((chosen, machine, [_version(name) for name in packages])) + exact
 
 
 def _version(package: str) -> str:

@@ -15,7 +15,7 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.swift_search import Found, SkipSearch
+from edgespec.drafters.swift_search import Found, SwiftSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -59,7 +59,7 @@ class SwiftDrafter(Drafter):
         self._target = target
         self._notes = notes
         self._min_confidence = min_confidence
-        self._search = SkipSearch(target.layer_count, pass_cost, seed)
+        self._search = SwiftSearch(target.layer_count, pass_cost, seed)
         if notes:
             self._search.take_over(notes.load())
         self._tokens: list[int] = []

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgespec.engine.draft_length import best_draft_length
 
-__all__ = ["Found", "Layers", "SkipSearch", "speed_up"]
+__all__ = ["Found", "Layers", "SwiftSearch", "speed_up"]
 
 Layers: TypeAlias = tuple[int, ...]
 
@@ -46,7 +46,7 @@ def speed_up(agreement: float, cost: float, pass_cost: Callable[[int], float]) -
     return speed, length
 
 
-class SkipSearch:
+class SwiftSearch:
     """Sets of layers and how often drafting without them was right. The first and the last layer stay.
 
     tried: how many sets were counted, those forgotten included.

@@ -16,7 +16,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, OptionError
 
-__all__ = ["AttentionWindow", "WindowedModel", "window_for"]
+__all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
 # A round's tree is drafted in this room, beside the window.
 _DRAFT_TOKENS = 128
@@ -54,7 +54,7 @@ class AttentionWindow:
         return replace(self, window_tokens=max(1, self.window_tokens - over * 4 // 5 - 1))
 
 
-def window_for(
+def choose_draft_window(
     context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
 ) -> AttentionWindow | None:
     """The window of a draft for a target with that context; None for a draft that sees all of the text.

@@ -12,7 +12,7 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import TemplateError
 
-__all__ = ["calibration_tokens", "greedy_reply"]
+__all__ = ["calibration_prompt", "greedy_reply"]
 
 _TEXT = (
     "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
@@ -23,7 +23,7 @@ _MOST_TOKENS = 128
 _REPLY_TOKENS = 96
 
 
-def calibration_tokens(vocabulary: Vocabulary) -> list[int]:
+def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
     """The tokens of a request, in the model's own chat template where it has one; the reply comes next."""
     if vocabulary.chat_template:
         try:

@@ -1,6 +1,6 @@
 """Where to leave a model early: how often each exit agrees with the whole model, weighed by what it costs.
 
-Source: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
+GgufModel: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class TestMlx:
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
-        monkeypatch.setattr(comparison, "_TRANSLATED_FROM", 0.0)
+        monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
 
@@ -230,7 +230,7 @@ class TestTexts:
         with edgespec.load("demo", "none", context=512, corpus=str(tmp_path)) as runtime:
             (found,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
         assert found.stats.target_passes < without.stats.target_passes
-        assert "tokens of other texts" in found.method.note
+        assert "indexed tokens of files" in found.method.note
 
     def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="missing"):

@@ -45,7 +45,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
     os.utime(pair[1][0], (1, 1))
     assert AcceptanceHistory().of(*pair) is None
-    assert edgespec.delete_data("learnt") > 0
+    assert edgespec.delete_data("learned") > 0
     assert not data.exists()
 
 
@@ -90,9 +90,9 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
-    assert AcceptanceHistory(path).of(draft, draft) is None  # type: ignore[arg-type]
-    AcceptanceHistory(path).add(draft, draft, 200, 50)  # type: ignore[arg-type]
-    assert AcceptanceHistory(path).of(draft, draft) == 0.25  # type: ignore[arg-type]
+    assert AcceptanceHistory(path).of(draft, draft) is None
+    AcceptanceHistory(path).add(draft, draft, 200, 50)
+    assert AcceptanceHistory(path).of(draft, draft) == 0.25
 
 
 def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
@@ -123,5 +123,5 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
     choice = choose_draft(target)
     assert choice.draft is None
     assert "plain decoding may be expected" in choice.why
-    edgespec.delete_data("learnt")
+    edgespec.delete_data("learned")
     assert choose_draft(target).draft is not None

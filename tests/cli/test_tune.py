@@ -164,4 +164,4 @@ def test_on_the_command_line(run: Run) -> None:
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0
-    assert "auto, which chooses round by round: " in told.stdout
+    assert "The automatic mode reached " in told.stdout

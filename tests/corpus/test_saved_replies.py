@@ -17,14 +17,14 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.corpus import ReplyStore, forget_replies, saved_replies
+from edgespec.corpus import SavedReplies, delete_saved_replies, saved_replies
 
 MARK, OTHER = "ab" * 32, "cd" * 32
 SIZE = 100
 
 
-def store(folder: Path, mark: str = MARK, most_tokens: int = 1000, size: int = SIZE) -> ReplyStore:
-    return ReplyStore(mark, size, folder, most_tokens)
+def store(folder: Path, mark: str = MARK, max_tokens: int = 1000, size: int = SIZE) -> SavedReplies:
+    return SavedReplies(mark, size, folder, max_tokens)
 
 
 def kept(folder: Path, **options: Any) -> list[list[int]]:
@@ -117,7 +117,7 @@ class TestPrompts:
         running = store(folder)
         chat = words(1, size)
         running.add([1], chat)
-        forget_replies(folder)
+        delete_saved_replies(folder)
         chat += [1, *words(2, size)]
         assert running.add([2], chat) == []
         chat += [2, *words(3, size)]
@@ -136,7 +136,7 @@ def test_only_the_owner_may_look(folder: Path) -> None:
     before = os.umask(0)
     try:
         fill(folder)
-        store(folder, most_tokens=2).add([1, 2])
+        store(folder, max_tokens=2).add([1, 2])
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -153,16 +153,16 @@ def test_vocabularies_do_not_mix(folder: Path) -> None:
 
 def test_the_oldest_go_first(folder: Path) -> None:
     for number in range(200):
-        store(folder, most_tokens=100).add([number % SIZE] * 10)
+        store(folder, max_tokens=100).add([number % SIZE] * 10)
         assert store(folder).path.stat().st_size < 4 * 100 * 2 + 200
-    found = kept(folder, most_tokens=100)
+    found = kept(folder, max_tokens=100)
     assert found[-1] == [199 % SIZE] * 10
     assert 3 <= len(found) <= 10
     assert found == [[number % SIZE] * 10 for number in range(200 - len(found), 200)]
 
 
 def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
-    one = store(folder, most_tokens=100)
+    one = store(folder, max_tokens=100)
     for _ in range(150):
         one.add([1])
     assert one.path.stat().st_size < 1000
@@ -170,7 +170,7 @@ def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
 
 def test_a_reply_too_long_to_keep_leaves_the_others(folder: Path) -> None:
     fill(folder)
-    store(folder, most_tokens=50).add([1] * 500)
+    store(folder, max_tokens=50).add([1] * 500)
     assert [1, 2, 3] in kept(folder)
 
 
@@ -192,7 +192,7 @@ def test_a_file_of_another_kind_is_left_out_said_and_written_anew(folder: Path, 
     again = store(folder)
     assert again.load() == []
     if path.stat().st_size:
-        assert "not readable" in again.notice
+        assert "are damaged" in again.notice
         assert str(path) in again.notice
     again.add([7])
     assert kept(folder) == [[7]]
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_hurts_nobody(tmp_path:
     assert lost.load() == []
     lost.add([1, 2])
     lost.add([3])
-    assert "not remembered" in lost.notice
+    assert "cannot be saved" in lost.notice
     assert "not a directory" in lost.notice
 
 
@@ -268,7 +268,7 @@ def test_a_file_that_cannot_be_opened_is_said(folder: Path) -> None:
     assert again.load() == []
     assert "cannot be read" in again.notice
     again.add([1])
-    assert "not remembered" in again.notice
+    assert "cannot be saved" in again.notice
 
 
 def test_a_full_disk_loses_this_reply_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,14 +326,14 @@ def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.M
     unlocked = store(folder)
     assert len(unlocked.load()) == 3
     unlocked.add([7])
-    assert "not remembered" in unlocked.notice
+    assert "cannot be saved" in unlocked.notice
     assert "does not appear to support" in unlocked.notice
 
 
 def test_two_processes_at_once(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from edgespec.corpus import ReplyStore\n"
-        "store = ReplyStore('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
+        "import sys; from pathlib import Path; from edgespec.corpus import SavedReplies\n"
+        "store = SavedReplies('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
         "for number in range(30): store.add([int(sys.argv[2]), number])\n"
         "assert not store.notice"
     )
@@ -347,17 +347,17 @@ def test_two_processes_at_once(folder: Path) -> None:
 def test_forgetting_forgets_everything(folder: Path) -> None:
     fill(folder)
     store(folder, OTHER).add([9])
-    forget_replies(folder)
+    delete_saved_replies(folder)
     assert kept(folder) == []
     assert {path.suffix for path in folder.iterdir()} == {".lock", ""}
     assert (folder / "forgotten").read_bytes() == b""
-    forget_replies(folder / "nowhere")
+    delete_saved_replies(folder / "nowhere")
 
 
 def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
     running, other = store(folder), store(folder, OTHER)
     fill(folder)
-    forget_replies(folder)
+    delete_saved_replies(folder)
     running.add([1, 2])
     other.add([3])
     assert kept(folder) == []
@@ -372,7 +372,7 @@ def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: py
     running = store(folder)
     with FileLock(f"{path}.lock"):
         running.add([1, 2])
-    forget_replies(folder)
+    delete_saved_replies(folder)
     running.add([3])
     running.add([4])
     assert kept(folder) == [[4]]
@@ -380,9 +380,9 @@ def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: py
 
 def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "mine"))
-    ReplyStore(MARK, SIZE).add([1])
+    SavedReplies(MARK, SIZE).add([1])
     assert list((tmp_path / "mine" / "replies").glob("*.replies"))
-    forget_replies()
+    delete_saved_replies()
     assert not list((tmp_path / "mine" / "replies").glob("*.replies"))
 
 
@@ -401,7 +401,7 @@ def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) ->
         if pipe != first.path:
             first.path.symlink_to(pipe)
     assert first.load() == []
-    assert first.notice == f"earlier chats cannot be read from {first.path}: it is not a regular file"
+    assert first.notice == f"saved replies cannot be read from {first.path}: it is not a regular file"
     first.add([1, 2])
-    assert first.notice == f"chats are not remembered in {first.path}: it is not a regular file"
+    assert first.notice == f"replies cannot be saved in {first.path}: it is not a regular file"
     assert not stat.S_ISREG(first.path.stat().st_mode)

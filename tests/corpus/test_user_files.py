@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends.tabular import LetterVocabulary
-from edgespec.corpus import Corpus, fingerprint, read_corpus, suffix_drafter
+from edgespec.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
@@ -41,19 +41,19 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-Read = Callable[..., Corpus]
+Read = Callable[..., UserFiles]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    def reading(path: Path, vocabulary: LetterVocabulary | None = None, **options: object) -> Corpus:
+    def reading(path: Path, vocabulary: LetterVocabulary | None = None, **options: object) -> UserFiles:
         used = vocabulary or LetterVocabulary(26)
-        return read_corpus(path, used, fingerprint(used), cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
+        return read_user_files(path, used, vocabulary_fingerprint(used), cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
 
     return reading
 
 
-def words(corpus: Corpus) -> list[str]:
+def words(corpus: UserFiles) -> list[str]:
     return ["".join(chr(ord("a") + token) for token in text.tolist()) for text in corpus.texts]
 
 
@@ -93,13 +93,13 @@ def test_what_is_no_text_is_left_out_and_counted(folder: Path, read: Read) -> No
     os.mkfifo(folder / "pipe")
     corpus = read(folder)
     assert words(corpus) == ["bbb", "aa", "c"]
-    assert corpus.notice.endswith("left out: 1 too large, 2 not readable as text")
+    assert corpus.notice.endswith("skipped: 1 too large, 2 not readable as text")
 
 
 def test_only_so_many_tokens(folder: Path, read: Read) -> None:
-    corpus = read(folder, most_tokens=4)
+    corpus = read(folder, max_tokens=4)
     assert words(corpus) == ["bbb", "a"]
-    assert corpus.notice.endswith("2 files, 4 tokens; left out: 1 beyond 4 tokens")
+    assert corpus.notice.endswith("2 files, 4 tokens; skipped: 1 after 4 tokens")
 
 
 def test_a_file_is_tokenised_when_it_changed(folder: Path, read: Read) -> None:
@@ -166,7 +166,7 @@ def test_the_cache_is_for_its_owner_only(folder: Path, read: Read, tmp_path: Pat
 def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
     vocabulary = LetterVocabulary(26)
     nowhere = folder / "b.txt" / "cache"
-    assert words(read_corpus(folder, vocabulary, fingerprint(vocabulary), cache=nowhere)) == [
+    assert words(read_user_files(folder, vocabulary, vocabulary_fingerprint(vocabulary), cache=nowhere)) == [
         "bbb",
         "aa",
         "c",
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 
 
 def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) -> None:
-    with pytest.raises(OptionError, match="there is no corpus at .*nowhere"):
+    with pytest.raises(OptionError, match="nowhere does not exist"):
         read(folder / "nowhere")
     with pytest.raises(OptionError, match=r"cannot be read: not a directory"):
         read(folder / "b.txt" / "inner")
@@ -193,7 +193,7 @@ def test_a_pipe_is_not_waited_for(folder: Path, read: Read) -> None:
 
 def test_an_empty_folder_says_so(tmp_path: Path, read: Read) -> None:
     (tmp_path / "empty").mkdir()
-    assert read(tmp_path / "empty") == Corpus((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
+    assert read(tmp_path / "empty") == UserFiles((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
 
 
 def test_reading_can_be_cancelled_and_is_followed(folder: Path, read: Read) -> None:
@@ -215,9 +215,9 @@ def test_reading_can_be_cancelled_and_is_followed(folder: Path, read: Read) -> N
 
 
 def test_vocabularies_have_their_own_fingerprints() -> None:
-    marks = {fingerprint(LetterVocabulary(size)) for size in (5, 6, 26)}
+    marks = {vocabulary_fingerprint(LetterVocabulary(size)) for size in (5, 6, 26)}
     assert len(marks) == 3
-    assert fingerprint(LetterVocabulary(5)) == fingerprint(LetterVocabulary(5))
+    assert vocabulary_fingerprint(LetterVocabulary(5)) == vocabulary_fingerprint(LetterVocabulary(5))
 
 
 def guessed(drafter: SuffixDrafter) -> tuple[int, ...]:
@@ -279,10 +279,10 @@ class TestTheSwitches:
         assert (notice, third.note()) == ("", "")
         third.begin([2, 3])
         assert guessed(third) == (3,)
-        assert "bytes of earlier chats" in third.note()
+        assert "bytes of saved replies" in third.note()
 
     def test_no_corpus_is_refused_at_once(self, tmp_path: Path) -> None:
-        with pytest.raises(OptionError, match="there is no corpus"):
+        with pytest.raises(OptionError, match="does not exist"):
             suffix_drafter(LetterVocabulary(8), corpus=tmp_path / "nowhere", remember=True)
         assert not (tmp_path / "data").exists()
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
+from edgespec.drafters.suffix import SuffixArray, SuffixConfig, SuffixCorpus, SuffixDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -54,7 +54,7 @@ class TestSeveralChats:
 
     def test_replies_help_other_chats_only_where_they_are_remembered(self) -> None:
         for replies, guessed in ((Kept(), (3, 4, 5)), (None, (3,))):
-            drafter = SuffixDrafter(partial(Known, None, replies))
+            drafter = SuffixDrafter(partial(SuffixCorpus, None, replies))
             drafter.begin([7, 8])
             drafter.commit((1, 2, 3, 4, 5))
             drafter.begin([9, 1, 2, 3])
@@ -62,7 +62,7 @@ class TestSeveralChats:
 
     def test_a_reply_is_kept_when_it_is_over(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2])
         drafter.commit((3,))
         drafter.commit((4, 5))
@@ -77,7 +77,7 @@ class TestSeveralChats:
 
     def test_a_prompt_helps_other_chats_like_a_reply(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2, 3, 4, 5])
         drafter.commit((6,))
         drafter.begin([1, 2, 3, 4, 5, 6, 7])
@@ -88,7 +88,7 @@ class TestSeveralChats:
 
 
 def test_texts_given_beforehand_are_guessed_from() -> None:
-    drafter = SuffixDrafter(lambda: Known(index_of(list(range(10, 40)), list(range(50, 90)))))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(index_of(list(range(10, 40)), list(range(50, 90)))))
     drafter.begin([1, 2, 60, 61, 62, 63])
     assert tree(drafter, 8).tokens == (63, 64, 65, 66, 67)
     assert tree(drafter, 2).tokens == (63, 64, 65)
@@ -97,9 +97,9 @@ def test_texts_given_beforehand_are_guessed_from() -> None:
 def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
     asked: list[int] = []
 
-    def known() -> Known:
+    def known() -> SuffixCorpus:
         asked.append(1)
-        return Known(index_of([1, 2, 3, 4, 5]))
+        return SuffixCorpus(index_of([1, 2, 3, 4, 5]))
 
     drafter = SuffixDrafter(known)
     assert (asked, drafter.note()) == ([], "")
@@ -115,37 +115,36 @@ def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
 
 def test_what_is_wrong_with_remembering_is_told() -> None:
     kept = Kept()
-    drafter = SuffixDrafter(lambda: Known(replies=kept))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
     kept.notice = "replies are not remembered"
     assert drafter.note() == ""
     drafter.begin([1])
     assert drafter.note() == "replies are not remembered"
     drafter.commit((2,))
-    drafter.cost.seconds, drafter.reading.seconds = 5e-6, 2e-6
-    assert (
-        drafter.note() == "suffix costs 5 µs a token (2 µs for one of the prompt); replies are not remembered"
-    )
+    drafter.cost.seconds, drafter.prompt_cost.seconds = 5e-6, 2e-6
+    assert drafter.note() == "suffix costs 5 µs a token (2 µs per prompt token); replies are not remembered"
 
 
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
-    drafter = SuffixDrafter(lambda: Known(index))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(index))
     assert SuffixDrafter().cost.microseconds_per_token is None
     drafter.begin([1, 2, 3])
     tree(drafter, 4)
     drafter.commit((4, 5))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.begin([1, 2, 3, 4, 5, 6])
-    assert drafter.reading.tokens == 4, "three and one: what is known is not read again"
-    drafter.cost.seconds, drafter.reading.seconds = 2 * 37e-6, 4 * 3e-6
+    assert drafter.prompt_cost.tokens == 4, "three and one: what is known is not read again"
+    drafter.cost.seconds, drafter.prompt_cost.seconds = 2 * 37e-6, 4 * 3e-6
     assert drafter.note() == (
-        "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
+        "suffix costs 37 µs a token (3 µs per prompt token),"
+        " with 1,000 indexed tokens of files and earlier chats"
     )
     assert index.size_bytes < 9_000
     assert 100 < drafter.memory_use.other_bytes - index.size_bytes < 2_000
 
 
-def half_known(seed: int) -> TextIndex:
+def half_known(seed: int) -> SuffixArray:
     """Random texts, some longer than a reply."""
     random = np.random.default_rng(seed)
     return index_of(*(random.integers(0, VOCAB, 200).tolist() for _ in range(5)))
@@ -153,8 +152,8 @@ def half_known(seed: int) -> TextIndex:
 
 RULES: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "wide": {"factor": 4.0, "offset": 4.0, "min_probability": 0.02},
-    "chains": {"can_branch": False, "factor": 4.0},
+    "wide": {"length_factor": 4.0, "length_offset": 4.0, "min_probability": 0.02},
+    "chains": {"can_branch": False, "length_factor": 4.0},
 }
 
 
@@ -167,8 +166,8 @@ def test_replies_are_those_of_plain_decoding(
     drafted = 0
     for seed in range(6):
         target = table(seed, spread=3.0, tree=branching)
-        known = partial(Known, half_known(seed), Kept())
-        drafter = SuffixDrafter(known, rule=Rule(**rule), is_end=target.vocabulary.is_end)
+        known = partial(SuffixCorpus, half_known(seed), Kept())
+        drafter = SuffixDrafter(known, config=SuffixConfig(**rule), is_end=target.vocabulary.is_end)
         with with_drafter(target, drafter) as runtime:
             for prompt in ("abcab", "dddd", "a"):
                 options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 60}
@@ -183,19 +182,19 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     drafter = SuffixDrafter()
     for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
         drafter.begin(begins)
-        assert drafter.reading.tokens == read
+        assert drafter.prompt_cost.tokens == read
     drafter.reset()
     drafter.begin([0, 1, 2, 0, 1, 2])
-    assert drafter.reading.tokens == 12
+    assert drafter.prompt_cost.tokens == 12
     assert tree(drafter, 2).drafted
 
 
 def test_what_is_known_beforehand_is_asked_for_once_and_before_the_first_reply() -> None:
     asked: list[int] = []
 
-    def known() -> Known:
+    def known() -> SuffixCorpus:
         asked.append(1)
-        return Known()
+        return SuffixCorpus()
 
     drafter = SuffixDrafter(known)
     drafter.warm_up()

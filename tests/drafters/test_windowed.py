@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -232,7 +232,7 @@ def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
 def test_who_gets_a_window(
     context: int, trained: int, asked: int | None, expected: AttentionWindow | None
 ) -> None:
-    assert window_for(context, trained, asked) == expected
+    assert choose_draft_window(context, trained, asked) == expected
 
 
 def test_a_context_larger_than_the_window_is_left_empty() -> None:

@@ -153,7 +153,7 @@ def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.drafters.vocabularies.comparison._TRANSLATED_FROM", 2.0)
+            patch.setattr("edgespec.drafters.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
@@ -229,7 +229,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     check_draft(runtime, row)
     if row.learn:
         learnt = session.report(row.method).note
-        assert "steps on" in learnt
+        assert "training steps on" in learnt
         assert "not used" not in learnt
     session.target = model
     if row.branches and not can.tree:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
 from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
-from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
+from edgespec.drafters.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError
 
@@ -25,13 +25,13 @@ class TranslatedModel(BaseModel):
     ahead: the draft's best token may be one that the target lacks.
     """
 
-    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: Translation) -> None:
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
         self._model = model
         self._translation = translation
         self.vocabulary = vocabulary
         able = model.facts.capabilities
         # The root and the token before it, which a drafter may run with it, can take several tokens each.
-        self._longest = max(1, min(LONGEST_SPELLING, able.max_width // 4))
+        self._longest = max(1, min(MAX_SPELLING_TOKENS, able.max_width // 4))
         self._margin = 2 * (self._longest - 1)
         self.facts: ModelFacts = replace(
             model.facts,
@@ -103,7 +103,7 @@ class TranslatedModel(BaseModel):
                 self._bring_up()
             begun = len(self._inner)
             self._translate(tree, first)
-            logits = self._model.verify(self._inner.tree(), begun)
+            logits = self._model.verify(self._inner.build(), begun)
         except BaseException:
             self._end_round()
             raise

@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.vocabularies import compare
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import BackendError, ClosedError, EdgespecError
 from tests.backends.mlx.tiny_checkpoints import CHATML, ROWS, TOKENS, write_tokenizer
 from tests.backends.tiny_models import WORDS, write_llama
@@ -94,8 +94,8 @@ def _assert_same_tokens(ours: Vocabulary, theirs: Vocabulary) -> None:
         assert ours.raw_piece(token) == theirs.raw_piece(token), token
         assert ours.piece(token) == theirs.piece(token), (token, ours.raw_piece(token))
         assert ours.is_end(token) == theirs.is_end(token), (token, ours.raw_piece(token))
-    assert compare(ours, theirs, "mlx", "gguf").way == "same"
-    assert compare(theirs, ours, "gguf", "mlx").way == "same"
+    assert compare_vocabularies(ours, theirs, "mlx", "gguf").mapping == "same"
+    assert compare_vocabularies(theirs, ours, "gguf", "mlx").mapping == "same"
 
 
 def _assert_same_reading(ours: Vocabulary, theirs: Vocabulary, text: str) -> None:

@@ -14,8 +14,8 @@ from edgespec import Message
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation, retokenised
-from edgespec.drafters.vocabularies.incremental import Reading
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
+from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
@@ -30,7 +30,7 @@ SMILE = "🙂".encode()
 # The target has bytes of a character as tokens, the draft the character; words are cut in other places.
 TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
 DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
-TRANSLATION = Translation(TARGET, DRAFT)
+TRANSLATION = TokenTranslation(TARGET, DRAFT)
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -83,7 +83,7 @@ class TestItsReading:
     @given(TEXTS)
     def test_says_what_the_text_says(self, parts: list[list[int]]) -> None:
         """The draft's tokens have the bytes of the text, up to a character that is not whole."""
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         tokens: list[int] = []
         for part in parts:
             reading.add(part)
@@ -100,7 +100,7 @@ class TestItsReading:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(0, 7), min_size=1, max_size=700), st.integers(1, 40))
     def test_is_what_the_draft_makes_of_the_whole(self, tokens: list[int], step: int) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         for start in range(0, len(tokens), step):
             reading.add(tokens[start : start + step])
         whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
@@ -109,7 +109,7 @@ class TestItsReading:
     @settings(max_examples=200, deadline=None)
     @given(TEXTS, st.integers(1, 3))
     def test_tells_what_it_left_as_it_was(self, parts: list[list[int]], every: int) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         before: list[int] = []
         for number, part in enumerate(parts):
             reading.add(part)
@@ -121,7 +121,7 @@ class TestItsReading:
                 before = list(reading.tokens)
 
     def test_goes_on_where_a_character_ends(self) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         reading.add([0, 8, 9])
         assert (reading.tokens, reading.unread) == ([3], SMILE[:2])
         reading.add([10, 11])
@@ -312,7 +312,7 @@ class TestInARuntime:
             "draft",
             LoadOptions(context_tokens=512),
         )
-        translation = Translation(target.vocabulary, draft.vocabulary)
+        translation = TokenTranslation(target.vocabulary, draft.vocabulary)
         drafter = RetokenisedDrafter(draft, target.vocabulary, translation)
         with with_drafter(target, drafter) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": temperature}
@@ -334,7 +334,7 @@ class TestInARuntime:
         target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=256))
         checkpoint = write_checkpoint(tmp_path / "draft", "llama")
         draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, is_draft=True))
-        translation = Translation(target.vocabulary, draft.vocabulary)
+        translation = TokenTranslation(target.vocabulary, draft.vocabulary)
         with with_drafter(target, RetokenisedDrafter(draft, target.vocabulary, translation)) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": 0.8}
             plain = pair.generate("the file list", method="none", **options)
@@ -347,7 +347,7 @@ class TestInARuntime:
         target = speaking(TARGET, 1)
         twin = TabularModel(target._table)
         twin.vocabulary = TARGET
-        drafter = RetokenisedDrafter(twin, TARGET, Translation(TARGET, TARGET))
+        drafter = RetokenisedDrafter(twin, TARGET, TokenTranslation(TARGET, TARGET))
         with with_drafter(target, drafter) as pair:
             options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": 0.0}
             plain = pair.generate("abcd", method="none", **options)
