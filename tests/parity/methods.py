@@ -23,7 +23,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.methods import SELF_DRAFTS, DrafterSet, parse_method
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from tests.parity.models import ASKED, CONTEXT, IN_HALVES, TEXT_KINDS, Column, Tiny, Voice, Zoo, reply_to
+from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
 
 class Row(NamedTuple):
@@ -134,7 +134,7 @@ def rows_for_nothing() -> Iterator[pytest.MonkeyPatch]:
 
 def models_of(zoo: Zoo, row: Row, column: Column) -> list[Tiny]:
     """The models a row is proved on."""
-    names = TEXT_KINDS[column]
+    names = KINDS[column]
     if "layerskip" in row.itself:
         names = (*IN_HALVES.get(column, ()), *names)
     return [zoo.tiny(column.backend, name, row.voice) for name in (names if row.every else names[:1])]

@@ -30,7 +30,7 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
 from edgespec.prepare.exit_table import exit_table
-from tests.backends.mlx.tiny_checkpoints import TEXT_KINDS, write_checkpoint
+from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 # Long enough for the windows of the tiny models to move.
@@ -124,7 +124,7 @@ class TestReplies:
 
 
 class TestEveryKind:
-    @pytest.mark.parametrize("kind", sorted(TEXT_KINDS.keys() - CHECKPOINTS.keys()))
+    @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
     def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
         model = loaded(tmp_path, kind)
         can = model.facts.capabilities.self_draft_methods
