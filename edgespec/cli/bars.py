@@ -41,7 +41,7 @@ def picture(preview: Preview) -> RenderableType:
     context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
     parts.append(_line(f"{context}; cache type {plan.kv_type}"))
     if preview.draft_window:
-        parts.append(_line(f"in longer contexts the draft model sees {preview.draft_window.seen}"))
+        parts.append(_line(f"in longer contexts the draft model sees {preview.draft_window.description}"))
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
         cache_bytes = plan.prefix_cache_bytes if pool == "memory" else 0
