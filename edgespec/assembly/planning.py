@@ -138,7 +138,8 @@ def budget_for(pair: Pair, memory_bytes: int | None, reserve_bytes: int | None =
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
-    return within_limits(find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes))
+    budget = find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
+    return within_limits(budget, reserve_bytes)
 
 
 def plan_pair(

@@ -82,9 +82,9 @@ def find_budget(
     return Budget(least, f"{source}{on_cards}", gpu_bytes, limits, reserve)
 
 
-def within_limits(budget: Budget) -> Budget:
+def within_limits(budget: Budget, reserve_bytes: int | None = None) -> Budget:
     """Return the budget, lowered to the hard limits of this process if it exceeds them."""
-    hard = [_usable_bytes(limit, budget.reserve_bytes) for limit in process_limits() if limit.hard]
+    hard = [_usable_bytes(limit, reserve_bytes) for limit in process_limits() if limit.hard]
     least, source = min(hard, default=(budget.bytes, ""))
     if budget.limits or least >= budget.bytes:
         return budget

@@ -268,7 +268,7 @@ class TestOptions:
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None
             assert runtime.plan is not None
-            needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            needed = runtime.plan.total_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
             assert "sees the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

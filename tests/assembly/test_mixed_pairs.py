@@ -166,7 +166,7 @@ class TestOptions:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == runtime.context_tokens
             assert runtime.plan is not None
-            needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            needed = runtime.plan.total_bytes
             short = needed - runtime.draft.weight_bytes // 2
         with pytest.raises(MemoryBudgetError, match="use --draft none"):
             edgespec.load("demo", "demo-mlx-draft", context=CONTEXT, memory=short)

@@ -195,7 +195,7 @@ import edgespec, psutil
 from edgespec.backends.llamacpp.native import library
 
 library()
-limit = psutil.Process().memory_info().vms + int((sys.argv[4:] or [450])[0]) * 2**20
+limit = psutil.Process().memory_info().vms + int((sys.argv[4:] or [506])[0]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 path, context, kv_type = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 try:

@@ -289,7 +289,7 @@ class TestTheBudget:
         options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none"}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.plan is not None
-            least = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            least = runtime.plan.total_bytes
         for more, expected in ((0, 1024), (1 << 30, FIRST)):
             with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
