@@ -64,10 +64,17 @@ class MemoryPressure:
         self.notice = " · ".join(self._unreported)
         self._unreported = []
 
-    def drop_prefixes(self) -> None:
-        """Drop cached prefixes if memory is low, after saving them on disk where that is on."""
-        if self._store and self.is_low:
-            self._report("of cached prefixes", self._store.reclaim())
+    def drop_prefixes(self) -> float:
+        """Drop cached prefixes if memory is low, after writing them to disk where that is on.
+
+        Returns:
+            The seconds that this took; 0 if memory is not low.
+        """
+        if not (self._store and self.is_low):
+            return 0.0
+        started = now()
+        self._report("of cached prefixes", self._store.reclaim())
+        return now() - started
 
     def reclaim_idle(self) -> None:
         """Give memory back between replies, if it is low: cached prefixes, then unused context."""

@@ -86,10 +86,8 @@ class TargetCache:
             cache.add(self._tokens, shared)
         self._tokens = self._tokens[:shared]
         target.truncate(shared)
-        started = now()
-        self._memory_pressure.drop_prefixes()
+        stats.growth_seconds += self._memory_pressure.drop_prefixes()
         self._memory_pressure.begin_reply()
-        stats.growth_seconds += now() - started
         stats.growth_seconds += self._context.grow_to(len(tokens) + extra_tokens)
         self._context.check_fits(len(tokens))
         if cache and (segment := cache.find(tokens, target.length)):

@@ -161,14 +161,14 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
     assert disk.list_segments() == []
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
-    assert "not kept in" in disk.notice
+    assert "not cached in" in disk.notice
 
 
 def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_path: Path, *_payload: bytes) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", refused)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", refused)
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
     assert "memoryerror" in disk.notice
@@ -210,7 +210,7 @@ def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
     assert disk.list_segments() == []
     assert disk.used_bytes() == 0
     assert not disk.write(name_of(TEXT, 0), tokens_digest(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
-    assert "what was read is not kept" in disk.notice
+    assert "prefixes are not cached" in disk.notice
 
 
 def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
@@ -256,11 +256,11 @@ def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
         forgotten.wait(0.5)
         write_private_file(path, *payload)
 
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", slowly)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", slowly)
     writer = Thread(target=put, args=(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT))
     writer.start()
     begun.wait()
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private_file)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", write_private_file)
     delete_cached_prefixes(tmp_path)
     forgotten.set()
     writer.join()
