@@ -132,9 +132,9 @@ def _mlx() -> MlxInfo:
     if not mlx_installed():
         return MlxInfo(problem="not installed")
     try:
-        from edgespec.backends.mlx.build_info import about
+        from edgespec.backends.mlx.build_info import read_build_info
 
-        facts = about()
+        facts = read_build_info()
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
     return MlxInfo(

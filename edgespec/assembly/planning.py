@@ -127,9 +127,9 @@ def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
     limit_malloc_arenas()
     if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
-        from edgespec.backends.mlx.build_info import lm
+        from edgespec.backends.mlx.build_info import mlx_lm_utils
 
-        lm()
+        mlx_lm_utils()
 
 
 def _budget_of(pair: Pair, given_bytes: int | None) -> Budget:

@@ -11,7 +11,7 @@ import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted
-from edgespec.backends.mlx.build_info import core
+from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
@@ -34,7 +34,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     OptionError, BackendMissingError, and CancelledError when `progress` returns False.
     """
     check_options(options)
-    core()  # says so where mlx is missing; what is imported from here on needs it
+    mlx_core()  # says so where mlx is missing; what is imported from here on needs it
     from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
 
     unmap_freed_buffers()

@@ -15,7 +15,7 @@ import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.memory_check import check_weights_fit, context_wanted
-from edgespec.backends.mlx.build_info import core, lm
+from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils
 from edgespec.backends.mlx.model_folder import (
     StoredWeights,
     check_adapter,
@@ -83,7 +83,7 @@ class Sizes:
 
     def widens(self, options: LoadOptions) -> bool:
         """See `ModelSkeleton`."""
-        mx = core()
+        mx = mlx_core()
         if mx.default_device() != mx.cpu:
             return False
         context = context_wanted(options, self.trained_context_tokens)
@@ -140,7 +140,7 @@ class ModelSkeleton:
 
     def held_bytes(self, widened: bool) -> int:
         """What the weights take in memory."""
-        mx = core()
+        mx = mlx_core()
         halves = (mx.float16, mx.bfloat16)
         arrays = [weight for _, weight in _arrays(self.model.parameters())]
         return sum(weight.nbytes * (2 if widened and weight.dtype in halves else 1) for weight in arrays)
@@ -159,16 +159,16 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     # Some architectures print, and stdout belongs to results.
     with _translated(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
-        model, config = lm().load_model(folder, lazy=True)
+        model, config = mlx_lm_utils().load_model(folder, lazy=True)
     # Fresh layers draw random weights that nobody looks at, yet each draw would be remembered for good.
-    core().eval(core().random.state)
+    mlx_core().eval(mlx_core().random.state)
     if adapter:
         with _translated(str(adapter)):
-            model = lm().load_adapters(model, str(adapter))
+            model = mlx_lm_utils().load_adapters(model, str(adapter))
             model.eval()
     with _translated(path):
         vocab_size, kv_elements = _try_one_token(model)
-        quantisation, parameters = _quantisation(model, config, weights), lm().get_total_parameters(model)
+        quantisation, parameters = _quantisation(model, config, weights), mlx_lm_utils().get_total_parameters(model)
         low_bits = _install_low_bit_weights(model) if options.low_bits else None
     return ModelSkeleton(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
 
@@ -227,7 +227,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     known = re.fullmatch(r"[\w-]+", config["model_type"]) is not None
     if known:
         try:
-            lm()._get_classes(config)
+            mlx_lm_utils()._get_classes(config)
         except (ValueError, AttributeError, SystemExit):  # olmo exits where its library is missing
             known = False
     if not known:
@@ -252,7 +252,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
         end = source.get("eos_token_id") if isinstance(source, dict) else None
         ends.update(token for token in (end if isinstance(end, list) else [end]) if isinstance(token, int))
     offline = {"local_files_only": True, "trust_remote_code": False}
-    return lm().load_tokenizer(folder, offline, eos_token_ids=sorted(ends))
+    return mlx_lm_utils().load_tokenizer(folder, offline, eos_token_ids=sorted(ends))
 
 
 def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
@@ -262,7 +262,7 @@ def _evaluate(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
     """
     from mlx.utils import tree_unflatten
 
-    mx = core()
+    mx = mlx_core()
     # Taken from the list one by one, so that no half stays beside its wider self: the largest first, while
     # there is room for both.
     waiting = sorted(_arrays(model.parameters()), key=lambda each: each[1].nbytes)
@@ -290,7 +290,7 @@ def _arrays(tree: Any) -> list[tuple[str, Any]]:
     from mlx.utils import tree_flatten
 
     leaves: Any = tree_flatten(tree)
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, core().array)]
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, mlx_core().array)]
 
 
 @contextlib.contextmanager
@@ -317,7 +317,7 @@ def _translated(path: str) -> Iterator[None]:
 
 def _dtype(model: Any) -> Any:
     """What most floating-point weights are: quantised ones count by their scales."""
-    mx = core()
+    mx = mlx_core()
     floating: Counter[Any] = Counter()
     for _, weight in _arrays(model.parameters()):
         if mx.issubdtype(weight.dtype, mx.floating):
@@ -373,7 +373,7 @@ def _try_one_token(model: Any) -> tuple[int, int]:
 
     keeping = (kinds.KVCache, kinds.RotatingKVCache, kinds.ChunkedKVCache)
     caches = kinds.make_prompt_cache(model)
-    logits = model(core().array([[0]]), cache=caches)
+    logits = model(mlx_core().array([[0]]), cache=caches)
     elements = 0
     for cache in caches:
         for part in cache.caches if isinstance(cache, kinds.CacheList) else (cache,):

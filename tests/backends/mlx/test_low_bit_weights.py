@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, joined
+from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
@@ -51,7 +51,7 @@ class TestSplit:
         for name, module in split.items():
             if isinstance(module, SplitLinear | SplitEmbedding):
                 assert isinstance(whole[name], QuantizedLinear | QuantizedEmbedding)
-                assert mx.array_equal(joined(module.high, module.low), whole[name].weight).item()
+                assert mx.array_equal(merge_halves(module.high, module.low), whole[name].weight).item()
                 assert mx.array_equal(module.scales, whole[name].scales).item()
                 assert mx.array_equal(module.biases, whole[name].biases).item()
                 found += 1
@@ -102,7 +102,7 @@ class TestCopies:
         path = write_checkpoint(folder / f"copied {bits} {quantisation}", "llama", quantisation=quantisation)
         plain, ready = load(path), load(path, low_bits=True)
         np.testing.assert_array_equal(logits(plain), logits(ready))
-        assert {one.few_bits for one in ready.parts.low_bits.weights} == {bits}
+        assert {one.copy_bits for one in ready.parts.low_bits.weights} == {bits}
         assert ready.facts.weight_bytes == plain.facts.weight_bytes
         held = mx.array([array.nbytes for array in arrays(ready)]).sum().item()
         extra = ready.self_draft(LowBit()).facts.weight_bytes

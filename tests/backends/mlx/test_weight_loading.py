@@ -148,7 +148,7 @@ def test_too_large_for_the_budget_is_said_before_loading(
 ) -> None:
     weights: Any = mx.load(str(llama / "model.safetensors"))
     size = sum(array.nbytes for array in weights.values())
-    monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
+    monkeypatch.setattr(weight_loading, "mlx_lm_utils", lambda: pytest.fail("looked at the weights"))
     with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB are there for them"):
         _open(llama, memory_bytes=size - 1)
 
@@ -379,7 +379,7 @@ _WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.build_info import about
+from edgespec.backends.mlx.build_info import read_build_info
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import BackendMissingError
 try:
