@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from edgespec.backends.base import Capabilities, ModelFacts
     from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
-    from edgespec.engine.chain import SamplingParams
+    from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
@@ -67,7 +67,7 @@ _HOMES = {
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
     "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.chain",
+    "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",
     "delete_data": "edgespec.saved_data",
     "load": "edgespec.assembly.loading",

@@ -15,7 +15,7 @@ from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.costs.curve import Curve, gentle
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -106,7 +106,7 @@ class DrafterSet:
             return None, MethodReport(method, "none", reason)
         if method == "auto":
             names = self._automatic()
-            drafts = any(not self._made[name].lookup for name in names)
+            drafts = any(not self._made[name].is_lookup for name in names)
             reason = "guesses while that pays" if drafts else self._why_no_draft
         else:
             reason = "asked for"
@@ -121,6 +121,11 @@ class DrafterSet:
         drafter = self._combination(names) if len(names) > 1 else self._made[names[0]] if names else None
         return drafter, MethodReport(method, effective, reason)
 
+    def controller(self, method: str) -> AutoController | None:
+        """Return the controller that decides for a method; None where every round drafts."""
+        drafter, _ = self.choose(method)
+        return drafter if isinstance(drafter, AutoController) else None
+
     def _automatic(self) -> tuple[str, ...]:
         """What `auto` takes of what is there."""
         models = [name for name in _AUTOMATIC_MODELS if name in self._made]
@@ -130,7 +135,7 @@ class DrafterSet:
         """The drafters of these names under the policy; made once, for it goes on learning."""
         if names not in self._guarded:
             for name in names:
-                self._made[name].warm()
+                self._made[name].warm_up()
             costs, ledger = policy.costs, LossLimit(policy.terms)
             able = self._target.capabilities
             combined = CombinedDrafter(
@@ -162,7 +167,9 @@ class DrafterSet:
             limits = PassLimits.of(self._target.capabilities, able)
             return AdaptiveTreeGrowth(limits, policy.costs.v, siblings=1)
 
-        return drafter.growing(growth) if policy.grows else drafter
+        if policy.grows and isinstance(drafter, BudgetedDrafter):
+            return drafter.with_growth(growth)
+        return drafter
 
     def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
         """The drafters of these names together; made once, for it learns which of them is worth asking."""
@@ -186,10 +193,10 @@ class DrafterSet:
         for drafter in self._made.values():
             drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """Pass an interrupt on to every drafter."""
         for drafter in self._made.values():
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         """Free every drafter."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgespec.backends.base import ModelFacts
 from edgespec.checks import check_integer
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods import parse_method
 

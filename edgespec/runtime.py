@@ -84,7 +84,7 @@ class Runtime:
         if vocabulary.chat_template:
             try:
                 self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text
+                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
                 # The model can still be used without it: say so when the template is needed.

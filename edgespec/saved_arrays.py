@@ -25,7 +25,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["SavedArrays", "forget_learnt", "identity_of"]
+__all__ = ["SavedArrays", "delete_saved_arrays", "models_fingerprint"]
 
 VERSION = 1
 _MOST_BYTES = 512 * 2**20
@@ -35,7 +35,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """Arrays by name in one file, tied to what they were learnt about.
 
-    kind: such as `swift`. identity: of the models, see `identity_of`; another one's file is never read.
+    kind: such as `swift`. identity: of the models, see `models_fingerprint`; files of others are never read.
     notice: what could not be read or written. Nothing is raised: what is lost is learnt again.
     """
 
@@ -80,13 +80,13 @@ class SavedArrays:
             self.notice = f"what was learnt is not kept in {self.path}: {error_reason(error)}"
 
 
-def forget_learnt(folder: Path | None = None) -> int:
+def delete_saved_arrays(folder: Path | None = None) -> int:
     """Delete what was learnt, about every model. Gives the bytes that were freed. Raises OSError."""
     folder = folder or _default_folder()
     return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
 
-def identity_of(*models: ModelFacts) -> str:
+def models_fingerprint(*models: ModelFacts) -> str:
     """A hash that other models, or other weights of the same shape, would not have; the order counts.
 
     A few blocks of every file of weights are read. A file that cannot be read counts by its name.

@@ -1,43 +1,49 @@
-"""What is kept from one run to the next, given up: of earlier chats, and what was learnt."""
+"""Deletion of data that edgespec saves between runs: replies, learned statistics and cached prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal
 
-from edgespec.corpus import forget_replies
+from edgespec.corpus import delete_saved_replies
 from edgespec.errors import EdgespecError
 from edgespec.files import error_reason
 from edgespec.memory.prefix_cache import delete_cached_prefixes
-from edgespec.saved_arrays import forget_learnt
+from edgespec.saved_arrays import delete_saved_arrays
 
 __all__ = ["KINDS", "delete_data"]
 
-KINDS = ("replies", "learnt", "kept")
-_FORGET: dict[str, Callable[[], int]] = {
-    "replies": forget_replies,
-    "learnt": forget_learnt,
-    "kept": delete_cached_prefixes,
+KINDS = ("replies", "learned", "prefix-cache")
+_DELETE: dict[str, Callable[[], int]] = {
+    "replies": delete_saved_replies,
+    "learned": delete_saved_arrays,
+    "prefix-cache": delete_cached_prefixes,
 }
 
 
-def delete_data(what: Literal["all", "replies", "learnt", "kept"] = "all") -> int:
-    """Delete what is kept on disk beside the saved chats. Gives the bytes that were freed.
+def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "all") -> int:
+    """Delete saved data. Saved chats and the files of `edgespec prepare` stay.
 
-    replies: of earlier chats, and what was new of their prompts, that guesses are looked up in. learnt:
-    drafts that were trained, layers that were found, what passes cost and how often guesses came true, of
-    every model; the next load drafts with what was downloaded. kept: what models have read of chats; a chat
-    that goes on is read again.
-    A runtime that is open keeps what it learnt, and may save it again.
-    Raises EdgespecError where a file cannot be deleted.
+    A runtime that is open keeps its copy in memory and may save it again.
+
+    Args:
+        kind: `replies` are the earlier replies and prompts that the suffix method searches. `learned` is
+            everything measured or trained: trained draft models, SWIFT layers, pass costs and acceptance
+            rates. `prefix-cache` is the KV caches of earlier prompts. `all` is all three.
+
+    Returns:
+        Number of bytes freed.
+
+    Raises:
+        EdgespecError: A file could not be deleted.
     """
     freed_bytes = 0
-    for kind in KINDS if what == "all" else (what,):
+    for each in KINDS if kind == "all" else (kind,):
         try:
-            freed_bytes += _FORGET[kind]()
+            freed_bytes += _DELETE[each]()
         except OSError as error:
             raise EdgespecError(
-                f"what is kept of {kind} cannot be deleted: {error_reason(error)}",
-                f"delete the folder `{kind}` in edgespec's data folder",
+                f"the saved {each} data could not be deleted: {error_reason(error)}",
+                "check the permissions of edgespec's data folder, which `edgespec doctor` shows",
             ) from error
     return freed_bytes

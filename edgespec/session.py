@@ -13,6 +13,7 @@ from time import perf_counter as now
 import numpy as np
 
 from edgespec.auto.active_replies import ACTIVE_REPLIES
+from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
@@ -210,7 +211,8 @@ class Session:
         trouble = (self._idle_worker.failures.get(part.name, "") for part in drafter.parts)
         notes = (drafter.note(), *trouble, *memory)
         report = replace(report, note=" · ".join(filter(None, notes)))
-        if account := drafter.account():
+        if controller := self.drafters.controller(method):
+            account = controller.report()
             return replace(
                 report,
                 effective="+".join(account.drafters) or "none",
@@ -231,6 +233,7 @@ class Session:
     ) -> Iterator[Step]:
         """Prefill, then rounds. `tokens` grows with what is emitted."""
         drafter, _ = self.drafters.choose(request.how.method)
+        controller = self.drafters.controller(request.how.method)
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
@@ -253,7 +256,7 @@ class Session:
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             if drafter:
-                _count_drafter(stats, drafter, ended=step.finish_reason is not None)
+                _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
             yield step
             if self.context.short and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
@@ -282,7 +285,7 @@ class Session:
         """The loop, as the request wants it and as target and drafter can do it."""
         capabilities = self.target.facts.capabilities
         self.target.run_ahead(drafter is None)
-        self.target.follow(self.drafters.chain_model(request.how.method))
+        self.target.pipeline_with(self.drafters.chain_model(request.how.method))
         return decode(
             self.target,
             drafter,
@@ -292,7 +295,7 @@ class Session:
             vocab_size=self.target.facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.how.levels(drafter.adapts) if drafter else 0,
+            draft_length=request.how.levels(drafter.chooses_length) if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
@@ -335,17 +338,18 @@ class Session:
 
 def _count_memory(stats: Stats, drafter: Drafter) -> None:
     """What looks guesses up has grown by the end of a reply, or began in it."""
-    extra = drafter.extra
-    stats.draft_weight_bytes, stats.draft_kv_bytes = extra.weight_bytes, extra.cache_bytes
-    stats.draft_other_bytes = extra.other_bytes
+    memory = drafter.memory_use
+    stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
+    stats.draft_other_bytes = memory.other_bytes
 
 
-def _count_drafter(stats: Stats, drafter: Drafter, *, ended: bool) -> None:
+def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
     """How the reply stands by its ledger, where somebody keeps one: now and then, and at the end."""
     if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
         return
-    if account := drafter.account():
-        stats.target_step_seconds = account.plain_seconds
+    if controller:
+        account = controller.report()
+        stats.target_step_seconds = account.target_step_seconds
         stats.ledger_credit_seconds = account.credit_seconds
         stats.worst_case_loss = account.worst_loss
     if ended:

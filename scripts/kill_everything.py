@@ -34,7 +34,7 @@ from edgespec.catalog.download import fetch
 from edgespec.errors import ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from edgespec.prepare.store import Prepared, check, every, read, store_folder
+from edgespec.prepare.store import PreparedModel, check_prepared, list_prepared, read_prepared, store_folder
 
 REPOSITORY = "someone/tiny-GGUF"
 WHOLE, PARTS = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
@@ -210,7 +210,7 @@ def _is_demo(path: Path) -> bool:
     return path.read_bytes() == _demo().read_bytes()
 
 
-def _preparing(folder: Path, prepare: Callable[[Path, Path | None], Prepared]) -> Work:
+def _preparing(folder: Path, prepare: Callable[[Path, Path | None], PreparedModel]) -> Work:
     """In the store and in a folder that the user named, one after the other."""
     own = folder / "own" / "made"
 
@@ -219,10 +219,10 @@ def _preparing(folder: Path, prepare: Callable[[Path, Path | None], Prepared]) -
         prepare(_demo(), own)
 
     def seen() -> list[str]:
-        return [said for prepared in every() if (said := _damage(prepared))]
+        return [said for prepared in list_prepared() if (said := _damage(prepared))]
 
     def there() -> bool:
-        return len(every()) >= 2 and own.is_dir() and not _damage(read(own))
+        return len(list_prepared()) >= 2 and own.is_dir() and not _damage(read_prepared(own))
 
     def again() -> None:
         _cleared(store_folder())
@@ -231,9 +231,9 @@ def _preparing(folder: Path, prepare: Callable[[Path, Path | None], Prepared]) -
     return Work(run, seen, there, again)
 
 
-def _damage(prepared: Prepared) -> str:
+def _damage(prepared: PreparedModel) -> str:
     try:
-        check(prepared, _demo(), full=True)
+        check_prepared(prepared, _demo(), full=True)
     except edgespec.EdgespecError as error:
         return str(error)
     return ""

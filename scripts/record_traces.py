@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.tree_growth import Children, FixedShape
+from edgespec.drafters.tree_growth import Children, DraftProbs, FixedShape
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -78,11 +78,11 @@ class Watched(FixedShape):
         super().__init__()
         self.seen: list[tuple[float, bool]] = []
 
-    def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
-        probs(0)  # what is not looked at is not learnt from
-        return super().level(values, probs)
+    def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
+        draft_probs(0)  # outcomes are recorded only for probabilities that were read
+        return super().grow_level(path_probs, draft_probs)
 
-    def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
+    def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self.seen.append((float(probs[0]), accepted == 0))
 
 

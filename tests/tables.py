@@ -63,8 +63,8 @@ class Chosen(DrafterSet):
             return None, MethodReport(method, "none", "asked for")
         return self._drafter, MethodReport(method, self._drafter.name, "the only one")
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
 
 def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:

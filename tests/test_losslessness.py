@@ -19,9 +19,9 @@ from edgespec import Message, Runtime, idle
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import Invariant, Verdict
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Prompt, Report, read_prompts, verify

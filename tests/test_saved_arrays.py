@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgespec.saved_arrays import SavedArrays, forget_learnt, identity_of
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays, models_fingerprint
 from tests.tables import table
 
 VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -27,7 +27,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert all(np.array_equal(loaded[name], VALUES[name]) for name in VALUES)
     assert [path.name for path in tmp_path.iterdir()] == [file.path.name]
     size_bytes = file.path.stat().st_size
-    assert [forget_learnt(tmp_path), forget_learnt(tmp_path)] == [size_bytes, 0]
+    assert [delete_saved_arrays(tmp_path), delete_saved_arrays(tmp_path)] == [size_bytes, 0]
     assert file.load() == {}
     assert file.notice == ""
 
@@ -83,10 +83,14 @@ def test_the_identity_of_models(tmp_path: Path) -> None:
     one = replace(facts, path=written("one", b"abc" * 100_000))
     copy = replace(facts, path=written("copy", b"abc" * 100_000))
     end = replace(facts, path=written("end", b"abc" * 99_999 + b"abd"))
-    assert identity_of(one) == identity_of(copy)
-    others = [identity_of(end), identity_of(replace(one, quantisation="Q4")), identity_of(one, one)]
-    assert len({identity_of(one), *others}) == 4
-    assert identity_of(facts) == identity_of(facts)
+    assert models_fingerprint(one) == models_fingerprint(copy)
+    others = [
+        models_fingerprint(end),
+        models_fingerprint(replace(one, quantisation="Q4")),
+        models_fingerprint(one, one),
+    ]
+    assert len({models_fingerprint(one), *others}) == 4
+    assert models_fingerprint(facts) == models_fingerprint(facts)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes in folders")

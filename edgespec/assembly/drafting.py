@@ -33,10 +33,10 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.methods import MissingDrafter
-from edgespec.prepare.calibration import calibration_tokens, greedy_reply
+from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
-from edgespec.prepare.store import Prepared, read
-from edgespec.saved_arrays import SavedArrays, identity_of
+from edgespec.prepare.store import PreparedModel, read_prepared
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["Outfit", "outfit"]
 
@@ -130,10 +130,10 @@ class _Maker:
             return set()
         if self._found.format == "layerskip":
             return {"layerskip"}
-        from edgespec.prepare.lowbit import right_lowbit
+        from edgespec.prepare.lowbit import find_valid_lowbit
 
         wanted = self._found.format == "gguf" and self._how.room_for_copy
-        return {"lowbit"} if wanted and right_lowbit(self._found.path) else set()
+        return {"lowbit"} if wanted and find_valid_lowbit(self._found.path) else set()
 
     def _policy(self, draft: Draft | None) -> AutoConfig | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""
@@ -147,7 +147,7 @@ class _Maker:
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
         def notes(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{identity_of(*models)} {self._costs.how} {names}")
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.how} {names}")
 
         return AutoConfig(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
 
@@ -191,7 +191,7 @@ class _Maker:
                 f"{facts.name} was not prepared for early exit",
                 f"run `edgespec prepare layerskip {self._reference}` once",
             )
-        if "layerskip" not in facts.capabilities.self_drafts:
+        if "layerskip" not in facts.capabilities.self_draft_methods:
             return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
         if self._found.format == "layerskip":
@@ -200,7 +200,7 @@ class _Maker:
                     "exit_layer is for MLX models, and this one was prepared for one exit",
                     "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
                 )
-            exit_layer = int(read(self._found.path).settings["exit_layer"])
+            exit_layer = int(read_prepared(self._found.path).settings["exit_layer"])
         return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
 
     def _why_not(self, how: SelfDraft) -> MissingDrafter:
@@ -214,10 +214,10 @@ class _Maker:
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
-        from edgespec.backends.mlx.exits import exit_facts
+        from edgespec.backends.mlx.model import measure_exits
 
-        request = calibration_tokens(self._model.vocabulary)
-        if len(request) >= self._model.room:
+        request = calibration_prompt(self._model.vocabulary)
+        if len(request) >= self._model.free_tokens:
             raise CapabilityError(
                 f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
                 "give --exit-layer, or a larger --context",
@@ -225,7 +225,7 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = exit_table(*exit_facts(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure_exits(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
         if not table.pays:
@@ -237,7 +237,7 @@ class _Maker:
     def _lowbit(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
         copy = None
-        if "lowbit" not in facts.capabilities.self_drafts:
+        if "lowbit" not in facts.capabilities.self_draft_methods:
             return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
         if self._found.format != "mlx":
             prepared = self._lowbit_copy()
@@ -246,13 +246,13 @@ class _Maker:
                     f"there is no copy of {facts.name} with fewer bits",
                     f"run `edgespec prepare lowbit {self._reference}` once",
                 )
-            from edgespec.prepare.lowbit import copy_path
+            from edgespec.prepare.lowbit import lowbit_file
 
-            copy = str(copy_path(prepared))
+            copy = str(lowbit_file(prepared))
         how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
         return self._drafter(self._model.self_draft(how), "lowbit")
 
-    def _lowbit_copy(self) -> Prepared | None:
+    def _lowbit_copy(self) -> PreparedModel | None:
         """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
@@ -265,7 +265,7 @@ class _Maker:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_drafts:
+        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_draft_methods:
             return self._why_not(SkippedLayers((1,)))
         if self._found.format != "mlx":
             return MissingDrafter(
@@ -273,7 +273,7 @@ class _Maker:
             )
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", identity_of(facts)),
+            notes=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )
@@ -283,7 +283,7 @@ class _Maker:
         from edgespec.drafters.online_training import OnlineTrainer
 
         trainer = cast(Trainable, draft).trainer()
-        notes = SavedArrays("online", identity_of(self._model.facts, draft.facts))
+        notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
         return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
 

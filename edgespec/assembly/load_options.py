@@ -29,7 +29,7 @@ def load_options(
     adapter: str | PathLike[str] | None,
     exact: bool,
     threads: int | None = None,
-    first_tokens: int | None = None,
+    initial_context_tokens: int | None = None,
 ) -> LoadOptions:
     """From the options of `load` or of `plan`, which leaves out the last two.
 
@@ -37,7 +37,7 @@ def load_options(
     """
     return LoadOptions(
         context_tokens=None if context is None else check_integer("context", context, 1, _NO_LIMIT),
-        first_tokens=first_tokens,
+        initial_context_tokens=initial_context_tokens,
         threads=None if threads is None else check_integer("threads", threads, 1, 1024),
         gpu_layers=None if gpu_layers is None else check_integer("gpu_layers", gpu_layers, 0, _NO_LIMIT),
         kv_type=check_text("kv_type", kv_type, "auto, f16, q8_0 or another type"),

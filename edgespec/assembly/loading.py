@@ -30,7 +30,7 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
-from edgespec.prepare.lowbit import copy_path, find_lowbit
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.request import Defaults
 from edgespec.runtime import Runtime
 
@@ -132,7 +132,7 @@ def load(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=None
+        initial_context_tokens=None
         if check_boolean("reserve_full_context", reserve_full_context)
         else INITIAL_CONTEXT_TOKENS,
         threads=threads,
@@ -211,7 +211,7 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
                 paths += model_files(each.path)
     copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
     if copy:
-        paths.append(copy_path(copy))
+        paths.append(lowbit_file(copy))
     return MappedFiles(paths)
 
 

@@ -18,7 +18,7 @@ from edgespec.catalog import (
     require_mlx,
     smaller_quantisations,
 )
-from edgespec.drafters.windowed import AttentionWindow, window_for
+from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
     PROCESS_BYTES,
@@ -65,7 +65,7 @@ class PairEstimator:
         )
 
     def _opened_draft(self, found: Resolved) -> MemoryEstimator:
-        drafting = replace(self._options, low_bits=False, draft=True, adapter=None, exact=False)
+        drafting = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
         draft = opened(found, drafting)
         self._undo.callback(draft.close)
         return draft
@@ -114,7 +114,9 @@ class PairEstimator:
             )
             drafting = replace(
                 meant_for(found, pair.target, drafting),
-                context_for=lambda trained: self._draft_tokens(choice, target.context_tokens, trained),
+                choose_context_tokens=lambda trained: self._draft_tokens(
+                    choice, target.context_tokens, trained
+                ),
             )
             items += items_of("draft", draft.estimate(drafting))
             if translated := self._translated_bytes(found):
@@ -145,7 +147,7 @@ class PairEstimator:
         return self._translated[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return window_for(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
@@ -202,14 +204,14 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
     automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
     if pair.target.format == "mlx" or not (asked or automatic):
         return None
-    from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, right_lowbit
+    from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
-    prepared = find_lowbit(pair.target.path) if asked else right_lowbit(pair.target.path)
+    prepared = find_lowbit(pair.target.path) if asked else find_valid_lowbit(pair.target.path)
     if prepared is None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
-        pair.target, name=f"{pair.target.name} at low bits", path=copy_path(prepared), format="gguf"
+        pair.target, name=f"{pair.target.name} at low bits", path=lowbit_file(prepared), format="gguf"
     )
 
 

@@ -10,11 +10,11 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare_vocabularies
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.prepare.lowbit import right_lowbit
-from edgespec.prepare.store import check, find
+from edgespec.prepare.lowbit import find_valid_lowbit
+from edgespec.prepare.store import check_prepared, find_prepared
 
 __all__ = [
     "Draft",
@@ -31,7 +31,7 @@ FindModel = Callable[[str], Resolved]
 # A draft with other tokens begins with so many: its text need not be as long as the target's.
 _OTHER_TOKENS = 8192
 # Logits of a draft: of a chain or a tree that pays (64, drafters/adaptive_tree.py), and of what two tokens of
-# another vocabulary are spelled with (`LONGEST_SPELLING`).
+# another vocabulary are spelled with (`MAX_SPELLING_TOKENS`).
 _DRAFT_ROWS = 96
 
 
@@ -97,12 +97,12 @@ def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
     if found.format != "gguf":
         return found
     asked = "layerskip" in how.asked
-    automatic = "auto" in how.methods and not has_draft and right_lowbit(found.path) is None
-    prepared = find("layerskip", found.path) if asked or automatic else None
+    automatic = "auto" in how.methods and not has_draft and find_valid_lowbit(found.path) is None
+    prepared = find_prepared("layerskip", found.path) if asked or automatic else None
     if prepared is None:
         return found
     try:
-        check(prepared, found.path)
+        check_prepared(prepared, found.path)
     except ModelFileError:
         if asked:
             raise
@@ -148,16 +148,16 @@ def load_draft(
     options = meant_for(found, pair.target, drafting)
 
     def window_of(trained_tokens: int) -> AttentionWindow | None:
-        return window_for(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
+        return choose_draft_window(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
 
     def context_of(trained_tokens: int) -> int:
         window = window_of(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    draft = _load_model(found, replace(options, context_for=context_of), progress)
+    draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
     try:
         window = window_of(draft.facts.trained_context_tokens)
-        compared = compare(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
+        compared = compare_vocabularies(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
         now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
         if window:  # it never grows
             draft.resize(most)
@@ -174,7 +174,7 @@ def load_draft(
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)
-        if compared.way == "translated":
+        if compared.mapping == "translated":
             return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
         if how.branches:
             raise OptionError(
@@ -196,7 +196,7 @@ def _check_learns(
     """Raises OptionError for a draft that cannot be trained between replies."""
     if found.format != "mlx":
         why, hint = "that takes an MLX draft", "give an MLX draft"
-    elif not draft.capabilities.learns:
+    elif not draft.capabilities.trainable:
         why, hint = "it remembers by a recurrent state", "give a draft without one"
     elif not same_tokens:
         why, hint = f"it has other tokens than {target.name}", "give a draft with the same tokens"
@@ -227,7 +227,7 @@ def _left(options: LoadOptions, target: ModelFacts) -> int | None:
     """The memory that a loaded target leaves."""
     if options.memory_bytes is None:
         return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.most_kv_bytes)
+    return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
 
 
 def for_draft(
@@ -238,8 +238,8 @@ def for_draft(
         options,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
-        rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
-        draft=True,
+        max_logit_rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
+        is_draft=True,
         adapter=None,
         exact=False,
         low_bits=False,
@@ -258,5 +258,5 @@ def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> 
         flash_attention=plain.flash_attention,
         mmap=plain.mmap,
         mlock=plain.mlock,
-        kv_type=plain.kv_type if options.draft else options.kv_type,
+        kv_type=plain.kv_type if options.is_draft else options.kv_type,
     )

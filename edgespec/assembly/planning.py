@@ -12,7 +12,7 @@ from edgespec.assembly.drafting_options import Drafting
 from edgespec.assembly.pair_estimate import PairEstimator
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import begun_with, context_wanted
+from edgespec.backends.memory_check import initial_context, requested_context
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import format_bytes
@@ -70,7 +70,7 @@ class LoadPlan:
     """What to load, and how. options: for both models together. float32: see `PlanChoice`.
 
     advice: the next step where the plan does not fit. trained_tokens: of context; 0 where that is unknown.
-    longrope_switch_tokens: see `begun_with`.
+    longrope_switch_tokens: see `initial_context`.
     draft_window: what the draft sees of the text; None where that is all.
     """
 
@@ -96,15 +96,15 @@ class LoadPlan:
         return replace(self.options, memory_bytes=max(0, left))
 
     @property
-    def first_tokens(self) -> int:
+    def initial_context_tokens(self) -> int:
         """What the context begins with, and grows from with the text; all of it where it does not grow.
 
         MLX makes its caches as large as the text: 0.
         """
         if self.pair.target.format == "mlx":
             return 0
-        tokens, first = self.plan.context_tokens, self.options.first_tokens
-        return tokens if first is None else begun_with(tokens, first, self.longrope_switch_tokens)
+        tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
+        return tokens if first is None else initial_context(tokens, first, self.longrope_switch_tokens)
 
     @property
     def notice(self) -> str:
@@ -163,7 +163,7 @@ def plan_pair(
     with ExitStack() as undo:
         pairs = PairEstimator(pair, how, options, undo)
         start = PlanChoice(
-            context_wanted(options, pairs.target.trained_context_tokens),
+            requested_context(options, pairs.target.trained_context_tokens),
             options.kv_type,
             pair.draft is not None,
             how.window_tokens,
@@ -185,7 +185,7 @@ def plan_pair(
 
         choice, plan = fit(fixed)
         plan = _with_kept(plan, wishes.prefix_cache_bytes)
-        grows = options.first_tokens is not None and has_room_to_resize(plan)
+        grows = options.initial_context_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
             choice, plan = longest(choice, plan, pairs, budget)
         trained_tokens, switch_tokens = (
@@ -208,7 +208,11 @@ def plan_pair(
     # The headroom is there for what backends count more closely, such as a file's own header.
     beside = ("process", "cells", "compute", "graphs", "output", "vocabulary", "heap")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in beside)
-    chosen = replace(chosen, memory_bytes=max(0, left), first_tokens=options.first_tokens if grows else None)
+    chosen = replace(
+        chosen,
+        memory_bytes=max(0, left),
+        initial_context_tokens=options.initial_context_tokens if grows else None,
+    )
     return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, switch_tokens, window)
 
 

@@ -15,7 +15,7 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
-from edgespec.saved_arrays import identity_of
+from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states", "model_files"]
 
@@ -117,14 +117,14 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
     """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     told = [
-        identity_of(target.facts),
+        models_fingerprint(target.facts),
         costs.how,
         repr(stored),
         target.facts.rollback,
-        target.facts.cache_form,
+        target.facts.cache_variant,
         *seen,
     ]
-    if not target.facts.capabilities.continues:
+    if not target.facts.capabilities.prefix_reuse_exact:
         told.append("read in whole pieces")  # not so where there are fewer or more cores to run on
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

@@ -42,7 +42,7 @@ class Preview:
         self.plan: MemoryPlan = planned.plan
         self.advice: str = planned.advice
         self.trained_context_tokens: int = planned.trained_tokens
-        self.first_context_tokens: int = planned.first_tokens
+        self.first_context_tokens: int = planned.initial_context_tokens
         self.draft_window: AttentionWindow | None = planned.draft_window
 
 
@@ -84,7 +84,7 @@ def plan(
         how,
         given_bytes=given_bytes,
         context=context,
-        first_tokens=INITIAL_CONTEXT_TOKENS,
+        initial_context_tokens=INITIAL_CONTEXT_TOKENS,
         gpu_layers=gpu_layers,
         kv_type=kv_type,
         flash_attention=flash_attention,

@@ -16,7 +16,7 @@ from edgespec.auto.expected_gain import RoundEstimate
 from edgespec.auto.merging import merged, trimmed
 from edgespec.costs.curve import Curve, gentle
 from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
@@ -88,14 +88,16 @@ class CombinedDrafter(Drafter):
         self._plain_seconds = RunningMean()
         self._proposed_at: float | None = None
         self._asked: dict[DrafterStats, _Said] = {}
-        self._speaking: tuple[str, ...] = ()
+        self._contributors: tuple[str, ...] = ()
         # How deep the last proposal was that cost passes of a model.
         self.drafted_levels = 0
+        # Time spent on prefill in the last proposal.
+        self.prefill_seconds = 0.0
         self._last_token = 0
 
     @property
-    def extra(self) -> Extra:
-        return sum((member.drafter.extra for member in self._members), Extra())
+    def memory_use(self) -> MemoryUse:
+        return sum((member.drafter.memory_use for member in self._members), MemoryUse())
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -107,21 +109,21 @@ class CombinedDrafter(Drafter):
         return any(member.lookup for member in self._members)
 
     @property
-    def speaking(self) -> tuple[str, ...]:
-        return self._speaking
+    def contributors(self) -> tuple[str, ...]:
+        return self._contributors
 
     def turn_to(self, kind: str) -> None:
         """The next text is of this kind: go by what guesses were worth in such texts."""
         for member in self._members:
             member.turn_to(kind)
 
-    def kept(self) -> dict[str, NDArray[Any]]:
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
         found = {"plain": self._plain_seconds.kept()}
         for member in self._members:
             found |= member.kept()
         return found
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+    def restore_statistics(self, kept: Mapping[str, NDArray[Any]]) -> None:
         for member in self._members:
             member.restore(kept)
         self._plain_seconds.restore(kept["plain"])
@@ -140,7 +142,7 @@ class CombinedDrafter(Drafter):
     ) -> TokenTree:
         """Propose where those whose guesses cost passes of a model may make so many `levels` only."""
         asked = self._asked = {}
-        self.read_seconds = 0.0
+        self.prefill_seconds = 0.0
         for member in sorted(self._members, key=lambda member: not member.lookup):
             if member.lookup or (levels and self._ready(member, levels)):
                 started = self._clock()
@@ -154,7 +156,7 @@ class CombinedDrafter(Drafter):
         tree = self._joined() if asked else TokenTree.chain(self._last_token)
         if tree.drafted:
             drafted = (member for member in self._in_order() if asked[member].tree.drafted)
-            self._speaking = tuple(member.drafter.name for member in drafted)
+            self._contributors = tuple(member.drafter.name for member in drafted)
         self._proposed_at = self._clock()
         return tree
 
@@ -172,13 +174,13 @@ class CombinedDrafter(Drafter):
             if levels > member.refused_levels:
                 member.probe.paid()
             elif member.probe.due(self._cost(member, 1) + self._curve(2) - 1.0):
-                member.drafter.dare()
+                member.force_draft()
             return self._read(member)
         # Beside guesses of others a try would cost what those bring.
         if sum(self._said().reached) > _WORTH_WAITING:
             return False
         # What seems to be nearly worth it loses next to nothing when it is tried.
-        depth, rows = (1, 1) if member.drafter.adapts else (None, round(member.record.rows.value))
+        depth, rows = (1, 1) if member.drafter.chooses_length else (None, round(member.record.rows.value))
         price = max(1.0 - gain, 0.0) * (self._cost(member, depth) + self._curve(1 + rows))
         price += self._entrance(member)
         if member.probe.rare and price * self._plain_seconds.value > self._may_try():
@@ -186,7 +188,7 @@ class CombinedDrafter(Drafter):
         if not member.probe.due(price):
             return False
         member.record.doubt()
-        member.drafter.dare()
+        member.force_draft()
         return self._read(member)
 
     def _entrance(self, member: DrafterStats) -> float:
@@ -203,17 +205,17 @@ class CombinedDrafter(Drafter):
         """Let a drafter read what it has to; False while that may not be paid for."""
         tokens = self._to_read(member)
         if not tokens:
-            return not member.drafter.unread
+            return not member.pending_tokens
         started = self._clock()
-        member.drafter.read(tokens)
+        member.prefill(tokens)
         seconds = self._clock() - started
-        self.read_seconds += seconds
+        self.prefill_seconds += seconds
         member.has_read(tokens, seconds)
         return True
 
     def _to_read(self, member: DrafterStats) -> int:
         """So many tokens it would read now: 0 where there is nothing to, or what may be lost forbids it."""
-        unread, whole = member.drafter.unread, member.drafter.unread_whole
+        unread, whole = member.pending_tokens, member.full_pending_tokens
         most, each = self._may_lose(), member.reading_seconds(self._plain_seconds.value)
         if most == inf or not whole:
             return whole
@@ -289,7 +291,7 @@ class CombinedDrafter(Drafter):
                 self._limits.max_width,
                 self._can_branch,
             )
-            for levels in (_LENGTHS if member.drafter.adapts else (usual,))
+            for levels in (_LENGTHS if member.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
         return best / said.worth(self._curve)
@@ -315,9 +317,9 @@ class CombinedDrafter(Drafter):
     def note(self) -> str:
         return "; ".join(note for drafter in self.parts if (note := drafter.note()))
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         for drafter in self.parts:
-            drafter.interrupt(wanted)
+            drafter.interrupt(enabled)
 
     def close(self) -> None:
         for drafter in self.parts:

@@ -11,16 +11,16 @@ from edgespec.auto.backoff import Backoff
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.explanation import DraftingStatus
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import ControllerReport, LossLimit, LossLimits
+from edgespec.auto.loss_limit import LossLimit, LossLimits
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["AutoConfig", "AutoController"]
+__all__ = ["AutoConfig", "AutoController", "ControllerReport"]
 
 # After so many tokens without a plain step what one takes is measured again.
 _REFRESH_TOKENS = 96
@@ -59,6 +59,24 @@ class AutoConfig:
     grows: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ControllerReport:
+    """How a reply stands. plain_seconds: of a plain round now. credit_seconds: gained, less what was spent.
+
+    worst_loss: the agreed bound, as a share of the plain time. speed_up: over plain decoding, by what plain
+    rounds took; uncertainty: of that, one standard error. drafters: those that guess, beyond a try now and
+    then. reason: in one line.
+    """
+
+    target_step_seconds: float
+    credit_seconds: float
+    worst_loss: float
+    speed_up: float
+    uncertainty: float
+    drafters: tuple[str, ...]
+    reason: str
+
+
 class AutoController(Drafter):
     """Asks a drafter in those rounds only in which the ledger can bear the worst of it.
 
@@ -72,7 +90,7 @@ class AutoController(Drafter):
     passes cost and whether asking pays are found out for each number of them.
     """
 
-    adapts = True
+    chooses_length = True
 
     def __init__(
         self,
@@ -130,8 +148,8 @@ class AutoController(Drafter):
         return self.ledger.may_lose_seconds(self.plain_seconds)
 
     @property
-    def extra(self) -> Extra:
-        return self._drafter.extra
+    def memory_use(self) -> MemoryUse:
+        return self._drafter.memory_use
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
@@ -177,7 +195,7 @@ class AutoController(Drafter):
             self._asked_rounds += 1
             tree = self._cut(self._drafter.propose_within(sampler, acceptance, length, levels))
             if tree.drafted:
-                self._spoke |= dict.fromkeys(self._drafter.speaking)
+                self._spoke |= dict.fromkeys(self._drafter.contributors)
         self._proposed = self._clock()
         return tree
 
@@ -239,7 +257,7 @@ class AutoController(Drafter):
         """
         most = self.may_lose_seconds - (self._clock() - self._started)
         rows = tree.width
-        while rows > 1 and tree.laws[rows - 1] is None and self._worst_extra(rows) > most:
+        while rows > 1 and tree.draft_probs[rows - 1] is None and self._worst_extra(rows) > most:
             rows -= 1
         return tree.pruned(1 << 62, 1 << 30, rows)
 
@@ -265,7 +283,7 @@ class AutoController(Drafter):
         """The round emitted so many tokens and took so long."""
         plain, asking = self.plain_seconds, self._proposed - self._started
         # What was read serves rounds to come, and says nothing of this one.
-        reading = self._drafter.read_seconds if self._asked else 0.0
+        reading = self._drafter.prefill_seconds if self._asked else 0.0
         expected = self.costs.seconds(self._width)
         # A pass during which a reply began or ended says nothing.
         disturbed = self._count_replies() != self._replies
@@ -313,7 +331,7 @@ class AutoController(Drafter):
         usual = known.value if known.count else _UNKNOWN_LEVEL * self.costs.plain_seconds
         self._worst_level_seconds = max(worst_seconds, usual)
 
-    def account(self) -> ControllerReport:
+    def report(self) -> ControllerReport:
         """How the reply stands."""
         plain, ledger = self.plain_seconds, self.ledger
         plainly = max(ledger.tokens, 1) * plain
@@ -351,8 +369,8 @@ class AutoController(Drafter):
         trouble = self._notes.notice if self._notes else ""
         return "; ".join(filter(None, (self._drafter.note(), trouble)))
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()
@@ -364,7 +382,7 @@ class AutoController(Drafter):
             return
         try:
             self.costs.restore(kept)
-            self._drafter.restore(kept)
+            self._drafter.restore_statistics(kept)
             self._patiences[1].restore(kept)
         except (KeyError, ValueError, TypeError):
             notes.notice = "what was found out about this pair is not readable; it is found out again"
@@ -372,5 +390,7 @@ class AutoController(Drafter):
     def keep(self) -> None:
         """Save what was found out, for another run; after a reply, now and then."""
         if self._notes:
-            self._notes.save({**self.costs.kept(), **self._drafter.kept(), **self._patiences[1].kept()})
+            self._notes.save(
+                {**self.costs.kept(), **self._drafter.saved_statistics(), **self._patiences[1].kept()}
+            )
             self._saved_at = self._clock()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgespec.auto.acceptance_stats import AcceptanceStats
 from edgespec.auto.retry_schedule import RetrySchedule
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.tree import TokenTree
 
@@ -31,7 +31,8 @@ class DrafterStats:
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.record = AcceptanceStats(drafter.lookup)
+        self._budgeted = drafter if isinstance(drafter, BudgetedDrafter) else None
+        self.record = AcceptanceStats(drafter.is_lookup)
         self.probe = RetrySchedule()
         # Asked for so many levels it found that none would pay; to guess so few it has to be dared.
         self.refused_levels = 0
@@ -42,6 +43,26 @@ class DrafterStats:
         # Seconds of reading a token.
         self._reading = RunningMean()
 
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens that the drafter must prefill before its next draft."""
+        return self._budgeted.pending_tokens if self._budgeted else 0
+
+    @property
+    def full_pending_tokens(self) -> int:
+        """Tokens to prefill so that the drafter sees the whole sequence."""
+        return self._budgeted.full_pending_tokens if self._budgeted else 0
+
+    def prefill(self, max_tokens: int) -> None:
+        """Prefill pending tokens; see `BudgetedDrafter.prefill`."""
+        if self._budgeted:
+            self._budgeted.prefill(max_tokens)
+
+    def force_draft(self) -> None:
+        """Make a short draft in the next round; see `BudgetedDrafter.force_draft`."""
+        if self._budgeted:
+            self._budgeted.force_draft()
+
     def begin(self, tokens: Sequence[int]) -> None:
         """A text begins, of which it has read nothing."""
         self.has_entered = False
@@ -50,12 +71,12 @@ class DrafterStats:
     def asked(self, said: TokenTree, levels: int, seconds: float) -> None:
         """Asked for so many levels it said this, which took so long."""
         self.record.asked(said, seconds)
-        self.refused_levels = levels if self.drafter.adapts and not said.drafted else 0
+        self.refused_levels = levels if self.drafter.chooses_length and not said.drafted else 0
 
     @property
     def lookup(self) -> bool:
         """Whether its guesses cost no passes of a model."""
-        return self.drafter.lookup
+        return self.drafter.is_lookup
 
     @property
     def measured(self) -> bool:
@@ -76,7 +97,7 @@ class DrafterStats:
     def cost(self, plain_seconds: float, levels: int | None = None) -> float:
         """What a draft of so many levels costs, or its usual one, in plain steps."""
         drafting = self.record.seconds.value if levels is None else levels * self.record.level_seconds
-        reading = self.drafter.unread * self.reading_seconds(plain_seconds) / _HORIZON
+        reading = self.pending_tokens * self.reading_seconds(plain_seconds) / _HORIZON
         return (drafting + reading) / plain_seconds
 
     def reading_seconds(self, plain_seconds: float) -> float:
@@ -93,7 +114,7 @@ class DrafterStats:
         parts: dict[str, Mapping[str, NDArray[Any]]] = {
             f"record.{kind}": record.kept() for kind, record in self._by_kind.items()
         }
-        parts["own"] = self.drafter.kept()
+        parts["own"] = self._budgeted.saved_statistics() if self._budgeted else {}
         parts["asking"] = {"reading": self._reading.kept()}
         parts["wait"] = {kind: probe.kept() for kind, probe in self._probes.items()}
         name = self.drafter.name
@@ -102,7 +123,8 @@ class DrafterStats:
     def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
         """Go on from what was kept. Raises KeyError, ValueError."""
         mine = _part(kept, f"{self.drafter.name}.")
-        self.drafter.restore(_part(mine, "own."))
+        if self._budgeted:
+            self._budgeted.restore_statistics(_part(mine, "own."))
         self._reading.restore(mine["asking.reading"])
         for kind, waited in _part(mine, "wait.").items():
             self._probes[kind] = RetrySchedule()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ControllerReport", "LossLimit", "LossLimits"]
+__all__ = ["LossLimit", "LossLimits"]
 
 # Tries may take this share of a reply's plain time beside what it may lose in any case.
 _TRYING_RATE = 0.01
@@ -75,21 +75,3 @@ class LossLimit:
     def worst_loss(self) -> float:
         """The most that this reply may take beyond plain decoding, as a share of the latter's time."""
         return self.terms.rate + self.terms.steps / max(self.tokens, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerReport:
-    """How a reply stands. plain_seconds: of a plain round now. credit_seconds: gained, less what was spent.
-
-    worst_loss: the agreed bound, as a share of the plain time. speed_up: over plain decoding, by what plain
-    rounds took; uncertainty: of that, one standard error. drafters: those that guess, beyond a try now and
-    then. reason: in one line.
-    """
-
-    plain_seconds: float
-    credit_seconds: float
-    worst_loss: float
-    speed_up: float
-    uncertainty: float
-    drafters: tuple[str, ...]
-    reason: str

@@ -34,10 +34,10 @@ def merged(trees: Sequence[TokenTree]) -> Merged:
         return Merged(only, tuple(tuple(range(tree.width)) for tree in trees))
     built = TreeBuilder(trees[0].tokens[:1])
     places: list[list[int]] = [[0] for _ in trees]
-    for i in sorted(range(len(trees)), key=lambda i: all(law is None for law in trees[i].laws)):
+    for i in sorted(range(len(trees)), key=lambda i: all(law is None for law in trees[i].draft_probs)):
         tree = trees[i]
         for node in range(1, tree.width):
-            parent, token, law = places[i][tree.parents[node]], tree.tokens[node], tree.laws[node]
+            parent, token, law = places[i][tree.parents[node]], tree.tokens[node], tree.draft_probs[node]
             known = built.child(parent, token) if law is None else None
             places[i].append(built.add(parent, token, law) if known is None else known)
     return Merged(built.tree(), tuple(tuple(place) for place in places))

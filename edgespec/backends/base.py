@@ -1,4 +1,4 @@
-"""The Protocol of a model that a backend has loaded: a target, or the model behind a drafter."""
+"""The Protocol of a loaded model, and the dataclasses that describe how it is loaded and what it can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 
 __all__ = [
-    "MOST_PADDING",
+    "MAX_VOCAB_PADDING",
     "Capabilities",
     "EarlyExit",
     "LanguageModel",
@@ -24,18 +24,18 @@ __all__ = [
     "Vocabulary",
 ]
 
-# So many tokens more at the end of a vocabulary are padding of an embedding table, and no difference.
-MOST_PADDING = 1024
+# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end. Chosen.
+MAX_VOCAB_PADDING = 1024
 
-# Called with (what, fraction from 0 to 1); False asks for a stop.
+# Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
 Progress = Callable[[str, float], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyExit:
-    """Draft with the layers below `exit_layer`, the final norm and the head (LayerSkip, arXiv 2404.16710).
+    """Self-drafting with the layers below `exit_layer` and the LM head (LayerSkip, arXiv 2404.16710).
 
-    What those layers computed is not computed again when the target verifies.
+    The verify pass reuses the hidden states that these layers computed.
     """
 
     exit_layer: int
@@ -43,11 +43,13 @@ class EarlyExit:
 
 @dataclass(frozen=True, slots=True)
 class LowBit:
-    """Draft with the same weights at fewer bits on the target's keys and values (QSpec, arXiv 2410.11305).
+    """Self-drafting with the target's weights at fewer bits, on its KV cache (QSpec, arXiv 2410.11305).
 
-    copy: the file of a copy with fewer bits; None where the loaded weights hold both precisions.
-    sink_tokens, window_tokens: look at the first few and this many last tokens only (MagicDec,
-    arXiv 2408.11049); a window of None looks at everything.
+    Attributes:
+        copy: Path of a copy of the model at fewer bits. None if the loaded weights hold both precisions.
+        sink_tokens: First tokens that the sparse attention window always includes (MagicDec,
+            arXiv 2408.11049).
+        window_tokens: Last tokens in the attention window. None attends to the whole context.
     """
 
     copy: str | None = None
@@ -57,7 +59,7 @@ class LowBit:
 
 @dataclass(frozen=True, slots=True)
 class SkippedLayers:
-    """Draft without some layers, on the target's own keys and values (SWIFT, arXiv 2410.06916)."""
+    """Self-drafting without some of the layers, on the target's KV cache (SWIFT, arXiv 2410.06916)."""
 
     layers: tuple[int, ...]
 
@@ -67,27 +69,37 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded.
+    """Options for loading one model.
 
-    context_tokens: the size of the KV cache; None takes the model's default. context_for: that size, given
-    the tokens that the model was trained for (0: unknown), where it depends on them. first_tokens: the size
-    to begin with, where `resize` is to make more of it when it is needed; None makes all of it at once.
-    gpu_layers: layers put on an accelerator; None puts all there that the backend can.
-    kv_type: of keys and values, such as `f16` or `q8_0`, or of each: `q8_0/f16`; `auto`: the backend's.
-    flash_attention: `auto`, `on` or `off`.
-    max_branches: how many leaves a token tree may have.
-    memory_bytes: what weights and cache of this model may take together; None is no limit of ours.
-    rows: so many rows of a pass are to have logits at most; None: as many as the backend makes passes wide.
-    draft: it is to draft: `auto` choices need not care how exactly its passes round.
-    adapter: a folder with a LoRA or DoRA adapter to put on the weights.
-    exact: `auto` choices take what lets passes of all widths agree to the bit, whatever that costs.
-    low_bits: be ready to draft at fewer bits (`LowBit` without a copy); plain decoding then uses the same
-    split weights that verification does.
+    Attributes:
+        context_tokens: Size of the KV cache. None uses the model's default.
+        choose_context_tokens: Function that maps the trained context (0 if unknown) to the size of the KV
+            cache. Takes precedence over `context_tokens`.
+        initial_context_tokens: Size of the KV cache at load, if `resize` will enlarge it later. None
+            allocates the full size at load.
+        threads: CPU threads. None lets the backend choose.
+        gpu_layers: Layers to offload to a GPU. None offloads as many as the backend can.
+        kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
+            separately. `auto` uses the backend's choice.
+        flash_attention: `auto`, `on` or `off`.
+        mmap: Map the weight file into memory instead of reading it.
+        mlock: Lock the weights in memory.
+        batch_tokens: Tokens per prefill batch.
+        max_branches: Maximum number of leaves of a token tree.
+        memory_bytes: Limit for weights and KV cache together. None sets no limit.
+        max_logit_rows: Maximum number of rows of a pass that need logits. None allows as many as the
+            widest pass has.
+        is_draft: The model will draft. Its `auto` settings may then prefer speed over exact rounding.
+        adapter: Folder of a LoRA or DoRA adapter to apply to the weights.
+        exact: Make `auto` settings choose kernels whose logits are bit-identical at all widths, even if
+            they are slower.
+        low_bits: Prepare for `LowBit` self-drafting without a copy. Plain decoding then uses the same split
+            weights as verification.
     """
 
     context_tokens: int | None = None
-    context_for: Callable[[int], int] | None = None
-    first_tokens: int | None = None
+    choose_context_tokens: Callable[[int], int] | None = None
+    initial_context_tokens: int | None = None
     threads: int | None = None
     gpu_layers: int | None = None
     kv_type: str = "auto"
@@ -97,8 +109,8 @@ class LoadOptions:
     batch_tokens: int = 512
     max_branches: int = 8
     memory_bytes: int | None = None
-    rows: int | None = None
-    draft: bool = False
+    max_logit_rows: int | None = None
+    is_draft: bool = False
     adapter: str | None = None
     exact: bool = False
     low_bits: bool = False
@@ -106,21 +118,25 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a loaded model can do, checked at load and not promised.
+    """Features of a loaded model. The backend tests each of them at load time.
 
-    rollback: cached tokens can be taken back exactly; without it nothing can be drafted.
-    cuts: they can be taken back to any of them, at once; otherwise `truncate` may keep fewer than asked.
-    tree: a pass may hold branches.
-    reason: one line that says why something is missing; empty when nothing is.
-    max_width, max_branches: the most rows, and the most leaves of a tree, that one pass takes.
-    taps: hidden states between its layers can be read.
-    self_drafts: the ways of `self_draft` that were tried at load and are exact: `layerskip` (EarlyExit),
-    `lowbit` (LowBit), `swift` (SkippedLayers; such a model is Skippable).
-    learns: as a draft it can be adapted to what a target says (such a model is Trainable).
-    exact: it is held to passes that give the logits of single steps to the last bit, see `agreement`.
-    continues: a text may be gone on from however it came into the cache: what follows is the same but for
-    rounding, and where `exact` to the bit. Where False, it is the same to the bit only if the text is read in
-    the same passes from its beginning, and what was written is read again (`memory.cached` does so).
+    Attributes:
+        rollback: Cached tokens can be removed exactly. Speculative decoding needs this.
+        tree: A verify pass may hold branches.
+        reason: One line that explains a missing feature. Empty if nothing is missing.
+        max_width: Maximum number of rows of a verify pass.
+        max_branches: Maximum number of leaves of a token tree.
+        hidden_states: The hidden states between layers can be read.
+        self_draft_methods: The exact ways of `self_draft`: `layerskip` (EarlyExit), `lowbit` (LowBit) and
+            `swift` (SkippedLayers, for a `Skippable` model).
+        trainable: The model can be adapted as a draft by online training. It then is a `Trainable`.
+        partial_truncate: `truncate` and `snapshot` work at every token. Otherwise `truncate` may keep
+            fewer tokens than requested.
+        exact: The model is restricted to passes whose logits are bit-identical to single-token passes. See
+            `bit_exactness`.
+        prefix_reuse_exact: The logits after a cached prefix do not depend on how the prefix was computed,
+            apart from rounding; with `exact` they are bit-identical. If False, bit-identical logits need
+            a prefill from the start in the same batches, generated tokens included.
     """
 
     rollback: bool
@@ -128,22 +144,41 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
-    taps: bool = False
-    self_drafts: frozenset[str] = frozenset()
-    learns: bool = False
-    cuts: bool = True
+    hidden_states: bool = False
+    self_draft_methods: frozenset[str] = frozenset()
+    trainable: bool = False
+    partial_truncate: bool = True
     exact: bool = False
-    continues: bool = True
+    prefix_reuse_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known about a loaded model. Sizes in bytes and tokens.
+    """Properties of a loaded model.
 
-    kv_bytes: all that is remembered of past tokens: keys, values, recurrent states and copies of them.
-    rollback: in words, how tokens are taken back. context_tokens, kv_bytes: as the context is now.
-    grows_to_tokens, grown_kv_bytes: as it was asked for, where it was made smaller at first; else 0.
-    cache_form: in words, what of its cache depends on more than the model and its options.
+    Attributes:
+        name: Name for messages and reports.
+        path: Path of the model file or folder.
+        architecture: Architecture name from the metadata, such as `llama`.
+        description: One line for people: architecture, size and quantisation.
+        parameters: Number of weights.
+        file_bytes: Size of the model on disk.
+        weight_bytes: Memory of the loaded weights.
+        kv_bytes: Memory of all cached state at the present context size: keys, values, recurrent states
+            and their checkpoints.
+        quantisation: Quantisation name, such as `Q4_K_M`.
+        trained_context_tokens: Context that the model was trained for. 0 if unknown.
+        context_tokens: Present size of the context.
+        vocab_size: Number of token ids.
+        chat_template: The model has a chat template.
+        capabilities: Features of the model.
+        notice: A warning to show to the user. Empty if there is none.
+        rollback: Description of how rejected tokens are removed from the cache.
+        requested_context_tokens: Context size that `resize` can reach, if the context was loaded smaller.
+            0 otherwise.
+        requested_kv_bytes: `kv_bytes` at that size. 0 otherwise.
+        cache_variant: Properties of the KV cache that model and options do not determine. Saved caches are
+            only valid for the same variant.
     """
 
     name: str
@@ -162,26 +197,29 @@ class ModelFacts:
     capabilities: Capabilities
     notice: str = ""
     rollback: str = ""
-    grows_to_tokens: int = 0
-    grown_kv_bytes: int = 0
-    cache_form: str = ""
+    requested_context_tokens: int = 0
+    requested_kv_bytes: int = 0
+    cache_variant: str = ""
 
     @property
     def max_context_tokens(self) -> int:
-        """How large the context is to become, if it has to."""
-        return max(self.grows_to_tokens, self.context_tokens)
+        """The largest size that the context may reach."""
+        return max(self.requested_context_tokens, self.context_tokens)
 
     @property
-    def most_kv_bytes(self) -> int:
-        """`kv_bytes` by then."""
-        return max(self.grown_kv_bytes, self.kv_bytes)
+    def max_kv_bytes(self) -> int:
+        """`kv_bytes` at the largest context size."""
+        return max(self.requested_kv_bytes, self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The cache of a model at one moment, to be restored into the same model.
+    """A copy of a model's cache, which can be restored into the same model.
 
-    length: the tokens the cache held. start: how many of the first are not in here.
+    Attributes:
+        length: End of the copied range: the number of tokens in the cache when it was copied.
+        data: The cached state in the backend's own format.
+        start: First copied token. Tokens before `start` are not part of the copy.
     """
 
     length: int
@@ -190,35 +228,41 @@ class Snapshot:
 
 
 class Vocabulary(Protocol):
-    """The tokens of a model and the way to and from text."""
+    """The tokenizer of a model."""
 
     size: int
     chat_template: str | None
-    start_text: str
-    end_text: str
+    bos_text: str
+    eos_text: str
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Text to tokens. `special`: control tokens written in the text count as such.
+        """Convert text to token ids.
 
-        `start`: put the model's start token first if it wants one.
+        Args:
+            text: The text.
+            special: Parse control tokens that are written out in the text.
+            start: Prepend the BOS token if the model uses one.
         """
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to the text; control tokens add none."""
+        """Return the bytes that a token adds to the text. Control tokens add none."""
 
     def raw_piece(self, token: int) -> bytes:
-        """The token as it stands in the vocabulary, control tokens included."""
+        """Return the token's entry in the vocabulary, control tokens included."""
 
     def is_end(self, token: int) -> bool:
-        """True for tokens that end a reply."""
+        """Return True for tokens that end a reply (EOS, EOT)."""
 
 
 class LanguageModel(Protocol):
     """A loaded model with one KV cache.
 
-    The cache holds `length` tokens. `verify` puts a tree after them for the time of a round; `commit`
-    keeps one path of it. Every method but `interrupt` belongs to one thread. After `close`, every call
-    raises ClosedError; closing again does nothing.
+    Invariants:
+
+    - The cache holds `length` tokens. `verify` opens a round and appends a token tree temporarily;
+      `commit` keeps one path of the tree and ends the round.
+    - All methods but `interrupt` must be called from one thread.
+    - After `close`, every call raises ClosedError. Closing twice is allowed.
     """
 
     facts: ModelFacts
@@ -226,93 +270,120 @@ class LanguageModel(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens in the cache."""
+        """Number of tokens in the cache."""
 
     @property
-    def room(self) -> int:
-        """How many more tokens the context takes."""
+    def free_tokens(self) -> int:
+        """Number of tokens that still fit into the context."""
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.
 
-        Raises ContextFullError when they do not fit (the cache is as before), CancelledError after
-        `interrupt` (the cache holds what was done; see `length`).
+        Args:
+            tokens: The tokens to append.
+            progress: Called after each batch. It cancels by returning False.
+
+        Raises:
+            ContextFullError: The tokens do not fit. The cache is unchanged.
+            CancelledError: `interrupt` or `progress` stopped the prefill. The cache keeps the `length`
+                tokens that were processed.
         """
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
-        """Run nodes `first` and up of a tree after the cache; row i of the logits follows node first + i.
+        """Run the nodes of a token tree after the cached tokens and return their logits.
 
-        With `first` > 0 the nodes before it were run by earlier calls of this round, so that a drafter
-        can grow its tree level by level. The logits are valid until the next pass.
-        Raises ContextFullError, CapabilityError (branches the model cannot hold) and CancelledError;
-        after any of them the cache is as before the round.
+        Args:
+            tree: The tree. Its root is the last emitted token.
+            first: First node to run. Earlier calls of the same round must have run the nodes before it.
+                Drafters use this to grow a tree level by level.
+
+        Returns:
+            Logits whose row i follows node `first + i`. They are valid until the next pass.
+
+        Raises:
+            ContextFullError: The tree does not fit into the context.
+            CapabilityError: The model does not support branches or this width.
+            CancelledError: `interrupt` stopped the pass.
+            After each of them the cache is as before the round.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and the nodes of `path`, in order from the root; drop the rest of the round."""
+        """Keep the root and the nodes of `path` (ordered from the root), drop the others, end the round."""
 
     def truncate(self, length: int) -> None:
-        """Keep at most the first `length` cached tokens; see `length` for how many were kept.
+        """Keep at most the first `length` cached tokens and end the round.
 
-        Also ends the round: `truncate(length)` with the present length keeps every token. A memory that
-        can only go back to some of its moments keeps fewer, and none where it can go back to none.
+        `truncate(model.length)` drops an open round only. Recurrent models may keep fewer tokens than
+        requested, because they can only return to a checkpoint. Read `length` afterwards.
         """
 
-    def forget(self, start: int, end: int) -> None:
-        """Take tokens [start, end) out of the cache: what follows them moves down to their place.
+    def remove_range(self, start: int, end: int) -> None:
+        """Remove tokens [start, end) from the cache, move later tokens down, and end the round.
 
-        What follows was computed while they were there, and stays as it was but for its positions
-        (StreamingLLM, arXiv 2309.17453). Also ends the round. Raises CapabilityError where the memory
-        cannot do so; then nothing changed.
+        The later keys and values are not recomputed; only their positions change (StreamingLLM,
+        arXiv 2309.17453).
+
+        Raises:
+            CapabilityError: This cache does not support it. Nothing was changed.
         """
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """A copy of the cache, of tokens [start, end) where it `cuts` and else of all; ends the round."""
+        """Copy tokens [start, end) of the cache and end the round.
+
+        Without `partial_truncate` the copy always holds the whole cache.
+        """
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Make the cache what it was.
+        """Restore a copy of the cache.
 
-        A snapshot without its first tokens goes after these, the very `start` tokens the cache must hold.
-        BackendError when the snapshot is of another model or context; the cache then holds `start` tokens,
-        or none.
+        If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as the one
+        that was copied.
+
+        Raises:
+            BackendError: The snapshot belongs to another model or context. The cache then holds
+                `snapshot.start` tokens or none.
         """
 
     def resize(self, context_tokens: int) -> None:
-        """Make the context larger or smaller, and keep the cache exactly as it is; ends the round.
+        """Change the size of the context without changing the cached tokens, and end the round.
 
-        A backend may round up. Views of `self_draft` follow as far as memory allows. Raises ContextFullError
-        when the cache does not fit the new size, MemoryBudgetError when that does not fit the memory; the
-        cache is as before, but for earlier moments that a recurrent memory could have gone back to.
+        The backend may round the size up. Self-draft views are resized too, as far as memory allows.
+        Recurrent models may lose checkpoints, even if the call fails.
+
+        Raises:
+            ContextFullError: The cached tokens do not fit the new size. They are unchanged.
+            MemoryBudgetError: The new context exceeds the memory limit. The cached tokens are unchanged.
         """
 
-    def run_ahead(self, wanted: bool) -> None:
-        """A hint: whether the token after the next pass will be its best one, and run alone.
+    def run_ahead(self, enabled: bool) -> None:
+        """Hint that each next pass will run the most likely token alone.
 
-        A backend that computes in the background may then start that step before it is asked to. What
-        comes out is the same.
+        A backend that computes asynchronously may then start the next step early. Results do not change.
         """
 
-    def follow(self, draft: LanguageModel | None) -> None:
-        """A hint: chains that `draft` grows will be verified here as they stand; None takes it back.
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
+        """Hint that this model will verify the chains that `draft` proposes, unchanged. None ends this.
 
-        Where both compute in the background on one device, the pass may then be started before the last
-        guess has come back from it. What comes out is the same.
+        If both models compute asynchronously on one device, the verify pass may start before the last
+        drafted token is copied to the host. Results do not change.
         """
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
-        """This model as its own draft: a view that drafts on the target's memory.
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        """Return a view of this model that drafts on its KV cache.
 
-        The view's `length` is the target's. Its `verify` runs a round of its own, which the target's next
-        `verify`, `commit` or `truncate` ends, taking over what it can use; its own `prefill`, `commit`,
-        `truncate` and `close` leave the target as it is. One view drafts in a round.
-        Raises CapabilityError with the reason where this model cannot.
+        The view's `length` is the target's. The view's `verify` opens a round of its own. The target's next
+        `verify`, `commit` or `truncate` ends it and may reuse its results. The view's `prefill`, `commit`,
+        `truncate` and `close` do not change the target. Only one view may draft in a round.
+
+        Raises:
+            CapabilityError: The model does not support this method. The message explains why.
         """
 
-    def interrupt(self, wanted: bool) -> None:
-        """Stop the running pass and refuse new ones with CancelledError until called with False.
+    def interrupt(self, enabled: bool) -> None:
+        """Stop the running pass and reject new ones with CancelledError until called with False.
 
-        Safe from any thread.
+        May be called from any thread.
         """
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all memory of the model."""

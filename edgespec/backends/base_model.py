@@ -14,10 +14,10 @@ from edgespec.backends.memory_check import check_tokens_fit
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
 
-__all__ = ["MOST_PIECES", "BaseModel", "in_batches", "part_of"]
+__all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
 # Of so many tokens a vocabulary keeps at hand what they are in bytes: all there are would take tens of MiB.
-MOST_PIECES = 8192
+MAX_CACHED_PIECES = 8192
 
 
 def in_batches(
@@ -31,7 +31,7 @@ def in_batches(
             raise CancelledError("cancelled")
 
 
-def part_of(progress: Progress, begin: float, share: float) -> Progress:
+def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
     """The progress of a part of the work, which begins at `begin` of all and is `share` of it."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
@@ -49,16 +49,16 @@ class BaseModel(ABC):
         """See the Protocol."""
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return self.facts.context_tokens - self.length
 
-    def run_ahead(self, wanted: bool) -> None:  # noqa: B027
+    def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         """Nothing runs in the background."""
 
-    def follow(self, draft: LanguageModel | None) -> None:  # noqa: B027
+    def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
         """No pass is begun on guesses that are not there yet."""
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:  # noqa: ARG002
+    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         """Raises CapabilityError."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
@@ -70,7 +70,7 @@ class BaseModel(ABC):
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
         """The tokens [start, end) that a snapshot holds of those; all, of a memory that cannot be cut."""
-        if not self.facts.capabilities.cuts:
+        if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)
         return min(start, end), end

@@ -16,7 +16,7 @@ from edgespec.backends.base import Capabilities, LanguageModel, Progress
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
-__all__ = ["Agreement", "find_agreement", "held_to"]
+__all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
 # The longest draft that `auto` takes, and its root.
 _MOST_WIDTH = 17
@@ -34,7 +34,7 @@ _LAST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class BitExactPasses:
     """What gives the logits of single steps to the last bit, and leaves a cache that goes on giving them.
 
     width: passes of 2 to so many rows do; 1 where none does. branches: token trees of as many do, too.
@@ -46,7 +46,7 @@ class Agreement:
     reading: bool
 
 
-def find_agreement(model: LanguageModel, progress: Progress | None = None) -> Agreement:
+def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None) -> BitExactPasses:
     """Try passes of a model after some hundred tokens and after a few; its cache is empty afterwards.
 
     It takes two or three readings of some hundred tokens, and about 100 single steps (of a small model 200)
@@ -61,10 +61,10 @@ def find_agreement(model: LanguageModel, progress: Progress | None = None) -> Ag
     try:
         for i, depth in enumerate(_DEPTHS):
             model.truncate(0)
-            count = min(count, max(_STEPS, model.room - depth - _LAST))
-            depth = min(depth, model.room - count - _LAST)
+            count = min(count, max(_STEPS, model.free_tokens - depth - _LAST))
+            depth = min(depth, model.free_tokens - count - _LAST)
             if depth < 1:
-                return Agreement(1, False, False)
+                return BitExactPasses(1, False, False)
             _tell(progress, i / len(_DEPTHS))
             trial = _Trial(model, depth, count)
             reading = reading and trial.reading_agrees()
@@ -75,7 +75,7 @@ def find_agreement(model: LanguageModel, progress: Progress | None = None) -> Ag
     finally:
         model.truncate(0)
     # Of what rounds otherwise in every wider pass a trial may see nothing where a cache rounds it away.
-    return Agreement(width, branches, reading and (width > 1 or not able.rollback))
+    return BitExactPasses(width, branches, reading and (width > 1 or not able.rollback))
 
 
 def _tell(progress: Progress | None, fraction: float) -> None:
@@ -167,23 +167,25 @@ class _Trial:
         return False
 
 
-def held_to(able: Capabilities, found: Agreement) -> Capabilities:
+def restricted_to(able: Capabilities, found: BitExactPasses) -> Capabilities:
     """What a model can do where only passes that agree to the bit are wanted.
 
     Memories that take tokens back by running some again, and drafts on the target's own memory, run passes
     of any width: those are left only where that makes no difference. Where nothing may be guessed no pass has
     two rows, not even one that begins with what is run again.
     """
-    width = found.width if found.reading or able.cuts else 1
-    exact = replace(able, exact=True, continues=found.reading)
+    width = found.width if found.reading or able.partial_truncate else 1
+    exact = replace(able, exact=True, prefix_reuse_exact=found.reading)
     if not able.rollback:
         return exact
     if width == 1:
         why = "no wider pass of it gives the very logits of single steps, and --exact was asked for"
-        return replace(exact, rollback=False, tree=False, reason=why, max_width=1, self_drafts=frozenset())
+        return replace(
+            exact, rollback=False, tree=False, reason=why, max_width=1, self_draft_methods=frozenset()
+        )
     return replace(
         exact,
         max_width=width,
         tree=able.tree and found.branches,
-        self_drafts=able.self_drafts if found.reading else frozenset(),
+        self_draft_methods=able.self_draft_methods if found.reading else frozenset(),
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from edgespec.errors import ModelFileError
 
-__all__ = ["CutShort", "GgufHeader", "GgufTensor", "Texts", "parse_header", "read_header"]
+__all__ = ["GgufHeader", "GgufTensor", "Texts", "TruncatedHeader", "parse_header", "read_header"]
 
 # Headers hold a vocabulary: some megabytes, hardly ever more than 32.
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 29
@@ -34,7 +34,7 @@ _DTYPES = {
 _LENGTH = struct.Struct("<Q")
 
 
-class CutShort(ValueError):
+class TruncatedHeader(ValueError):
     """The bytes end before the header does."""
 
 
@@ -95,7 +95,7 @@ class GgufHeader:
         said = self.metadata.get("general.architecture", "")
         return said if isinstance(said, str) else ""
 
-    def of_architecture(self, key: str, default: Any = None) -> Any:
+    def architecture_value(self, key: str, default: Any = None) -> Any:
         """The value of `ARCHITECTURE.key`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
@@ -109,7 +109,7 @@ def read_header(path: Path) -> GgufHeader:
                 data += file.read(wanted - len(data))
                 try:
                     return parse_header(data)
-                except CutShort:
+                except TruncatedHeader:
                     # Few headers are this long, and to parse one again from the front takes little.
                     if len(data) < wanted or wanted >= _MOST_BYTES:
                         raise
@@ -123,7 +123,7 @@ def read_header(path: Path) -> GgufHeader:
 def parse_header(data: bytes) -> GgufHeader:
     """The header that `data` begins with.
 
-    Raises CutShort where more bytes are needed, ValueError where they would not help.
+    Raises TruncatedHeader where more bytes are needed, ValueError where they would not help.
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
@@ -145,7 +145,7 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 class _Reader:
-    """Takes values off the front of some bytes. Raises CutShort where they end."""
+    """Takes values off the front of some bytes. Raises TruncatedHeader where they end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -192,7 +192,7 @@ class _Reader:
         for _ in range(count):
             length = length_at(data, begin - 8)[0] if begin <= end else end
             if begin + length > end:
-                raise CutShort("it ends in a list of texts")
+                raise TruncatedHeader("it ends in a list of texts")
             begin += length + 8
             begins.append(begin)
         self.at = begin - 8
@@ -202,5 +202,5 @@ class _Reader:
         begin = self.at
         self.at += count
         if self.at > len(self._data):
-            raise CutShort(f"it ends after {len(self._data):,} bytes")
+            raise TruncatedHeader(f"it ends after {len(self._data):,} bytes")
         return self._data[begin : self.at]

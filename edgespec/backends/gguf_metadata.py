@@ -68,8 +68,8 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         bytes_of += _tensor_bytes(one, size_bytes, part)
         tensors += one.tensors
     said = header.metadata
-    experts = _number(header.of_architecture("expert_count"))
-    used = _number(header.of_architecture("expert_used_count"))
+    experts = _number(header.architecture_value("expert_count"))
+    used = _number(header.architecture_value("expert_used_count"))
     tokens = tokens_of_header(header)
     return ModelInfo(
         kind=_kind(header),
@@ -80,7 +80,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         size_bytes=sum(sizes),
         pass_bytes=_pass_bytes(bytes_of, used / experts if experts and used else 1.0),
         kv_bytes=_kv_bytes(header),
-        context_tokens=_number(header.of_architecture("context_length")),
+        context_tokens=_number(header.architecture_value("context_length")),
         vocab_size=len(tokens.tokens) if tokens else 0,
         vocabulary=tokens.digest() if tokens else "",
         chat_template=bool(_text(said.get("tokenizer.chat_template"))),
@@ -101,13 +101,13 @@ def _kind(header: GgufHeader) -> Kind:
         return "embedding"
     if header.architecture in _HEADS:
         return "head"
-    return "model" if header.architecture and header.of_architecture("block_count") else "other"
+    return "model" if header.architecture and header.architecture_value("block_count") else "other"
 
 
 def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
-    layers = _number(header.of_architecture("nextn_predict_layers"))
+    layers = _number(header.architecture_value("nextn_predict_layers"))
     # Converters may leave the layers out and keep the number.
     there = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and there else []
@@ -142,14 +142,14 @@ def _pass_bytes(bytes_of: Sequence[tuple[str, int]], experts_share: float) -> in
 
 
 def _kv_bytes(header: GgufHeader) -> int:
-    layers = _number(header.of_architecture("block_count"))
-    heads = header.of_architecture("attention.head_count")
+    layers = _number(header.architecture_value("block_count"))
+    heads = header.architecture_value("attention.head_count")
     first_head = _number(heads[0] if isinstance(heads, np.ndarray) and len(heads) else heads)
-    of_keys = header.of_architecture("attention.head_count_kv", heads)
+    of_keys = header.architecture_value("attention.head_count_kv", heads)
     all_heads = int(of_keys.sum()) if isinstance(of_keys, np.ndarray) else _number(of_keys) * layers
-    size = _number(header.of_architecture("embedding_length")) // first_head if first_head else 0
-    key = _number(header.of_architecture("attention.key_length")) or size
-    value = _number(header.of_architecture("attention.value_length")) or size
+    size = _number(header.architecture_value("embedding_length")) // first_head if first_head else 0
+    key = _number(header.architecture_value("attention.key_length")) or size
+    value = _number(header.architecture_value("attention.value_length")) or size
     return all_heads * (key + value) * _F16_BYTES
 
 

@@ -10,12 +10,12 @@ from edgespec.files import format_bytes
 
 __all__ = [
     "BLOCK_TOKENS",
-    "begun_with",
-    "cache_too_large",
+    "cache_too_large_error",
     "check_tokens_fit",
     "check_weights_fit",
-    "context_wanted",
-    "in_blocks",
+    "initial_context",
+    "requested_context",
+    "round_up_to_block",
 ]
 
 _USUAL_CONTEXT_TOKENS = 8192
@@ -23,7 +23,7 @@ _USUAL_CONTEXT_TOKENS = 8192
 BLOCK_TOKENS = 256
 
 
-def in_blocks(tokens: int) -> int:
+def round_up_to_block(tokens: int) -> int:
     """So many tokens in whole blocks: asked for less, a library would round up by itself."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
@@ -35,27 +35,30 @@ class _Limited(Protocol):
     def length(self) -> int: ...
 
     @property
-    def room(self) -> int: ...
+    def free_tokens(self) -> int: ...
 
 
-def begun_with(whole_tokens: int, first_tokens: int, longrope_switch_tokens: int) -> int:
-    """The size that a context begins with, `first_tokens` where it may, to become as large as the whole.
+def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_switch_tokens: int) -> int:
+    """Return the context size to allocate at load, in tokens.
 
-    longrope_switch_tokens: contexts larger than this remember otherwise, so that none may come to be;
-    0 where all remember alike.
+    Args:
+        whole_tokens: The size that the context may grow to.
+        initial_context_tokens: The preferred initial size.
+        longrope_switch_tokens: Contexts above this size use other LongRoPE factors, so a context that grows
+            beyond it must start beyond it. 0 if all sizes are alike.
     """
     if longrope_switch_tokens < whole_tokens:
-        first_tokens = max(first_tokens, longrope_switch_tokens + 1)
-    return min(whole_tokens, in_blocks(first_tokens))
+        initial_context_tokens = max(initial_context_tokens, longrope_switch_tokens + 1)
+    return min(whole_tokens, round_up_to_block(initial_context_tokens))
 
 
-def context_wanted(options: LoadOptions, trained_tokens: int) -> int:
+def requested_context(options: LoadOptions, trained_tokens: int) -> int:
     """How many tokens of context to make: those asked for, or the usual number, if trained for as many.
 
     trained_tokens: 0 where the model does not say.
     """
-    if options.context_for:
-        return options.context_for(trained_tokens)
+    if options.choose_context_tokens:
+        return options.choose_context_tokens(trained_tokens)
     return options.context_tokens or min(trained_tokens or _USUAL_CONTEXT_TOKENS, _USUAL_CONTEXT_TOKENS)
 
 
@@ -71,14 +74,14 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
 
 def check_tokens_fit(model: _Limited, more: int) -> None:
     """Raises ContextFullError when the context does not take so many tokens more."""
-    if more > model.room:
+    if more > model.free_tokens:
         raise ContextFullError(
             f"{model.length} + {more} tokens do not fit the context of {model.facts.context_tokens}",
             "use a larger --context",
         )
 
 
-def cache_too_large(
+def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
     """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""

@@ -57,7 +57,7 @@ class MemoryEstimator(Protocol):
     """A model's metadata, opened to be asked what it would take. Nothing of its weights is read.
 
     layers: 0 where they cannot be put on a graphics card one by one.
-    longrope_switch_tokens: see `begun_with`.
+    longrope_switch_tokens: see `initial_context`.
     """
 
     name: str

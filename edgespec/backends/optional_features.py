@@ -24,7 +24,7 @@ class Skippable(LanguageModel, Protocol):
     def layer_count(self) -> int:
         """How many layers there are; the first and the last may not be skipped."""
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         """How often the best token is the same without these layers, from 0 to 1.
 
         tokens: the last tokens of the cache, in order; one pass runs them again after what is before them.
@@ -94,7 +94,7 @@ class Trainer(Protocol):
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model whose `facts.capabilities.learns`."""
+    """A model whose `facts.capabilities.trainable`."""
 
     def trainer(self) -> Trainer:
         """The one that teaches this model. Raises CapabilityError where it has no layers to adapt."""

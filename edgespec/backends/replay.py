@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel, part_of
-from edgespec.engine.chain import Candidates, SamplingParams
+from edgespec.backends.base_model import BaseModel, scaled_progress
 from edgespec.engine.logits import Logits
+from edgespec.engine.sampling_params import Candidates, SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 
@@ -75,7 +75,12 @@ class ReplayModel(BaseModel):
         self._undo_tokens = undo_tokens
         self.vocabulary: Vocabulary = inner.vocabulary
         able = replace(
-            inner.facts.capabilities, rollback=True, cuts=False, tree=False, reason=reason, max_branches=1
+            inner.facts.capabilities,
+            rollback=True,
+            partial_truncate=False,
+            tree=False,
+            reason=reason,
+            max_branches=1,
         )
         self.facts: ModelFacts = replace(inner.facts, capabilities=able)
         # Tokens from position `_first_known` on; those before it came with a snapshot.
@@ -106,7 +111,9 @@ class ReplayModel(BaseModel):
                 self._inner.prefill(
                     wanted[start - self._first_known : stop - self._first_known],
                     progress
-                    and part_of(progress, (start - begin) / (end - begin), (stop - start) / (end - begin)),
+                    and scaled_progress(
+                        progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
+                    ),
                 )
                 self._known += wanted[len(self._known) : stop - self._first_known]
                 self._take_checkpoint()
@@ -185,7 +192,7 @@ class ReplayModel(BaseModel):
             length = self._inner.length
         del self._known[length - self._first_known :]
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"the state of {self.facts.name} cannot forget tokens {start} to {end}")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
@@ -217,11 +224,11 @@ class ReplayModel(BaseModel):
             self._take_checkpoint()
             self._now_sized(self._inner.facts.context_tokens, self._inner.facts.kv_bytes)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._inner.run_ahead(wanted)
+    def run_ahead(self, enabled: bool) -> None:
+        self._inner.run_ahead(enabled)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._inner.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._inner.interrupt(enabled)
 
     def close(self) -> None:
         self._closed = True
@@ -282,8 +289,8 @@ class _LaterRows:
         return self._logits.waited_seconds
 
     @property
-    def begun_seconds(self) -> float:
-        return self._logits.begun_seconds
+    def overlapped_seconds(self) -> float:
+        return self._logits.overlapped_seconds
 
     def __len__(self) -> int:
         return len(self._logits) - self._skipped
@@ -302,5 +309,5 @@ class _LaterRows:
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._logits.at(self._skipped + row, tokens)
 
-    def limited(self, vocab_size: int) -> Logits:
-        return _LaterRows(self._logits.limited(vocab_size), self._skipped)
+    def limit_vocab(self, vocab_size: int) -> Logits:
+        return _LaterRows(self._logits.limit_vocab(vocab_size), self._skipped)

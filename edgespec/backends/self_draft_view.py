@@ -12,10 +12,10 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
 
-__all__ = ["Lender", "SelfDraftView"]
+__all__ = ["CacheOwner", "SelfDraftView"]
 
 
-class Lender(Protocol):
+class CacheOwner(Protocol):
     """Whose memory a view drafts on."""
 
     @property
@@ -27,14 +27,14 @@ class Lender(Protocol):
         """Tokens in its memory."""
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """How many more tokens its context takes."""
 
     def check_open(self) -> None:
         """Raises ClosedError."""
 
 
-L = TypeVar("L", bound=Lender)
+L = TypeVar("L", bound=CacheOwner)
 
 
 class SelfDraftView(ABC, Generic[L]):
@@ -60,8 +60,8 @@ class SelfDraftView(ABC, Generic[L]):
         return self._target.length
 
     @property
-    def room(self) -> int:
-        return self._target.room
+    def free_tokens(self) -> int:
+        return self._target.free_tokens
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         """Nothing is to be done: the target's tokens are all there is."""
@@ -79,7 +79,7 @@ class SelfDraftView(ABC, Generic[L]):
         """Nothing is to be done: only the target can be cut back."""
         self._check()
 
-    def forget(self, start: int, end: int) -> None:  # noqa: ARG002
+    def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
         """Raises CapabilityError."""
         self._check()
         raise CapabilityError(f"{self.facts.name} has no memory of its own", "ask the target to forget")
@@ -103,18 +103,18 @@ class SelfDraftView(ABC, Generic[L]):
         """The target's context has another size now."""
         self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
 
-    def run_ahead(self, wanted: bool) -> None:
+    def run_ahead(self, enabled: bool) -> None:
         """Nothing runs in the background."""
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         """It verifies nobody's chains."""
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:  # noqa: ARG002
+    def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         """Raises CapabilityError."""
         raise CapabilityError(f"{self.facts.name} is a draft already", "ask the target")
 
     @abstractmethod
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         """See the Protocol."""
 
     def close(self) -> None:

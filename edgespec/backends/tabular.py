@@ -37,8 +37,8 @@ class LetterVocabulary:
     """One character for each token id, from `a` on; the last id ends a reply."""
 
     chat_template: str | None = None
-    start_text = ""
-    end_text = ""
+    bos_text = ""
+    eos_text = ""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -143,7 +143,7 @@ class TabularModel(BaseModel):
         del self._tokens[length:]
         self._round = []
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if not self.facts.capabilities.rollback:
             raise CapabilityError("this model's memory cannot be cut", self.facts.capabilities.reason)
@@ -172,16 +172,16 @@ class TabularModel(BaseModel):
         self._round = []
         self._now_sized(context_tokens, 0)
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         """A view whose logits are off by noise, less with each layer of an early exit."""
         if not self.facts.capabilities.rollback:
             raise CapabilityError("this model cannot draft for itself", self.facts.capabilities.reason)
-        view = _TabularView(self, 1.0 / how.exit_layer if isinstance(how, EarlyExit) else 0.3)
+        view = _TabularView(self, 1.0 / method.exit_layer if isinstance(method, EarlyExit) else 0.3)
         self._views.add(view)
         return view
 
-    def interrupt(self, wanted: bool) -> None:
-        self._interrupted = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled
 
     def close(self) -> None:
         self._closed = True
@@ -215,5 +215,5 @@ class _TabularView(SelfDraftView[TabularModel]):
         self._near._tokens = list(self._target._tokens)
         return self._near.verify(tree, first)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._near.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._near.interrupt(enabled)

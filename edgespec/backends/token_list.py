@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.backends.base import MOST_PADDING
+from edgespec.backends.base import MAX_VOCAB_PADDING
 from edgespec.backends.gguf_header import GgufHeader, Texts
 from edgespec.errors import ModelFileError
 
@@ -48,10 +48,10 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Whether an id means the same in both; one may have up to `MOST_PADDING` more at its end."""
+        """Whether an id means the same in both; one may have up to `MAX_VOCAB_PADDING` more at its end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
-        return alike and abs(len(self.tokens) - len(other.tokens)) <= MOST_PADDING
+        return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
 
     def shared_token_fraction(self, draft: TokenList) -> float:
         """Of these tokens, the share that `draft` has too, under whatever id; see `Translation`."""

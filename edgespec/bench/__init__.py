@@ -1,7 +1,17 @@
-"""Measuring methods against plain decoding: what is run, the figures of it, and pictures of those."""
+"""Benchmarks of every method against plain decoding: measurements, figures, tables and plots."""
 
-from edgespec.bench.plan import Plan, Way, bench_prompts, ways_of
-from edgespec.bench.report import Report, report
-from edgespec.bench.runs import Measured, Row, run
+from edgespec.bench.plan import BenchPlan, MethodConfig, bench_prompts, method_configs
+from edgespec.bench.report import Report, make_report
+from edgespec.bench.runs import BenchRun, Measurement, run
 
-__all__ = ["Measured", "Plan", "Report", "Row", "Way", "bench_prompts", "report", "run", "ways_of"]
+__all__ = [
+    "BenchPlan",
+    "BenchRun",
+    "Measurement",
+    "MethodConfig",
+    "Report",
+    "bench_prompts",
+    "make_report",
+    "method_configs",
+    "run",
+]

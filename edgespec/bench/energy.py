@@ -1,4 +1,4 @@
-"""The energy a machine has taken, where it tells."""
+"""Energy of the processors, read from RAPL counters where the system allows it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# A whole processor; what is inside it is counted in it, and psys counts the processors once more.
+# Matches whole processors only. Their sub-zones and the psys zone would count the same energy twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 
 class EnergyMeter:
-    """Reads the processors' energy counters (RAPL, as Linux's powercap shows them).
+    """Reader of the processors' energy counters (RAPL, through Linux's powercap).
 
-    They count everything that runs on the processors, not this process alone. `reason`: why there is
-    nothing to read; empty where there is.
+    The counters cover everything that runs on the processors, not only this process.
+
+    Attributes:
+        reason: Why no counter can be read. Empty if there is one.
     """
 
     def __init__(self, folder: Path = _POWERCAP) -> None:
@@ -31,17 +33,17 @@ class EnergyMeter:
                     _number(zone / "energy_uj")
             except (OSError, ValueError):
                 self._ranges = {}
-                self.reason = "the system lets only administrators read its energy counters"
+                self.reason = "only administrators may read the energy counters of this system"
 
     def read(self) -> dict[Path, int]:
-        """Where the counters stand now, in microjoules; empty where there are none."""
+        """Return the current counters in microjoules, by zone; empty if none can be read."""
         try:
             return {zone: _number(zone / "energy_uj") for zone in self._ranges}
         except (OSError, ValueError):
             return {}
 
     def joules(self, before: Mapping[Path, int], after: Mapping[Path, int]) -> float | None:
-        """What was taken between two readings; None where it was not told. Counters begin anew when full."""
+        """Return the joules between two readings, or None if unknown. Handles counter overflow."""
         if not after or before.keys() != after.keys():
             return None
         taken = 0
@@ -55,8 +57,8 @@ def _no_reason(folder: Path) -> str:
     if _zones(folder):
         return ""
     if sys.platform == "darwin":
-        return "macOS tells the energy taken to administrators only"
-    return "the system tells no energy"
+        return "macOS reports energy to administrators only"
+    return "this system has no energy counters"
 
 
 def _zones(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""From replies to figures: each way against plain decoding of the same prompts, and against hindsight."""
+"""Figures of a benchmark: each method against plain decoding of the same prompts, and against the oracle."""
 
 from __future__ import annotations
 
@@ -7,38 +7,46 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from edgespec.bench.plan import AUTO, CONTROL, PLAIN, Way
-from edgespec.bench.runs import Row
+from edgespec.bench.plan import AUTO, CONTROL, PLAIN, MethodConfig
+from edgespec.bench.runs import Measurement
 from edgespec.bench.statistics import Ratios, geometric_mean, interval, oracle, worst
 from edgespec.engine.stats import Stats
 from edgespec.reply import MethodReport
 
-__all__ = ["PHASES", "Figures", "Hindsight", "figures", "hindsights"]
+__all__ = ["PHASES", "MethodFigures", "OracleComparison", "figures", "oracle_comparisons"]
 
-# Of a round; prefill is paid once a reply, drafts' prefill included.
+# Phases whose seconds are reported. Prefill happens once per reply and includes the prefill of draft models.
 PHASES = ("draft", "verify", "sampling", "rollback", "overhead", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One way at one temperature on the prompts of one category; category None: on all prompts.
+class MethodFigures:
+    """Figures of one method at one temperature over the prompts of one category.
 
-    speed_up: tokens per second over plain decoding's, prefill not counted: the geometric mean over prompts of
-    what is typical for their repeats. low, high: its 95 % confidence interval; None for a single reply.
-    worst: the least of them. whole_speed_up: the same for whole replies, prefill included. All of these
-    are None where plain decoding of the same prompts was not measured.
-    effective: what the method came to; said: what its drafters said of themselves last, or why none runs.
-    tokens_per_second is a geometric mean, ttft_seconds and tpot_seconds
-    are medians; acceptance_by_depth: of the guesses at each depth, the share that was accepted.
-    seconds: in all replies, by phase. joules_per_token: of the whole processors, None where nobody tells.
-    same: replies with exactly plain decoding's tokens, of the `compared`.
+    Attributes:
+        category: Category of the prompts, None for all prompts.
+        effective: Methods that really ran, as replies reported them.
+        note: The last note of the drafters, or the reason why none runs.
+        speed_up: Decoding speed as a multiple of plain decoding, without prefill. This is the geometric mean
+            over prompts of the median over repeats. None if plain decoding was not measured.
+        low, high: The 95 % confidence interval of `speed_up`. None for a single reply.
+        worst: The lowest speed-up of any prompt.
+        whole_speed_up: As `speed_up`, with prefill included.
+        tokens_per_second: Geometric mean over replies.
+        ttft_seconds, tpot_seconds: Median time to first token, and time per output token.
+        acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
+        acceptance_by_depth: Share of the drafted tokens at each depth that was accepted.
+        seconds: Total seconds of all replies, by phase.
+        joules_per_token: Energy of the whole processors per token. None if the system does not report it.
+        compared: Replies that should equal plain decoding token for token.
+        identical: Replies among `compared` that do.
     """
 
     temperature: float
     category: str | None
-    way: Way
+    config: MethodConfig
     effective: tuple[str, ...]
-    said: str
+    note: str
     prompts: int
     replies: int
     speed_up: float | None
@@ -60,21 +68,26 @@ class Figures:
     draft_other_bytes: int
     joules_per_token: float | None
     compared: int
-    same: int
+    identical: int
 
 
 @dataclass(frozen=True, slots=True)
-class Hindsight:
-    """The best fixed choices, plain decoding among them, and how near `auto` came to them.
+class OracleComparison:
+    """`auto` compared with the best fixed methods, chosen in hindsight and including plain decoding.
 
-    best, best_speed_up: the one way that was best on the category. oracle_speed_up: with the best way for
-    each prompt; noise flatters it a little. The shares are of these speed-ups; None without `auto`.
+    Attributes:
+        category: Category of the prompts, None for all prompts.
+        best: The fixed method with the highest speed-up over these prompts.
+        best_speed_up: Speed-up of `best` over plain decoding.
+        oracle_speed_up: Speed-up if every prompt used its own best method. Noise makes it slightly too high.
+        auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
+        share_of_best, share_of_oracle: `auto_speed_up` divided by the other two.
     """
 
     temperature: float
     category: str | None
     prompts: int
-    best: Way
+    best: MethodConfig
     best_speed_up: float
     oracle_speed_up: float
     auto_speed_up: float | None
@@ -83,46 +96,51 @@ class Hindsight:
 
 
 def figures(
-    rows: Sequence[Row], ways: Sequence[Way], *, equal_tokens: Callable[[float], bool]
-) -> list[Figures]:
-    """The figures by temperature, category (all of them first) and way, in the order of `ways`.
+    rows: Sequence[Measurement], configs: Sequence[MethodConfig], *, equal_tokens: Callable[[float], bool]
+) -> list[MethodFigures]:
+    """Compute figures by temperature, category (all prompts first) and method.
 
-    equal_tokens: whether replies at a temperature ought to be plain decoding's, token for token.
+    Args:
+        rows: Measured replies.
+        configs: Method configurations, in the order of the result.
+        equal_tokens: Tells whether replies at a temperature should equal plain decoding token for token.
     """
-    plain = {_moment(row): row for row in rows if row.way == PLAIN}
+    plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     return [
-        _figures(temperature, category, way, same_way, plain, equal_tokens(temperature))
+        _figures(temperature, category, config, same_config, plain, equal_tokens(temperature))
         for temperature, category, group in _groups(rows)
-        for way, same_way in _by_way(group, ways).items()
+        for config, same_config in _by_config(group, configs).items()
     ]
 
 
-def hindsights(rows: Sequence[Row], ways: Sequence[Way]) -> list[Hindsight]:
-    """What hindsight says, by temperature and category, all categories first.
+def oracle_comparisons(
+    rows: Sequence[Measurement], configs: Sequence[MethodConfig]
+) -> list[OracleComparison]:
+    """Compare `auto` with the best fixed methods, by temperature and category.
 
-    Only prompts that were answered in every way count: they alone can be compared.
+    Only prompts that every method answered are used, because only those can be compared.
     """
-    plain = {_moment(row): row for row in rows if row.way == PLAIN}
-    told = []
+    plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
+    comparisons = []
     for temperature, category, group in _groups(rows):
-        by_way = _by_way(group, ways)
-        ratios = {way: _ratios(by_way.get(way, ()), plain, _speed) for way in ways}
+        by_config = _by_config(group, configs)
+        ratios = {config: _ratios(by_config.get(config, ()), plain, _speed) for config in configs}
         prompts = [name for name in ratios[PLAIN] if all(name in found for found in ratios.values())]
         if prompts:
-            kept = {way: [found[name] for name in prompts] for way, found in ratios.items()}
-            told.append(_hindsight(temperature, category, len(prompts), kept))
-    return told
+            kept = {config: [found[name] for name in prompts] for config, found in ratios.items()}
+            comparisons.append(_oracle_comparison(temperature, category, len(prompts), kept))
+    return comparisons
 
 
-def _hindsight(
-    temperature: float, category: str | None, prompts: int, ways: Mapping[Way, Ratios]
-) -> Hindsight:
-    fixed = {way: ratios for way, ratios in ways.items() if way not in (AUTO, CONTROL)}
-    means = {way: geometric_mean(ratios) for way, ratios in fixed.items()}
-    best = max(means, key=lambda way: means[way])
+def _oracle_comparison(
+    temperature: float, category: str | None, prompts: int, configs: Mapping[MethodConfig, Ratios]
+) -> OracleComparison:
+    fixed = {config: ratios for config, ratios in configs.items() if config not in (AUTO, CONTROL)}
+    means = {config: geometric_mean(ratios) for config, ratios in fixed.items()}
+    best = max(means, key=lambda config: means[config])
     reached = oracle(list(fixed.values()))
-    auto = geometric_mean(ways[AUTO]) if AUTO in ways else None
-    return Hindsight(
+    auto = geometric_mean(configs[AUTO]) if AUTO in configs else None
+    return OracleComparison(
         temperature,
         category,
         prompts,
@@ -135,46 +153,50 @@ def _hindsight(
     )
 
 
-def _groups(rows: Sequence[Row]) -> Iterable[tuple[float, str | None, list[Row]]]:
-    """The rows of each temperature, whole and by category, where plain decoding is among them."""
+def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, list[Measurement]]]:
+    """Yield (temperature, category, rows) groups that include plain decoding."""
     for temperature in dict.fromkeys(row.temperature for row in rows):
         of_all = [row for row in rows if row.temperature == temperature]
         for category in (None, *sorted({row.category for row in of_all})):
             group = [row for row in of_all if category is None or row.category == category]
-            if any(row.way == PLAIN for row in group):
+            if any(row.config == PLAIN for row in group):
                 yield temperature, category, group
 
 
-def _by_way(rows: Iterable[Row], ways: Sequence[Way]) -> dict[Way, list[Row]]:
-    """The rows of each way that has any, in the order of `ways`."""
-    found: dict[Way, list[Row]] = {way: [] for way in ways}
+def _by_config(
+    rows: Iterable[Measurement], configs: Sequence[MethodConfig]
+) -> dict[MethodConfig, list[Measurement]]:
+    """Group rows by method configuration, in the order of `configs`, without empty groups."""
+    found: dict[MethodConfig, list[Measurement]] = {config: [] for config in configs}
     for row in rows:
-        found[row.way].append(row)
-    return {way: same_way for way, same_way in found.items() if same_way}
+        found[row.config].append(row)
+    return {config: same_config for config, same_config in found.items() if same_config}
 
 
-def _moment(row: Row) -> tuple[str, float, int]:
-    """What two rows share that may be compared: prompt, temperature, repeat."""
+def _pairing_key(row: Measurement) -> tuple[str, float, int]:
+    """Return (prompt, temperature, repeat), which two comparable replies share."""
     return row.prompt, row.temperature, row.repeat
 
 
-def _speed(row: Row) -> float:
-    """Tokens per second, prefill not counted."""
+def _speed(row: Measurement) -> float:
+    """Return tokens per second without prefill."""
     return row.reply.stats.tokens_per_second or 0.0
 
 
-def _whole_speed(row: Row) -> float:
-    """Tokens per second of the whole reply."""
+def _whole_speed(row: Measurement) -> float:
+    """Return tokens per second of the whole reply, prefill included."""
     return len(row.reply.tokens) / row.seconds
 
 
 def _ratios(
-    rows: Iterable[Row], plain: Mapping[tuple[str, float, int], Row], speed: Callable[[Row], float]
+    rows: Iterable[Measurement],
+    plain: Mapping[tuple[str, float, int], Measurement],
+    speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Of each prompt, the speed of its repeats over plain decoding's in the same round."""
+    """Return for each prompt the speed of its repeats divided by plain decoding in the same round."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        other = plain.get(_moment(row))
+        other = plain.get(_pairing_key(row))
         if other is not None:
             found[row.prompt].append(speed(row) / speed(other))
     return dict(found)
@@ -183,24 +205,24 @@ def _ratios(
 def _figures(
     temperature: float,
     category: str | None,
-    way: Way,
-    rows: Sequence[Row],
-    plain: Mapping[tuple[str, float, int], Row],
+    config: MethodConfig,
+    rows: Sequence[Measurement],
+    plain: Mapping[tuple[str, float, int], Measurement],
     equal: bool,
-) -> Figures:
+) -> MethodFigures:
     ratios = list(_ratios(rows, plain, _speed).values())
     whole = list(_ratios(rows, plain, _whole_speed).values())
-    bounds = interval(ratios) if ratios and way != PLAIN else None
+    bounds = interval(ratios) if ratios and config != PLAIN else None
     stats = [row.reply.stats for row in rows]
     generated, drafted = _sum(stats, "generated_tokens"), _sum(stats, "drafted_tokens")
-    pairs = [(row, plain[_moment(row)]) for row in rows if _moment(row) in plain and equal]
+    pairs = [(row, plain[_pairing_key(row)]) for row in rows if _pairing_key(row) in plain and equal]
     joules = [row.joules for row in rows if row.joules is not None]
-    return Figures(
+    return MethodFigures(
         temperature=temperature,
         category=category,
-        way=way,
+        config=config,
         effective=tuple(dict.fromkeys(row.reply.method.effective for row in rows)),
-        said=_said(rows[-1].reply.method),
+        note=_note(rows[-1].reply.method),
         prompts=len({row.prompt for row in rows}),
         replies=len(rows),
         speed_up=geometric_mean(ratios) if ratios else None,
@@ -222,11 +244,11 @@ def _figures(
         draft_other_bytes=max(each.draft_other_bytes for each in stats),
         joules_per_token=sum(joules) / generated if len(joules) == len(rows) else None,
         compared=len(pairs),
-        same=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),
+        identical=sum(row.reply.tokens == other.reply.tokens for row, other in pairs),
     )
 
 
-def _said(method: MethodReport) -> str:
+def _note(method: MethodReport) -> str:
     return method.note or (method.reason if method.effective == PLAIN.method != method.requested else "")
 
 

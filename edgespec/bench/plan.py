@@ -1,4 +1,4 @@
-"""What is measured, and in which order."""
+"""The benchmark plan: which prompts are answered with which methods, and in which order."""
 
 from __future__ import annotations
 
@@ -8,18 +8,33 @@ from itertools import zip_longest
 from pathlib import Path
 
 from edgespec.checks import check_integer
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, read_prompts
 
-__all__ = ["AUTO", "CONTROL", "PLAIN", "Plan", "Round", "Way", "bench_prompts", "ways_of"]
+__all__ = [
+    "AUTO",
+    "CONTROL",
+    "PLAIN",
+    "BenchPlan",
+    "BenchRound",
+    "MethodConfig",
+    "bench_prompts",
+    "method_configs",
+]
 
-_MOST = 1 << 31
+_MAX_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A method at a draft length; None is the runtime's own. again: it is measured a second time."""
+class MethodConfig:
+    """A method and a draft length to measure.
+
+    Attributes:
+        method: Name of the method, as `--method` takes it.
+        draft_length: Draft length in tokens. None uses the runtime's default.
+        again: True for the second measurement of plain decoding, which shows the noise.
+    """
 
     method: str
     draft_length: int | None = None
@@ -27,35 +42,45 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Return the name shown in tables, such as `model k=4`."""
         length = "" if self.draft_length is None else f" k={self.draft_length}"
         return f"{self.method}{length}{' again' if self.again else ''}"
 
 
-PLAIN, AUTO = Way("none"), Way("auto")
-# What differs from plain decoding no more than this does not differ.
-CONTROL = Way("none", again=True)
+PLAIN, AUTO = MethodConfig("none"), MethodConfig("auto")
+# Plain decoding measured twice. A method that differs less from plain decoding than this is within the noise.
+CONTROL = MethodConfig("none", again=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One prompt at one temperature, answered in every way, right after one another."""
+class BenchRound:
+    """One prompt at one temperature, answered once with every method configuration in a row."""
 
     prompt: Prompt
     temperature: float
     repeat: int
-    ways: tuple[Way, ...]
+    configs: tuple[MethodConfig, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Every way on every prompt at every temperature, `repeats` times. The seed is the same in all.
+class BenchPlan:
+    """Every method configuration on every prompt at every temperature, repeated.
 
-    Raises OptionError for what makes no sense.
+    Attributes:
+        prompts: Prompts to answer, with unique names.
+        configs: Method configurations. Plain decoding must be one of them.
+        temperatures: Sampling temperatures, each used once per repeat.
+        repeats: How often the whole plan runs.
+        max_tokens: Maximum reply length in tokens.
+        seed: Seed of every reply.
+        acceptance: `invariant` or `rejection`.
+
+    Raises:
+        OptionError: The plan is empty, lacks plain decoding, or lists an entry twice.
     """
 
     prompts: tuple[Prompt, ...]
-    ways: tuple[Way, ...]
+    configs: tuple[MethodConfig, ...]
     temperatures: tuple[float, ...] = (0.0,)
     repeats: int = 2
     max_tokens: int = 64
@@ -63,64 +88,70 @@ class Plan:
     acceptance: str = "invariant"
 
     def __post_init__(self) -> None:
-        if not self.prompts or not self.temperatures or PLAIN not in self.ways:
+        if not self.prompts or not self.temperatures or PLAIN not in self.configs:
             raise OptionError(
-                "there is nothing to measure", "give prompts and temperatures, and none among the methods"
+                "the benchmark has nothing to measure",
+                "give at least one prompt and one temperature, and include the method none",
             )
-        for what, several in (
+        for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),
-            ("ways", self.ways),
+            ("methods", self.configs),
             ("temperatures", self.temperatures),
         ):
-            if len(set(several)) < len(several):
-                raise OptionError(f"two of the {what} are the same", "name each once")
+            if len(set(entries)) < len(entries):
+                raise OptionError(f"the list of {kind} contains a duplicate", "list each entry once")
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)
-        check_integer("repeats", self.repeats, 1, _MOST)
-        check_integer("max_tokens", self.max_tokens, 1, _MOST)
+        check_integer("repeats", self.repeats, 1, _MAX_COUNT)
+        check_integer("max_tokens", self.max_tokens, 1, _MAX_COUNT)
 
     @property
     def replies(self) -> int:
-        """How many replies are measured in all."""
-        return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.ways)
+        """Return the total number of replies to measure."""
+        return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
-    def rounds(self) -> Iterator[Round]:
-        """Every round, so that what ends early has a little of every category.
+    def rounds(self) -> Iterator[BenchRound]:
+        """Yield all rounds, alternating between categories so that an early end covers every category.
 
-        Who comes first rotates from round to round, and of two repeats one runs backwards: what drifts
-        steadily during a round, as heat does, meets all ways alike.
+        The first configuration rotates from round to round, and every second repeat runs backwards. A steady
+        drift of the machine, such as heat, then affects all configurations alike.
         """
         for repeat in range(self.repeats):
             turn = repeat // 2
             for prompt in _spread(self.prompts):
                 for temperature in self.temperatures:
                     turn += 1
-                    at = turn % len(self.ways)
-                    ways = self.ways[at:] + self.ways[:at]
-                    yield Round(prompt, temperature, repeat, ways if repeat % 2 == 0 else ways[::-1])
+                    at = turn % len(self.configs)
+                    configs = self.configs[at:] + self.configs[:at]
+                    yield BenchRound(
+                        prompt, temperature, repeat, configs if repeat % 2 == 0 else configs[::-1]
+                    )
 
 
-def ways_of(
+def method_configs(
     methods: Sequence[str], draft_lengths: Sequence[int] = (), *, control: bool = False
-) -> tuple[Way, ...]:
-    """Plain decoding, then each method at each draft length. `auto` has no length: it is to choose.
+) -> tuple[MethodConfig, ...]:
+    """Return the configurations for these methods: plain decoding first, then each method and length.
 
-    control: plain decoding once more, as if it were another method.
+    Args:
+        methods: Method names. `auto` and `none` take no draft length.
+        draft_lengths: Draft lengths in tokens. Empty uses the runtime's default.
+        control: Measure plain decoding a second time, as if it were another method.
     """
-    ways = [PLAIN, CONTROL] if control else [PLAIN]
+    configs = [PLAIN, CONTROL] if control else [PLAIN]
     for method in methods:
         lengths = (None,) if method in (PLAIN.method, AUTO.method) else draft_lengths or (None,)
-        ways += [Way(method, length) for length in lengths]
-    return tuple(dict.fromkeys(ways))
+        configs += [MethodConfig(method, length) for length in lengths]
+    return tuple(dict.fromkeys(configs))
 
 
 def bench_prompts() -> list[Prompt]:
-    """The prompts that come with edgespec for this: three of each of eight categories."""
+    """Read the built-in benchmark prompts: three in each of eight categories."""
     return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first of each category, then the second of each, and so on."""
+    """Interleave categories: the first prompt of each category, then the second of each, and so on."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)

@@ -1,4 +1,4 @@
-"""The pictures of a report as PNG files; the only place that imports matplotlib."""
+"""Plots of a benchmark report as PNG files. Only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.bench.figures import PHASES, Figures
-from edgespec.bench.plan import PLAIN, Way
+from edgespec.bench.figures import PHASES, MethodFigures
+from edgespec.bench.plan import PLAIN, MethodConfig
 from edgespec.bench.report import Report
 from edgespec.errors import BackendMissingError
 
@@ -22,18 +22,23 @@ _DOTS = 120
 
 
 def check_plots() -> None:
-    """Raises BackendMissingError where nothing can draw."""
+    """Check that matplotlib is installed. Raises BackendMissingError otherwise."""
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots need matplotlib, which is not installed",
-            'run `pip install "edgespec[plots]"`, or leave --plots out: --plot draws in the terminal',
+            'run `.venv/bin/pip install -e ".[plots]"`, or use --plot, which draws in the terminal',
         )
 
 
 def save_plots(report: Report, folder: Path) -> list[Path]:
-    """Draw speed by method, acceptance by depth, time by phase, and what passes cost.
+    """Plot speed by method, acceptance by depth, time by phase and the cost of passes.
 
-    Gives the files, which replace what is there. Raises BackendMissingError, OSError.
+    Returns:
+        Paths of the PNG files. Existing files are replaced.
+
+    Raises:
+        BackendMissingError: matplotlib is not installed.
+        OSError: The folder cannot be written.
     """
     check_plots()
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,7 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Path:
-    """A figure of so many axes, one below the other."""
+    """Save a figure of `count` axes, one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT * count), layout="constrained")
@@ -58,9 +63,9 @@ def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Pat
 
 
 def _for_each(
-    report: Report, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[Figures]], None]
+    report: Report, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[MethodFigures]], None]
 ) -> Callable[[Sequence[Axes]], None]:
-    """One picture of axes for each temperature."""
+    """Return a function that draws one pair of axes per temperature."""
 
     def draw_all(all_axes: Sequence[Axes]) -> None:
         for axes, temperature in zip(all_axes, temperatures, strict=True):
@@ -70,81 +75,81 @@ def _for_each(
     return draw_all
 
 
-def _speed(axes: Axes, found: Sequence[Figures]) -> None:
-    """A group of bars for each category, a bar with its interval for each way."""
+def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
+    """Draw a group of bars per category, with one bar and its interval per method."""
     categories = list(dict.fromkeys(each.category for each in found))
-    ways = [way for way in _ways(found) if way != PLAIN]
-    for i, way in enumerate(ways):
-        own = [each for each in found if each.way == way and each.speed_up is not None]
-        places = [categories.index(each.category) + (i + 0.5) / len(ways) * 0.8 - 0.4 for each in own]
+    configs = [config for config in _ways(found) if config != PLAIN]
+    for i, config in enumerate(configs):
+        own = [each for each in found if each.config == config and each.speed_up is not None]
+        places = [categories.index(each.category) + (i + 0.5) / len(configs) * 0.8 - 0.4 for each in own]
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # The interval of a skewed few may lie beside their mean.
+        # With few skewed values the interval can exclude the mean, and matplotlib rejects negative errors.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
-        axes.bar(places, heights, 0.8 / len(ways), label=way.name, yerr=errors, error_kw={"lw": 0.8})
+        axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(categories)), [_named(category) for category in categories])
-    axes.set_ylabel("speed over plain decoding")
-    axes.set_title("Speed by method, with 95 % intervals")
-    _explain(axes)
+    axes.set_xticks(range(len(categories)), [_category_label(category) for category in categories])
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_title("Speed-up by method, with 95 % intervals")
+    _add_legend(axes)
 
 
-def _acceptance(axes: Axes, found: Sequence[Figures]) -> None:
+def _acceptance(axes: Axes, found: Sequence[MethodFigures]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for each in found:
         if each.category is None and each.acceptance_by_depth:
             depths = range(1, len(each.acceptance_by_depth) + 1)
-            axes.plot(depths, each.acceptance_by_depth, marker="o", label=each.way.name)
+            axes.plot(depths, each.acceptance_by_depth, marker="o", label=each.config.name)
     axes.set_ylim(0.0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("depth of the guess")
-    axes.set_ylabel("share accepted")
+    axes.set_xlabel("depth in the draft")
+    axes.set_ylabel("acceptance rate")
     axes.set_title("Acceptance by depth")
-    _explain(axes)
+    _add_legend(axes)
 
 
-def _phases(axes: Axes, found: Sequence[Figures]) -> None:
+def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
     own = [each for each in found if each.category is None]
-    names = [each.way.name for each in own]
+    names = [each.config.name for each in own]
     reached = [0.0] * len(own)
     for phase in PHASES:
         spent = [max(0.0, 1e3 * each.seconds[phase] / each.generated_tokens) for each in own]
         axes.barh(names, spent, left=reached, label=phase)
         reached = [before + more for before, more in zip(reached, spent, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("ms for a token, prefill shared out among the tokens of its reply")
+    axes.set_xlabel("ms per token, with prefill divided among the tokens of the reply")
     axes.set_title("Time by phase")
-    _explain(axes)
+    _add_legend(axes)
 
 
 def _passes(report: Report, axes: Axes) -> None:
-    """v(m), and the line above which even guesses that are all right lose."""
+    """Plot v(m), and the line v(m) = m, above which even a fully accepted draft is slower."""
     from matplotlib.ticker import FormatStrFormatter
 
     widths = report.curve.widths
     axes.plot(widths, [report.curve.v(width) for width in widths], marker="o", label="measured")
-    axes.plot(widths, widths, linestyle="--", color="grey", label="as much as so many steps")
+    axes.plot(widths, widths, linestyle="--", color="grey", label="v(m) = m")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.set_xlabel("tokens in a pass")
-    axes.set_ylabel("plain steps")
-    axes.set_title(f"What a pass costs: {report.target}")
-    _explain(axes)
+    axes.set_xlabel("width of the pass (tokens)")
+    axes.set_ylabel("target steps")
+    axes.set_title(f"Cost of a verify pass: {report.target}")
+    _add_legend(axes)
 
 
-def _explain(axes: Axes) -> None:
-    """The legend, beside the picture: there is always something under it elsewhere."""
+def _add_legend(axes: Axes) -> None:
+    """Add a legend beside the axes, where it covers no data."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _ways(found: Sequence[Figures]) -> list[Way]:
-    return list(dict.fromkeys(each.way for each in found))
+def _ways(found: Sequence[MethodFigures]) -> list[MethodConfig]:
+    return list(dict.fromkeys(each.config for each in found))
 
 
-def _named(category: str | None) -> str:
+def _category_label(category: str | None) -> str:
     return "all" if category is None else category

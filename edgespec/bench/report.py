@@ -1,24 +1,29 @@
-"""What a benchmark found."""
+"""The benchmark report: all figures together with the settings they were measured with."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from edgespec.bench.figures import Figures, Hindsight, figures, hindsights
-from edgespec.bench.plan import Plan
-from edgespec.bench.runs import Ending, Measured, Row
+from edgespec.bench.figures import MethodFigures, OracleComparison, figures, oracle_comparisons
+from edgespec.bench.plan import BenchPlan
+from edgespec.bench.runs import BenchRun, Ending, Measurement
 from edgespec.costs.curve import CostCurve
 from edgespec.runtime import Runtime
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "make_report"]
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The figures, and how they were taken. planned: replies; `rows` has those that were measured.
+    """Figures of a benchmark run and the settings they were measured with.
 
-    curve: what passes cost. peak_memory_bytes: the most this process held, whatever the method.
-    ending, trouble, no_energy: as in `Measured`.
+    Attributes:
+        planned: Number of replies in the plan. `rows` holds those that were measured.
+        ending, error, no_energy: See `BenchRun`.
+        curve: Measured cost of verify passes by width.
+        peak_memory_bytes: Peak memory of the process over all methods.
+        figures: Speed, acceptance and memory by temperature, category and method.
+        oracle_comparisons: `auto` compared with the best fixed method in hindsight.
     """
 
     target: str
@@ -30,22 +35,22 @@ class Report:
     seed: int
     planned: int
     ending: Ending
-    trouble: str
+    error: str
     no_energy: str
     curve: CostCurve
     peak_memory_bytes: int
-    figures: tuple[Figures, ...]
-    hindsights: tuple[Hindsight, ...]
-    rows: tuple[Row, ...]
+    figures: tuple[MethodFigures, ...]
+    oracle_comparisons: tuple[OracleComparison, ...]
+    rows: tuple[Measurement, ...]
 
     @property
     def differing(self) -> int:
-        """Replies that are not plain decoding's and ought to be."""
-        return sum(each.compared - each.same for each in self.figures if each.category is None)
+        """Return the number of replies that should equal plain decoding but do not."""
+        return sum(each.compared - each.identical for each in self.figures if each.category is None)
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
-        """All of it by name; the replies one by one where they are wanted."""
-        taken: dict[str, object] = {
+        """Return the report as a JSON object, with one entry per reply if `rows` is true."""
+        summary: dict[str, object] = {
             "target": self.target,
             "target_quantisation": self.target_quantisation,
             "draft": self.draft,
@@ -56,19 +61,19 @@ class Report:
             "planned_replies": self.planned,
             "replies": len(self.rows),
             "ending": self.ending,
-            "trouble": self.trouble,
+            "error": self.error,
             "no_energy": self.no_energy,
             "curve": asdict(self.curve),
             "peak_memory_bytes": self.peak_memory_bytes,
             "differing_replies": self.differing,
             "figures": [asdict(each) for each in self.figures],
-            "hindsights": [asdict(each) for each in self.hindsights],
+            "oracle_comparisons": [asdict(each) for each in self.oracle_comparisons],
         }
-        return taken | ({"rows": [row.to_json() for row in self.rows]} if rows else {})
+        return summary | ({"rows": [row.to_json() for row in self.rows]} if rows else {})
 
 
-def report(runtime: Runtime, plan: Plan, measured: Measured) -> Report:
-    """The figures of what was measured, whole or not."""
+def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
+    """Compute the report of a run, complete or not."""
 
     def equal_tokens(temperature: float) -> bool:
         return plan.acceptance == "invariant" or temperature == 0
@@ -82,12 +87,12 @@ def report(runtime: Runtime, plan: Plan, measured: Measured) -> Report:
         repeats=plan.repeats,
         seed=plan.seed,
         planned=plan.replies,
-        ending=measured.ending,
-        trouble=measured.trouble,
-        no_energy=measured.no_energy,
-        curve=measured.curve,
-        peak_memory_bytes=max((row.reply.stats.peak_memory_bytes for row in measured.rows), default=0),
-        figures=tuple(figures(measured.rows, plan.ways, equal_tokens=equal_tokens)),
-        hindsights=tuple(hindsights(measured.rows, plan.ways)),
-        rows=measured.rows,
+        ending=bench_run.ending,
+        error=bench_run.error,
+        no_energy=bench_run.no_energy,
+        curve=bench_run.curve,
+        peak_memory_bytes=max((row.reply.stats.peak_memory_bytes for row in bench_run.rows), default=0),
+        figures=tuple(figures(bench_run.rows, plan.configs, equal_tokens=equal_tokens)),
+        oracle_comparisons=tuple(oracle_comparisons(bench_run.rows, plan.configs)),
+        rows=bench_run.rows,
     )

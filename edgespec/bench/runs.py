@@ -1,4 +1,4 @@
-"""The replies, one after another, each as if it were the first."""
+"""Run a benchmark plan: one reply after another, each with an empty prefix cache."""
 
 from __future__ import annotations
 
@@ -9,35 +9,44 @@ from typing import Literal
 
 from edgespec.backends.base import Progress
 from edgespec.bench.energy import EnergyMeter
-from edgespec.bench.plan import Plan, Round, Way
+from edgespec.bench.plan import BenchPlan, BenchRound, MethodConfig
 from edgespec.costs.curve import CostCurve
 from edgespec.errors import CancelledError, ContextFullError, EdgespecError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
 
-__all__ = ["Ending", "Measured", "Row", "run"]
+__all__ = ["BenchRun", "Ending", "Measurement", "run"]
 
 Ending = Literal["complete", "cancelled", "time", "failed"]
 _WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One reply. position: its place in its round. seconds: all of it. joules: of the whole processors."""
+class Measurement:
+    """One measured reply.
+
+    Attributes:
+        prompt: Name of the prompt.
+        repeat: Index of the repeat, from 0.
+        position: Place of the reply within its round, from 0.
+        config: The method configuration that produced the reply.
+        seconds: Wall-clock time of the whole reply.
+        joules: Energy of the whole processors during the reply. None if the system does not report it.
+    """
 
     prompt: str
     category: str
     temperature: float
     repeat: int
     position: int
-    way: Way
+    config: MethodConfig
     seconds: float
     joules: float | None
     reply: Reply
 
     def to_json(self) -> dict[str, object]:
-        """All of it by name, without the text."""
+        """Return the measurement as a JSON object, without the text of the reply."""
         reply = self.reply.to_json()
         del reply["text"]
         return {
@@ -46,9 +55,9 @@ class Row:
             "temperature": self.temperature,
             "repeat": self.repeat,
             "position": self.position,
-            "method": self.way.method,
-            "draft_length": self.way.draft_length,
-            "again": self.way.again,
+            "method": self.config.method,
+            "draft_length": self.config.draft_length,
+            "again": self.config.again,
             "seconds": self.seconds,
             "joules": self.joules,
             "reply": reply,
@@ -56,40 +65,55 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What was measured before the end, whatever ended it.
+class BenchRun:
+    """The measured replies of a plan, complete or not.
 
-    ending: `time` is the limit that was set; `failed`: with `trouble`. no_energy: why no energy was measured;
-    empty where it was.
+    Attributes:
+        rows: Measured replies in order.
+        curve: Measured cost of verify passes by width.
+        ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
+        error: The error message if `ending` is `failed`.
+        no_energy: Why energy was not measured. Empty if it was.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Measurement, ...]
     curve: CostCurve
     ending: Ending
-    trouble: str = ""
+    error: str = ""
     no_energy: str = ""
 
 
 def run(
     runtime: Runtime,
-    plan: Plan,
+    plan: BenchPlan,
     *,
     max_seconds: float | None = None,
     progress: Progress | None = None,
     meter: EnergyMeter | None = None,
-) -> Measured:
-    """Measure what passes cost, let every way write a few tokens to warm up, and run the plan.
+) -> BenchRun:
+    """Measure pass costs, warm up every method, and run the plan.
 
-    Drafters that learn between replies find no time to: they go by what they have learnt before.
-    max_seconds: no reply is begun after so many. progress: called with (what, fraction); False ends it.
-    What was measured before an end is kept. Raises OptionError and ContextFullError for a plan that this
-    runtime cannot serve, CancelledError where nothing was measured yet, and what fails until then.
+    Drafters that train between replies get no idle time, so they use what they learned before.
+
+    Args:
+        runtime: Loaded models. Its prefix cache is cleared before every reply.
+        plan: The replies to measure.
+        max_seconds: Start no reply after this many seconds. None is no limit.
+        progress: Called with (description, fraction). Returning False ends the run.
+        meter: Energy meter, for tests.
+
+    Returns:
+        All replies measured so far, also after a cancellation, a time limit or an error.
+
+    Raises:
+        OptionError, ContextFullError: The runtime cannot serve the plan.
+        CancelledError: The run was cancelled before the first reply.
     """
     bench = _Bench(runtime, plan, max_seconds, progress, meter or EnergyMeter())
     bench.prepare()
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     ending: Ending = "complete"
-    trouble = ""
+    error = ""
     try:
         rows.extend(bench.rows())
         if len(rows) < plan.replies:
@@ -98,22 +122,22 @@ def run(
         if not rows:
             raise
         ending = "cancelled"
-    except EdgespecError as error:
+    except EdgespecError as failure:
         if not rows:
             raise
-        ending, trouble = "failed", str(error)
-    return Measured(tuple(rows), bench.curve, ending, trouble, bench.meter.reason)
+        ending, error = "failed", str(failure)
+    return BenchRun(tuple(rows), bench.curve, ending, error, bench.meter.reason)
 
 
 class _Bench:
-    """One run of a plan."""
+    """State of one run of a plan."""
 
     curve: CostCurve
 
     def __init__(
         self,
         runtime: Runtime,
-        plan: Plan,
+        plan: BenchPlan,
         max_seconds: float | None,
         progress: Progress | None,
         meter: EnergyMeter,
@@ -125,12 +149,12 @@ class _Bench:
         self._max_seconds = max_seconds
         self._began = monotonic()
         self._done = 0
-        self._tokens = {prompt.name: self._fitting(prompt) for prompt in plan.prompts}
-        for way in plan.ways:
-            runtime.method_for(way.method)
+        self._tokens = {prompt.name: self._fitting_tokens(prompt) for prompt in plan.prompts}
+        for config in plan.configs:
+            runtime.method_for(config.method)
 
-    def _fitting(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt. Raises ContextFullError now, not after an hour."""
+    def _fitting_tokens(self, prompt: Prompt) -> list[int]:
+        """Tokenize a prompt. Raises ContextFullError before anything is measured, not after an hour."""
         tokens = prompt_tokens(self._runtime, prompt)
         context = self._runtime.context_tokens
         if len(tokens) + self._plan.max_tokens > context:
@@ -142,58 +166,60 @@ class _Bench:
         return tokens
 
     def prepare(self) -> None:
-        """The cost curve, and a short reply in every way: what is read or compiled once is not counted."""
+        """Measure pass costs, and warm up every method so that one-time work is not measured."""
         self.curve = self._runtime.measure_costs(self._progress)
         prompt = self._plan.prompts[0]
-        for way in self._plan.ways:
-            what = f"warming up {way.name}"
-            self._tell(what)
-            self._reply(what, prompt, self._plan.temperatures[0], way, _WARM_UP_TOKENS)
+        for config in self._plan.configs:
+            description = f"warming up {config.name}"
+            self._report_progress(description)
+            self._reply(description, prompt, self._plan.temperatures[0], config, _WARM_UP_TOKENS)
 
-    def rows(self) -> Iterator[Row]:
-        """The replies of all rounds, until the time is over. Raises CancelledError."""
+    def rows(self) -> Iterator[Measurement]:
+        """Yield measured replies until the plan or the time limit ends. Raises CancelledError."""
         for each in self._plan.rounds():
-            for position, way in enumerate(each.ways):
+            for position, config in enumerate(each.configs):
                 if self._time_share() >= 1.0:
                     return
-                yield self._row(each, position, way)
+                yield self._row(each, position, config)
                 self._done += 1
 
-    def _row(self, each: Round, position: int, way: Way) -> Row:
-        what = f"{each.prompt.name}, {way.name}, temperature {each.temperature:g}"
-        self._tell(what)
-        # Every reply is to read its prompt.
+    def _row(self, each: BenchRound, position: int, config: MethodConfig) -> Measurement:
+        description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
+        self._report_progress(description)
+        # Without this the prefix cache would spare later methods the prefill of the same prompt.
         self._runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
-        reply = self._reply(what, each.prompt, each.temperature, way, self._plan.max_tokens)
+        reply = self._reply(description, each.prompt, each.temperature, config, self._plan.max_tokens)
         seconds = perf_counter() - started
         joules = self.meter.joules(before, self.meter.read())
-        return Row(
+        return Measurement(
             each.prompt.name,
             each.prompt.category,
             each.temperature,
             each.repeat,
             position,
-            way,
+            config,
             seconds,
             joules,
             reply,
         )
 
-    def _reply(self, what: str, prompt: Prompt, temperature: float, way: Way, max_tokens: int) -> Reply:
+    def _reply(
+        self, description: str, prompt: Prompt, temperature: float, config: MethodConfig, max_tokens: int
+    ) -> Reply:
         stream = self._runtime.stream_tokens(
             self._tokens[prompt.name],
             max_tokens=max_tokens,
             temperature=temperature,
             seed=self._plan.seed,
-            method=way.method,
-            draft_length=way.draft_length,
+            method=config.method,
+            draft_length=config.draft_length,
             acceptance=self._plan.acceptance,
         )
         try:
             for _ in stream:
-                self._tell(what)
+                self._report_progress(description)
         finally:
             stream.close()
         if stream.reply.finish_reason == "cancelled":
@@ -201,10 +227,10 @@ class _Bench:
         return stream.reply
 
     def _time_share(self) -> float:
-        """How much of the time that it may take is over."""
+        """Return the share of the time limit that has passed; 0 without a limit."""
         return (monotonic() - self._began) / self._max_seconds if self._max_seconds else 0.0
 
-    def _tell(self, what: str) -> None:
+    def _report_progress(self, description: str) -> None:
         share = max(self._done / self._plan.replies, self._time_share())
-        if self._progress and not self._progress(what, min(1.0, share)):
+        if self._progress and not self._progress(description, min(1.0, share)):
             raise CancelledError("the benchmark was cancelled")

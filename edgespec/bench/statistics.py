@@ -1,4 +1,4 @@
-"""Ratios, how sure they are, and what hindsight would have chosen."""
+"""Statistics over speed ratios: geometric means, confidence intervals and the oracle choice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["Ratios", "geometric_mean", "interval", "oracle", "typical", "worst"]
 
-# Of each prompt, the paired ratios of its repeats: all positive, at least one.
+# For each prompt, the paired speed ratios of its repeats. All are positive, and there is at least one.
 Ratios = Sequence[Sequence[float]]
 
 _DRAWS = 2000
@@ -16,25 +16,29 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """The median of repeats, halfway in proportion between the middle two."""
+    """Return the median ratio of repeats, using the geometric mean of the middle two."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Of what is typical for each prompt."""
+    """Return the geometric mean over prompts of each prompt's typical ratio."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 
 def worst(ratios: Ratios) -> float:
-    """Of what is typical for each prompt, the least."""
+    """Return the lowest typical ratio of any prompt."""
     return min(typical(each) for each in ratios)
 
 
 def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
-    """Where the geometric mean lies with 95 % confidence; None where there is one reply only.
+    """Return the 95 % confidence interval of the geometric mean, or None for a single reply.
 
-    A percentile bootstrap (Efron 1979) over the prompts and, for each, over its repeats: other prompts of
-    the same kind, and other moments, could have been drawn. With few prompts it is too narrow.
+    A percentile bootstrap (Efron 1979) resamples prompts, and the repeats of each prompt. With few prompts
+    the interval is too narrow.
+
+    Args:
+        ratios: Speed ratios by prompt and repeat.
+        seed: Seed of the bootstrap, fixed so that a report can be reproduced.
     """
     if sum(len(each) for each in ratios) < 2:
         return None
@@ -49,9 +53,12 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 
 
 def oracle(fixed: Sequence[Ratios]) -> float:
-    """The geometric mean if, of the same prompts answered in several ways, each were answered in its best.
+    """Return the geometric mean if each prompt were answered with its best fixed method.
 
-    It is hindsight: of ways that are equally good it takes the luckier, and is a little too good to reach.
+    The oracle knows the results in advance. Noise makes it slightly too good to reach.
+
+    Args:
+        fixed: For each fixed method, the ratios of the same prompts in the same order.
     """
     best = [max(typical(each) for each in prompt) for prompt in zip(*fixed, strict=True)]
     return float(np.exp(np.mean(np.log(best))))

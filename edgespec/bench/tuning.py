@@ -1,4 +1,4 @@
-"""What speculation can bring on this machine: what passes cost, and what each drafter really does."""
+"""Tuning: measure what verify passes cost on this machine, try every drafter, and recommend a method."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
 
-__all__ = ["DrafterFound", "PassCost", "Tuning", "break_even", "tune"]
+__all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
-# Less than this above plain decoding is within what a machine varies by itself.
-_WORTH = 1.05
-_DRAFT_LENGTH = 4
-_LONGEST = 16
+# A smaller speed-up is within the run-to-run noise of a machine.
+_MIN_SPEED_UP = 1.05
+_DRAFT_LENGTH = 4  # tokens, for the replies that try a drafter
+_MAX_DRAFT_LENGTH = 16  # tokens, the longest draft that is recommended
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """A pass of `width` rows: its seconds, and v, the same in plain steps.
+    """Cost of a verify pass.
 
-    limit: tokens per plain step when every guess is right and costs nothing. break_even: how often, in
-    [0, 1], a free guess has to be right for the pass to pay; None where it never does.
+    Attributes:
+        width: Tokens in the pass.
+        seconds: Duration of the pass.
+        v: The same in target steps.
+        limit: Speed-up over plain decoding if every draft token were accepted and drafting cost nothing.
+        break_even: Acceptance rate in [0, 1] above which free drafts gain. None if they never do.
     """
 
     width: int
@@ -37,13 +41,16 @@ class PassCost:
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterFound:
-    """What one drafter did on the prompts.
+class DrafterResult:
+    """Measured performance of one drafter on the prompts.
 
-    speed_up: over plain decoding, measured at a draft length of 4. acceptance: how often a guess was right
-    after right ones, in [0, 1]. c: what a drafted token cost, in plain steps. best_length, expected: the
-    draft length that these figures make best, and the speed-up to expect of it on text where it guesses as
-    often. drafted: tokens; with few of them the figures say little.
+    Attributes:
+        speed_up: Speed-up over plain decoding at a draft length of 4.
+        acceptance: Share of draft tokens accepted, among those whose predecessors were accepted, in [0, 1].
+        c: Cost of one drafted token, in target steps.
+        best_length: Draft length with the highest expected speed-up.
+        expected: Speed-up to expect at `best_length` on text with the same acceptance.
+        drafted: Number of drafted tokens. The other figures are unreliable when it is small.
     """
 
     name: str
@@ -57,25 +64,29 @@ class DrafterFound:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What was found. limit: the most any free guesses can bring here. verdict: in one line.
+    """Result of tuning.
 
-    auto: what method `auto` brought over plain decoding; None where the load was for another method. It has
-    learnt from these replies, and a later load goes on from there.
-    notice: why what passes cost is not kept for later loads; empty where it is.
+    Attributes:
+        passes: Cost of verify passes by width.
+        drafters: Performance of each drafter.
+        limit: The highest speed-up that free and perfect drafts could reach on this machine.
+        auto: Speed-up of the automatic mode. None if the models were loaded for another method.
+        verdict: Recommendation in one sentence.
+        notice: Why the pass costs could not be saved for later loads. Empty if they were.
     """
 
     target: str
     draft: str | None
     target_step_seconds: float
     passes: tuple[PassCost, ...]
-    drafters: tuple[DrafterFound, ...]
+    drafters: tuple[DrafterResult, ...]
     limit: float
     auto: float | None
     verdict: str
     notice: str
 
     def to_json(self) -> dict[str, object]:
-        """All of it by name."""
+        """Return the result as a JSON object."""
         return asdict(self)
 
 
@@ -86,27 +97,39 @@ def tune(
     max_tokens: int = 48,
     progress: Callable[[str, float], bool] | None = None,
 ) -> Tuning:
-    """Measure what passes cost, keep that for later loads, and try each drafter on the prompts.
+    """Measure pass costs, save them for later loads, and try each drafter on the prompts.
 
-    Greedy replies, plain and drafted ones in turn, so that what the machine does meanwhile meets all alike.
-    progress: called with (what, fraction); False cancels. Raises CancelledError, and what generating raises.
+    Replies are greedy. Methods alternate prompt by prompt, so that a drift of the machine affects all alike.
+
+    Args:
+        runtime: Loaded models.
+        prompts: Prompts to answer with every method.
+        max_tokens: Maximum reply length in tokens.
+        progress: Called with (description, fraction). Returning False cancels.
+
+    Raises:
+        CancelledError: The tuning was cancelled.
     """
     curve = runtime.measure_costs(progress)
     tries_auto = runtime.method.requested == "auto" and runtime.target.capabilities.rollback
-    ways = ["none", *runtime.drafters, *(["auto"] if tries_auto else [])]
-    replies: dict[str, list[Reply]] = {way: [] for way in ways}
+    configs = ["none", *runtime.drafters, *(["auto"] if tries_auto else [])]
+    replies: dict[str, list[Reply]] = {config: [] for config in configs}
     for i, prompt in enumerate(prompts):
-        for j, way in enumerate(ways):
-            if progress and not progress(f"trying {way}", (i * len(ways) + j) / (len(ways) * len(prompts))):
+        for j, config in enumerate(configs):
+            if progress and not progress(
+                f"trying {config}", (i * len(configs) + j) / (len(configs) * len(prompts))
+            ):
                 raise _cancelled(runtime)
-            replies[way].append(_reply(runtime, prompt, way, max_tokens))
-    drafters = tuple(_found(way, replies[way], replies["none"], curve) for way in runtime.drafters)
+            replies[config].append(_reply(runtime, prompt, config, max_tokens))
+    drafters = tuple(
+        _drafter_result(config, replies[config], replies["none"], curve) for config in runtime.drafters
+    )
     passes = tuple(
-        _pass(width, seconds, curve) for width, seconds in zip(curve.widths, curve.seconds, strict=True)
+        _pass_cost(width, seconds, curve) for width, seconds in zip(curve.widths, curve.seconds, strict=True)
     )
     limit = max(each.limit for each in passes)
     auto = _speed_up(replies["auto"], replies["none"]) if tries_auto else None
-    able = runtime.target.capabilities
+    capabilities = runtime.target.capabilities
     return Tuning(
         runtime.target.name,
         runtime.draft.name if runtime.draft else None,
@@ -115,15 +138,22 @@ def tune(
         drafters,
         limit,
         auto,
-        _verdict(limit, drafters) if able.rollback else f"speculation cannot be used here: {able.reason}",
+        _verdict(limit, drafters)
+        if capabilities.rollback
+        else f"Speculation cannot be used with this model: {capabilities.reason}.",
         runtime.costs_notice,
     )
 
 
 def break_even(v: float, width: int) -> float | None:
-    """How often, in [0, 1], guesses that cost nothing must be right for a pass of `width` rows to pay.
+    """Return the acceptance rate above which free drafts gain in a pass of this width.
 
-    The least a with 1 + a + ... + a^(width - 1) >= v; None where there is none.
+    Args:
+        v: Cost of the pass in target steps.
+        width: Tokens in the pass.
+
+    Returns:
+        The lowest a in [0, 1] with 1 + a + ... + a^(width - 1) >= v, or None if there is none.
     """
     if v > width:
         return None
@@ -132,16 +162,16 @@ def break_even(v: float, width: int) -> float | None:
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if _tokens(middle, width - 1) >= v else (middle, high)
+        low, high = (low, middle) if _expected_tokens(middle, width - 1) >= v else (middle, high)
     return high
 
 
-def _tokens(agreement: float, length: int) -> float:
-    """The tokens to expect of a pass with a chain of guesses, each right so often after right ones."""
-    return sum(agreement**i for i in range(length + 1))
+def _expected_tokens(acceptance: float, length: int) -> float:
+    """Return the expected tokens of a pass over a chain of `length` draft tokens."""
+    return sum(acceptance**i for i in range(length + 1))
 
 
-def _pass(width: int, seconds: float, curve: CostCurve) -> PassCost:
+def _pass_cost(width: int, seconds: float, curve: CostCurve) -> PassCost:
     v = curve.v(width)
     return PassCost(width, seconds, v, width / v, break_even(v, width))
 
@@ -158,34 +188,38 @@ def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Re
 
 
 def _cancelled(runtime: Runtime) -> CancelledError:
-    return CancelledError("tuning was cancelled", runtime.costs_notice or "what passes cost is kept")
+    return CancelledError(
+        "tuning was cancelled", runtime.costs_notice or "the measured pass costs were saved"
+    )
 
 
-def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: CostCurve) -> DrafterFound:
+def _drafter_result(
+    name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: CostCurve
+) -> DrafterResult:
     drafted, rounds = _sum(replies, "drafted_tokens"), _sum(replies, "target_passes")
     step_seconds = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
     token_seconds = _sum(replies, "draft_seconds") / drafted if drafted else 0.0
-    # Sampling, rollback and the engine itself: what a round takes beside drafts and passes.
+    # Seconds per round for sampling, rollback and the engine itself.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Rounds with a guess: a tree has several at the first depth.
+    # Number of rounds with a draft. A tree can have several tokens at depth 1, so it is capped by the passes.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies
         if each.stats.drafted_per_position
     )
-    # Tokens of a tree for each of its depths; a chain has one.
+    # Draft tokens per depth: 1 for a chain, more for a tree.
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """S(k), where rounds without a guess, as lookups have them, are plain ones."""
+        """Return the expected speed-up at this draft length. Rounds without a draft count as target steps."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
-        return (drafts * _tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
+        return (drafts * _expected_tokens(acceptance, length) + 1.0 - drafts) * step_seconds / seconds
 
-    best = max(range(1, _LONGEST + 1), key=speed_up)
-    return DrafterFound(
+    best = max(range(1, _MAX_DRAFT_LENGTH + 1), key=speed_up)
+    return DrafterResult(
         name,
         _speed_up(replies, plain),
         acceptance,
@@ -197,7 +231,7 @@ def _found(name: str, replies: Sequence[Reply], plain: Sequence[Reply], curve: C
 
 
 def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
-    """Over plain decoding of the same prompts."""
+    """Return the geometric mean speed-up over plain decoding of the same prompts."""
     return geometric_mean(
         (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
         for one, each in zip(plain, replies, strict=True)
@@ -209,31 +243,33 @@ def _sum(replies: Sequence[Reply], name: str) -> float:
 
 
 def _acceptance(replies: Sequence[Reply]) -> float:
-    """How often a guess was right, of those that were judged: guesses after a wrong one were not."""
+    """Return the acceptance rate among draft tokens that were verified after an accepted path."""
     hits = judged = 0
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # Of a tree's guesses at one depth one at most is right: they are judged together.
+        # At most one token of a tree is accepted per depth, so each depth counts as one attempt.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )
     return hits / judged if judged else 0.0
 
 
-def _verdict(limit: float, drafters: Sequence[DrafterFound]) -> str:
-    if limit < _WORTH:
+def _verdict(limit: float, drafters: Sequence[DrafterResult]) -> str:
+    if limit < _MIN_SPEED_UP:
         return (
-            "speculation cannot pay here: a pass of several tokens costs as much as those tokens one by one,"
-            " so --method none is the fastest"
+            "Speculation cannot help on this machine: checking several tokens in one pass takes as long as"
+            " producing them one by one. Use --method none."
         )
-    if drafters and not any(found.drafted for found in drafters):
-        return "nothing was drafted in replies as short as these: a larger -n tells more"
-    best = max((found for found in drafters if found.drafted), key=lambda found: found.expected, default=None)
-    most = f"guesses that are all right and free would bring {limit:.2f}x"
-    if best is None or best.expected < _WORTH:
-        return f"no drafter at hand pays here ({most}): --method none is the fastest"
+    if drafters and not any(result.drafted for result in drafters):
+        return "Nothing was drafted in such short replies. Use a larger --max-tokens."
+    best = max(
+        (result for result in drafters if result.drafted), key=lambda result: result.expected, default=None
+    )
+    ceiling = f"the ceiling on this machine is {limit:.2f}x"
+    if best is None or best.expected < _MIN_SPEED_UP:
+        return f"No available method is faster than plain decoding here ({ceiling}). Use --method none."
     return (
-        f"{best.name} pays here: --method {best.name} --draft-length {best.best_length} should bring"
-        f" {best.expected:.2f}x on text like this ({most})"
+        f"Use --method {best.name} --draft-length {best.best_length}. Expect {best.expected:.2f}x the speed"
+        f" of plain decoding on similar text ({ceiling})."
     )

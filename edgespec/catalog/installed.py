@@ -17,7 +17,7 @@ from edgespec.catalog.ollama import ollama_models
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.stored_models import StoredModel
 from edgespec.errors import EdgespecError, ModelFileError
-from edgespec.prepare.store import Prepared, every
+from edgespec.prepare.store import PreparedModel, list_prepared
 
 __all__ = [
     "InstalledModel",
@@ -64,7 +64,7 @@ class InstalledModels:
     """What is on this machine. prepared: what `edgespec prepare` made. known: keeps what was looked up."""
 
     models: tuple[InstalledModel, ...]
-    prepared: tuple[Prepared, ...]
+    prepared: tuple[PreparedModel, ...]
     skipped: tuple[UnusableModel, ...]
     known: MetadataCache = field(compare=False, repr=False)
 
@@ -88,7 +88,7 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
         except (EdgespecError, OSError) as error:
             skipped.append(UnusableModel(stored.names[0], str(error)))
     known.keep()
-    return InstalledModels(tuple(models), tuple(every()), tuple(skipped), known)
+    return InstalledModels(tuple(models), tuple(list_prepared()), tuple(skipped), known)
 
 
 def read_model_info(found: Resolved, known: MetadataCache) -> ModelInfo:

@@ -37,7 +37,7 @@ from edgespec.catalog.reference_parsing import (
 )
 from edgespec.catalog.stored_models import StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
-from edgespec.prepare.store import MANIFEST, Prepared, check, find, read
+from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
 __all__ = [
     "HubReference",
@@ -209,7 +209,7 @@ def _at(path: Path) -> Resolved:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             if (path / MANIFEST).exists():
-                return _prepared(read(path), path)
+                return _prepared(read_prepared(path), path)
             _check_folder(path)
         elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
@@ -219,7 +219,7 @@ def _at(path: Path) -> Resolved:
             with path.open("rb"):
                 pass
     except (FileNotFoundError, NotADirectoryError) as error:
-        if prepared := find("layerskip", path):
+        if prepared := find_prepared("layerskip", path):
             return _prepared(prepared, path)
         if path.is_symlink():
             raise ModelNotFoundError(
@@ -243,7 +243,7 @@ def _at(path: Path) -> Resolved:
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), _format(path))
 
 
-def _prepared(prepared: Prepared, asked: Path) -> Resolved:
+def _prepared(prepared: PreparedModel, asked: Path) -> Resolved:
     """What was prepared for early exit, named by its folder or by the file it was made from, now gone.
 
     Raises ModelFileError when it is damaged, or is no whole model.
@@ -253,7 +253,7 @@ def _prepared(prepared: Prepared, asked: Path) -> Resolved:
             f"{asked} holds what was prepared for drafting, not a model of its own",
             f"name the model it was made from: {prepared.source}",
         )
-    check(prepared)
+    check_prepared(prepared)
     folder = prepared.folder
     gone = asked.absolute() != folder.absolute()
     note = f"{asked} is gone, what was prepared from it is used: {folder}" if gone else str(folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.backends.gguf_header import CutShort, parse_header
+from edgespec.backends.gguf_header import TruncatedHeader, parse_header
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue, user_aliases
 from edgespec.catalog.download import Progress, choose, list_repository, translate_errors
 from edgespec.catalog.hub_files import HubFile, holds_gguf, is_quantisation
@@ -117,7 +117,7 @@ def _is_whole(file: HubFile, data: bytes) -> bool:
         return len(data) >= file.size_bytes
     try:
         parse_header(data)
-    except CutShort:
+    except TruncatedHeader:
         return False
     except ValueError as error:
         raise DownloadError(f"{file.name} is no GGUF file: {error}", "choose another model") from error

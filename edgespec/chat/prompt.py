@@ -46,7 +46,7 @@ class PromptBuilder:
             # Only a control token is sure to begin at the seam whatever stands before it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return text, known_tokens + rest
-        start = not (self._vocabulary.start_text and text.startswith(self._vocabulary.start_text))
+        start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return text, self._tokenize(text, shield, start=start)
 
     def _recalled(self, text: str) -> RenderedPrompt:

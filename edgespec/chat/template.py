@@ -22,14 +22,14 @@ class ChatTemplate:
     Raises TemplateError when the template does not compile or refuses the messages.
     """
 
-    def __init__(self, source: str, start_text: str, end_text: str) -> None:
+    def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _now
-        self._tokens = {"bos_token": start_text, "eos_token": end_text}
+        self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
         try:
             self._template = environment.from_string(source)
         except JinjaError as error:

@@ -1,4 +1,4 @@
-"""`edgespec bench`: every method against plain decoding, measured fairly."""
+"""`edgespec bench`: measure every method against plain decoding."""
 
 from __future__ import annotations
 
@@ -59,17 +59,22 @@ _BAR = 20
     ),
 )
 @methods_option(
-    "Methods to measure beside none. [default: auto and every drafter at hand; with a draft model also"
-    " model+suffix]"
+    "Methods to measure, besides plain decoding. [default: auto and every available drafter; with a draft"
+    " model also model+suffix]"
 )
 @prompts_option(
-    "JSON lines, each with `prompt` or `messages`, and perhaps a `category`. [default: 24 of eight"
-    " categories]"
+    "JSON lines with `prompt` or `messages`, and optionally `category`. [default: 24 built-in prompts in"
+    " eight categories]"
 )
-@click.option("--categories", type=listed(str), metavar="A,B", help="Only prompts of these. [default: all]")
-@temperatures_option("0,0.8", "Temperatures to measure at.")
+@click.option(
+    "--categories",
+    type=listed(str),
+    metavar="A,B",
+    help="Use only prompts of these categories. [default: all]",
+)
+@temperatures_option("0,0.8", "Temperatures to measure.")
 @draft_lengths_option(
-    None, "Tokens to guess ahead, each a choice of its own; auto finds its own. [default: one, the usual]"
+    None, "Draft lengths to measure. The automatic mode chooses its own. [default: that of each method]"
 )
 @click.option(
     "--repeats",
@@ -77,28 +82,31 @@ _BAR = 20
     metavar="N",
     default=2,
     show_default=True,
-    help="How often everything is measured.",
+    help="Number of times to repeat every measurement.",
 )
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure plain decoding twice: by how much it differs from itself says what the rest is worth.",
+    help="Measure plain decoding twice. The difference shows the noise of this machine.",
 )
 @max_tokens_option(64)
-@seed_option("The seed of all replies.")
+@seed_option("Seed of all replies.")
 @click.option(
-    "--max-seconds", type=whole(1), metavar="N", help="Begin no reply after so long. [default: no limit]"
+    "--max-seconds", type=whole(1), metavar="N", help="Start no reply after N seconds. [default: no limit]"
 )
 @click.option(
     "--save",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write it all as JSON, reply by reply.",
+    help="Write the report and every reply to a JSON file.",
 )
 @click.option(
-    "--plots", type=click.Path(path_type=Path), metavar="DIR", help="Draw PNG files into this folder."
+    "--plots",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Write plots as PNG files into this folder.",
 )
-@click.option("--plot", is_flag=True, help="Draw in the terminal.")
+@click.option("--plot", is_flag=True, help="Draw charts in the terminal.")
 @json_option
 @acceptance_option
 @model_options
@@ -114,18 +122,17 @@ def command(
 ) -> int:
     """Measure every method against plain decoding, on prompts of several kinds.
 
-    Each prompt is answered by every method, one right after another, in changing order, so that what the
-    machine does meanwhile meets all alike; every reply reads its prompt anew. SPEED-UP is in tokens per
-    second, prefill not counted, with its 95 % confidence interval; WORST is that of the worst prompt, WHOLE
-    counts all of a reply. The oracle takes the best fixed method for each prompt, in hindsight. Ctrl-C keeps
-    what was measured.
+    Every method answers each prompt in turn, in changing order, so that a machine that slows down affects all
+    methods alike. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C prints the
+    report of everything measured so far.
     """
     if options["remember"]:
         raise OptionError(
-            "replies are repeated: suffix would look up its own earlier ones", "leave --remember out"
+            "--remember would let the suffix method find its own earlier replies, because prompts repeat",
+            "leave --remember out",
         )
     texts = _texts(prompts, categories)
-    _check_places(save, plots)
+    _check_outputs(save, plots)
     report = interruptible(lambda stop: _bench(stop, texts, options))
     machine = _machine()
     if as_json:
@@ -139,14 +146,14 @@ def command(
         from edgespec.bench.plots import save_plots
 
         for path in save_plots(report, plots):
-            note(f"drawn: {path}")
+            note(f"plotted: {path}")
     if report.ending == "failed":
-        click.echo(printable(f"error: {report.trouble}"), err=True)
+        click.echo(printable(f"error: {report.error}"), err=True)
     return {"failed": FAILED, "cancelled": INTERRUPTED}.get(report.ending, DONE)
 
 
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
-    """The prompts to measure on. Raises OptionError."""
+    """Return the prompts to measure, filtered by category. Raises OptionError for an unknown category."""
     from edgespec.bench import bench_prompts
     from edgespec.losslessness import read_prompts
 
@@ -156,55 +163,53 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
     there = sorted({text.category for text in texts})
     for category in categories:
         if category not in there:
-            raise OptionError(
-                f"there are no prompts of category {category!r}", f"there are {', '.join(there)}"
-            )
+            raise OptionError(f"no prompt has the category {category!r}", f"choose from {', '.join(there)}")
     return [text for text in texts if text.category in categories]
 
 
-def _check_places(save: Path | None, plots: Path | None) -> None:
-    """Said before anything is measured: that there is no place for what is to be written."""
+def _check_outputs(save: Path | None, plots: Path | None) -> None:
+    """Check before measuring that the output files can be written. Raises OptionError."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
-        raise OptionError(f"{save} cannot be written", "name a file in a folder that is there")
+        raise OptionError(f"cannot write to {save}", "name a file in an existing folder")
     if plots is not None:
         from edgespec.bench.plots import check_plots
 
         check_plots()
         if plots.exists() and not plots.is_dir():
-            raise OptionError(f"{plots} is a file", "name a folder for the plots")
+            raise OptionError(f"--plots {plots} is a file", "name a folder")
 
 
 def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Report:
-    from edgespec.bench import Plan, report, run, ways_of
+    from edgespec.bench import BenchPlan, make_report, method_configs, run
 
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
-    ways = partial(ways_of, draft_lengths=lengths, control=options["control"])
-    Plan(tuple(texts), ways(methods or ()), **settings)  # what makes no sense is refused at once
-    # No reply is to wait for a cache that grows.
+    configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
+    BenchPlan(tuple(texts), configs(methods or ()), **settings)  # checks the options before the models load
+    # A context that is enlarged during a reply would add time to that reply only.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime:
-        stop.then(runtime.cancel)
-        plan = Plan(tuple(texts), ways(methods or _all_methods(runtime.drafters)), **settings)
+        stop.on_request(runtime.cancel)
+        plan = BenchPlan(tuple(texts), configs(methods or _all_methods(runtime.drafters)), **settings)
         progress = _Progress(stop)
         try:
-            measured = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)
+            bench_run = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)
         finally:
             progress.clear()
-        return report(runtime, plan, measured)
+        return make_report(runtime, plan, bench_run)
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """What chooses for itself, and what it may choose among."""
+    """Return the default methods: `auto` and everything that `auto` may choose from."""
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 
 class _Progress:
-    """A bar, what is measured, and how long the rest will take."""
+    """A progress bar with the current measurement and the remaining time."""
 
     def __init__(self, stop: Stop) -> None:
         self._line = ProgressLine(stop)
-        # The first reply that was there, and when: what came before it says little of the others.
+        # Fraction and time of the first finished reply. Loading and warm-up would distort the estimate.
         self._first = (0.0, 0.0)
 
     def __call__(self, what: str, fraction: float) -> bool:
@@ -230,7 +235,7 @@ def _duration(seconds: float) -> str:
 
 
 def _machine() -> dict[str, object]:
-    """What it was measured on."""
+    """Describe the machine for the report."""
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()

@@ -1,4 +1,4 @@
-"""`edgespec doctor`: what this machine is and can do."""
+"""`edgespec doctor`: check the machine, the libraries, the folders and the demo model."""
 
 from __future__ import annotations
 
@@ -23,32 +23,39 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_DEMO = 50  # tokens a second
-_LITTLE_MEMORY_BYTES = 2_000_000_000
+_SLOW_DEMO = 50  # tokens/s; an idle machine is several times faster (chosen)
+_LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `next_step` is what to do when it is not `ok`."""
+    """One line of the report.
+
+    Attributes:
+        name: What was checked.
+        ok: False for a problem.
+        finding: Result in words.
+        next_step: What the user can do about a problem, or empty.
+    """
 
     name: str
     ok: bool
-    says: str
+    finding: str
     next_step: str = ""
 
 
 @click.command(
     "doctor",
     cls=HelpfulCommand,
-    short_help="Say what this machine is and can do.",
+    short_help="Check this machine and the installation.",
     examples=("edgespec doctor", "edgespec doctor --json"),
 )
 @json_option
 def command(as_json: bool) -> int:
-    """Look at the machine, the installed libraries and the folders, and let the demo write 16 tokens.
+    """Check the machine, the installed libraries, the folders and the settings, and run the demo model.
 
-    Each line is ok, or warn with the next step. The exit status is 1 when the demo does not run.
+    Each line is ok, or warn with a next step. The exit status is 1 if the demo model does not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -66,9 +73,9 @@ def command(as_json: bool) -> int:
 def _hardware(machine: MachineInfo) -> list[Check]:
     threads = machine.llama_cpp.default_threads
     cores = f"{machine.physical_cores} cores, {machine.logical_cores} threads" + (
-        f"; edgespec computes with {threads}" if threads else ""
+        f"; edgespec uses {threads}" if threads else ""
     )
-    little = machine.memory_available_bytes < _LITTLE_MEMORY_BYTES
+    little = machine.memory_available_bytes < _LOW_MEMORY_BYTES
     available, total = machine.memory_available_bytes, machine.memory_total_bytes
     memory = f"{format_bytes(available)} of {format_bytes(total)} available"
     return [
@@ -82,21 +89,21 @@ def _hardware(machine: MachineInfo) -> list[Check]:
 def _libraries(machine: MachineInfo) -> list[Check]:
     library = machine.llama_cpp
     if library.problem:
-        llama = Check("llama.cpp", False, library.problem, "see `edgespec doctor --json` for all facts")
+        llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for all details")
         return [llama, _mlx(machine)]
     llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
     if library.gpu_offload:
-        gpu = Check("gpu", True, "llama.cpp can put layers on a GPU")
+        gpu = Check("gpu", True, "llama.cpp can use the GPU")
     elif machine.accelerator:
         flag = _BUILD_FLAG[machine.accelerator]
         gpu = Check(
             "gpu",
             False,
-            f"this machine has {machine.accelerator}, and llama.cpp was built without it",
+            f"this machine has {machine.accelerator}, but llama.cpp was built without support for it",
             f'CMAKE_ARGS="{flag}" pip install --force-reinstall --no-cache-dir llama-cpp-python',
         )
     else:
-        gpu = Check("gpu", True, "none found; models run on the processor")
+        gpu = Check("gpu", True, "none found; models run on the CPU")
     return [llama, gpu, _mlx(machine)]
 
 
@@ -105,16 +112,18 @@ def _mlx(machine: MachineInfo) -> Check:
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
     install = f'pip install "edgespec[{extra}]"'
     if not library.version:
-        # Only where MLX is the fast way is it amiss that it is not there.
+        # A missing MLX is a problem only on Apple Silicon, where it is the faster backend.
         wanted = machine.accelerator == "metal" or library.problem != "not installed"
-        says = library.problem if wanted else f"{library.problem}; MLX models need it: {install}"
-        return Check("mlx", not wanted, says, install if wanted else "")
-    says = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
+        finding = library.problem if wanted else f"{library.problem}; needed for MLX models only: {install}"
+        return Check("mlx", not wanted, finding, install if wanted else "")
+    finding = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
-        says += f", which keeps {format_bytes(library.working_set_bytes)} in place"
+        finding += f", with up to {format_bytes(library.working_set_bytes)} of GPU memory"
     if machine.accelerator == "cuda" and not library.cuda:
-        return Check("mlx", True, f"{says}; this machine has cuda, and MLX was installed without it", install)
-    return Check("mlx", True, says)
+        return Check(
+            "mlx", True, f"{finding}; this machine has CUDA, but MLX was installed without it", install
+        )
+    return Check("mlx", True, finding)
 
 
 def _folders(machine: MachineInfo) -> list[Check]:
@@ -123,23 +132,25 @@ def _folders(machine: MachineInfo) -> list[Check]:
         Check("models", True, str(folders.models)),
         Check("chats", True, str(folders.chats)),
         Check("logs", True, str(folders.logs)),
-        Check("aliases", True, f"{folders.aliases}{'' if folders.aliases.exists() else ' (not there yet)'}"),
+        Check(
+            "aliases", True, f"{folders.aliases}{'' if folders.aliases.exists() else ' (not created yet)'}"
+        ),
     ]
 
 
 def _settings() -> Check:
-    """Whether what is set for all runs can be used. The demo here runs without it."""
+    """Check the settings file. The demo of this command runs without it."""
     from edgespec.cli.settings import Settings
 
     settings = Settings.read()
     for problem in settings.problems:
         return Check("settings", False, problem.what, problem.next_step)
-    there = "" if settings.path.exists() else " (not there yet)"
+    there = "" if settings.path.exists() else " (not created yet)"
     return Check("settings", True, f"{settings.path}{there}")
 
 
 def _demo(stop: Stop) -> Check:
-    """Load the demo pair and let it write."""
+    """Load the demo models and generate a short reply."""
     import edgespec
 
     started = time.perf_counter()
@@ -147,7 +158,7 @@ def _demo(stop: Stop) -> Check:
     try:
         with edgespec.load("demo", progress=progress) as runtime:
             load_seconds = time.perf_counter() - started
-            stop.then(runtime.cancel)
+            stop.on_request(runtime.cancel)
             reply = runtime.generate("How do I list files?", max_tokens=_DEMO_TOKENS, temperature=0.0, seed=0)
     except CancelledError:
         raise
@@ -159,15 +170,15 @@ def _demo(stop: Stop) -> Check:
         raise CancelledError("the demo was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
     plain = reply.method.effective == "none"
-    how = "without guesses, which did not pay" if plain else f"guessed by {reply.method.effective}"
-    says = (
-        f"loaded in {load_seconds:.2f} s, wrote {reply.stats.generated_tokens} tokens"
-        f" at {rate:.0f} a second, {how}"
+    method = "without speculation, which would not be faster" if plain else f"with {reply.method.effective}"
+    finding = (
+        f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
+        f" at {rate:.0f} tokens/s {method}"
     )
     if rate < _SLOW_DEMO:
-        busy = "other programs keep the cores busy: close them, or use fewer --threads"
-        return Check("demo", True, f"{says}, which is slow", busy)
-    return Check("demo", True, says)
+        busy = "other programs may be using the CPU: close them, or set --threads to fewer threads"
+        return Check("demo", True, f"{finding}, which is slow", busy)
+    return Check("demo", True, finding)
 
 
 def _print(checks: list[Check]) -> None:
@@ -176,7 +187,7 @@ def _print(checks: list[Check]) -> None:
     for check in checks:
         warns = not check.ok or bool(check.next_step)
         mark = colour("warn", 33) if warns else colour("ok  ", 32)
-        click.echo(f"{mark}  {check.name:{width}}  {printable(check.says)}", color=True)
+        click.echo(f"{mark}  {check.name:{width}}  {printable(check.finding)}", color=True)
         if check.next_step:
             click.echo(f"      {'':{width}}  next: {printable(check.next_step)}")
 

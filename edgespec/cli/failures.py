@@ -1,4 +1,4 @@
-"""Every way of failing as one line on stderr and an exit status."""
+"""Turn any error into one line on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEBUG = "EDGESPEC_DEBUG"
 
 
 def exit_status(error: Exception) -> int:
-    """The exit status the contract has for this error."""
+    """Return the exit status for an error: 1 failed, 2 wrong usage, 130 interrupted."""
     if isinstance(error, click.ClickException):
         return error.exit_code
     if isinstance(error, CancelledError):
@@ -25,7 +25,7 @@ def exit_status(error: Exception) -> int:
 
 
 def describe(error: Exception) -> str:
-    """What to print for an error: one line, with the usage below it when the command line was wrong."""
+    """Return the line to print for an error, followed by the usage if the command line was wrong."""
     if isinstance(error, click.UsageError):
         return _wrong_usage(error)
     trace = "".join(traceback.format_exception(error)) if os.environ.get(_DEBUG) else ""
@@ -40,18 +40,18 @@ def _line(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return f"error: {_plain(error.format_message())}"
     if isinstance(error, MemoryError):
-        return "error: there is no memory left; close other programs or use a smaller model or --context"
+        return "error: out of memory; close other programs, or use a smaller model or a smaller --context"
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
-        return f"error: {error.strerror.lower()}{where}; make room or check the permissions, then try again"
+        return f"error: {error.strerror.lower()}{where}; check disk space and permissions"
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a fault of edgespec: {_DEBUG}=1 shows the traceback, please report it"
+    return f"error: {what}; this is a bug, please report it with the traceback that {_DEBUG}=1 prints"
 
 
 def _wrong_usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
         near = error.possibilities or ()
-        hint = f"did you mean {' or '.join(near)}?" if near else "the help shows all there are"
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
         line = f"no such option {error.option_name}; {hint}"
     else:
         line = _plain(error.format_message())
@@ -63,6 +63,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _plain(message: str) -> str:
-    """A message of click's in our form: one line, lower case, no full stop."""
+    """Bring a message of click into the form of our errors: one line, lower case, no full stop."""
     line = " ".join(message.split()).rstrip(".")
     return line[:1].lower() + line[1:]

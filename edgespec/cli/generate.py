@@ -1,4 +1,4 @@
-"""`edgespec generate`: one prompt in, one reply out."""
+"""`edgespec generate`: answer one prompt and exit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["command"]
 @click.command(
     "generate",
     cls=HelpfulCommand,
-    short_help="Answer one prompt and leave.",
+    short_help="Answer one prompt and exit.",
     examples=(
         'edgespec generate "How do I list files by size?"',
         'git diff | edgespec generate --system "Write a commit message" -',
@@ -48,7 +48,7 @@ __all__ = ["command"]
 )
 @click.argument("words", metavar="[PROMPT | -]", nargs=-1)
 @reply_options
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--raw", is_flag=True, help="Send the prompt without the chat template of the model.")
 @json_option
 @model_options
 @prefix_cache_options(default="memory")
@@ -58,12 +58,12 @@ __all__ = ["command"]
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. With - the prompt is read from stdin; so it is when no prompt is given
-    and stdin is a pipe. Ctrl-C ends the reply and keeps what was written.
+    The reply is streamed to stdout. The prompt is read from stdin if it is - or if it is missing and stdin is
+    a pipe. Ctrl-C ends the reply. The text printed so far stays.
     """
     if len(words) > 1:
         raise click.UsageError(
-            "the prompt is more than one argument; put it in quotes", click.get_current_context()
+            "the prompt must be a single argument; put it in quotes", click.get_current_context()
         )
     text = _prompt_text(words[0] if words else None)
     check_sampling(pick(options, SAMPLING_NAMES))
@@ -76,7 +76,7 @@ def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) ->
 def _prompt_text(prompt: str | None) -> str:
     if prompt is None and (sys.stdin is None or is_terminal(sys.stdin)):
         raise click.UsageError(
-            "there is no prompt; give one, or - to read stdin", click.get_current_context()
+            "no prompt was given; add one, or use - to read it from stdin", click.get_current_context()
         )
     text = prompt
     if prompt is None or prompt == "-":
@@ -84,10 +84,10 @@ def _prompt_text(prompt: str | None) -> str:
             text = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise OptionError(
-                f"stdin is not UTF-8 text: byte {error.start + 1} begins no character",
-                "convert it, such as with iconv",
+                f"stdin is not valid UTF-8 at byte {error.start + 1}",
+                "convert the text to UTF-8, for example with iconv",
             ) from error
-        # The line end of `echo` is not meant.
+        # `echo` appends a line end that is not part of the prompt.
         text = text.removesuffix("\n").removesuffix("\r")
     assert text is not None
     if not text.strip():
@@ -96,7 +96,7 @@ def _prompt_text(prompt: str | None) -> str:
 
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
-    """Load, write the reply out while it comes, and return it."""
+    """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES))) as runtime:
         progress = ProgressLine(stop)
         stream = runtime.stream(
@@ -105,7 +105,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
             progress=progress,
             **pick(options, ("system", "max_tokens", "seed", "stop", *SAMPLING_NAMES)),
         )
-        stop.then(stream.cancel)
+        stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
         for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.line):
@@ -114,7 +114,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Write the pieces as they come; the last line is ended, also when the reply fails on it."""
+    """Write the reply as it arrives. Ends the last line even if the reply fails."""
     last = ""
     try:
         for piece in stream:
@@ -133,13 +133,13 @@ def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
 
 
 def summary(reply: Reply) -> str:
-    """What a reply came to, in one line."""
+    """Summarise a reply in one line: tokens, speed, acceptance and seed."""
     stats = reply.stats
     parts = []
     if stats.tokens_per_second is not None:
-        parts.append(f"{stats.generated_tokens} tokens at {stats.tokens_per_second:.1f} a second")
+        parts.append(f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s")
     if stats.acceptance_rate is not None:
-        parts.append(f"{stats.acceptance_rate:.0%} accepted")
+        parts.append(f"{stats.acceptance_rate:.0%} of drafted tokens accepted")
     if stats.tokens_per_target_pass is not None:
         parts.append(f"{stats.tokens_per_target_pass:.1f} tokens per pass")
     parts.append(f"seed {reply.seed}")

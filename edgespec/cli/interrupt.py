@@ -1,7 +1,7 @@
-"""Ctrl-C: the work goes on in a thread of its own, so that a signal is heard inside a long native call.
+"""Ctrl-C handling: commands run in a worker thread, so that signals are handled during a long native call.
 
-Python runs signal handlers in the main thread, between two of its instructions. Were the model run there,
-a Ctrl-C would have to wait for the end of the running pass.
+Python runs signal handlers in the main thread, between two bytecode instructions. If a model ran there,
+Ctrl-C would have to wait until the running pass returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class Stop:
-    """Whether the person has asked for an end, and what is to be done then."""
+    """A request to stop, shared by the signal handler and the worker thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -33,24 +33,33 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """True once an end was asked for."""
+        """Return True once a stop was requested."""
         return self._event.is_set()
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Do this when an end is asked for; at once if that has happened already. It may be done twice."""
+    def on_request(self, action: Callable[[], None]) -> None:
+        """Run `action` when a stop is requested, or now if one already was. The action may run twice."""
         self._action = action
         if self.requested:
             action()
 
     def request(self) -> None:
-        """Ask for an end."""
+        """Request a stop and run the action."""
         self._event.set()
         if self._action is not None:
             self._action()
 
 
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
-    """Do `work` so that Ctrl-C and SIGTERM ask it to stop. Asked twice, the process ends at once."""
+    """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
+
+    A second signal ends the process at once with exit status 130.
+
+    Args:
+        work: Called with the `Stop` that it must observe.
+
+    Returns:
+        The result of `work`. Its exceptions are raised here.
+    """
     from edgespec.heap import limit_malloc_arenas
 
     stop = Stop()
@@ -64,15 +73,15 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            # The work may sit in a native call that does not return: do not wait for it.
+            # The work may hang in a native call, so do not wait for it.
             click.echo("interrupted", err=True)
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         stop.request()
 
-    # A signal that was switched off, as nohup does, stays so.
-    wanted = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, on_signal) for number in wanted}
+    # Signals that the parent disabled, as nohup does, stay disabled.
+    handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in handled}
     limit_malloc_arenas()
     try:
         threading.Thread(target=run, name="edgespec-work", daemon=True).start()

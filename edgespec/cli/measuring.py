@@ -1,4 +1,4 @@
-"""The options of commands that try methods on prompts, declared once; what each says of them is its own."""
+"""Click options shared by the commands that run methods on prompts: bench, verify and tune."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ __all__ = [
 ]
 
 
-def methods_option(explained: str) -> Decorator:
-    """Which methods; None where none is named."""
-    return click.option("--methods", type=listed(str), metavar="A,B", help=explained)
+def methods_option(help_text: str) -> Decorator:
+    """Return the option `--methods`. Its value is None if it is not given."""
+    return click.option("--methods", type=listed(str), metavar="A,B", help=help_text)
 
 
-def prompts_option(explained: str) -> Decorator:
-    """A file of prompts; see `sameness.read_prompts`."""
-    return click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help=explained)
+def prompts_option(help_text: str) -> Decorator:
+    """Return the option `--prompts`, a file for `losslessness.read_prompts`."""
+    return click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help=help_text)
 
 
-def temperatures_option(usual: str, explained: str) -> Decorator:
-    """At which temperatures, one after another."""
+def temperatures_option(default: str, help_text: str) -> Decorator:
+    """Return the option `--temperatures`, a list of numbers."""
     return click.option(
         "--temperatures",
         type=listed(float),
         metavar="T,T",
-        default=usual,
+        default=default,
         show_default=True,
-        help=explained,
+        help=help_text,
     )
 
 
-def draft_lengths_option(usual: str | None, explained: str) -> Decorator:
-    """At which draft lengths, one after another; None leaves them to each method."""
+def draft_lengths_option(default: str | None, help_text: str) -> Decorator:
+    """Return the option `--draft-lengths`. A default of None leaves the length to each method."""
     return click.option(
         "--draft-lengths",
         type=listed(whole(1, 64)),
         metavar="K,K",
-        default=usual,
+        default=default,
         show_default=True,
-        help=explained,
+        help=help_text,
     )
 
 
-def max_tokens_option(usual: int, explained: str = "The longest reply, in tokens.") -> Decorator:
-    """How long replies may get."""
+def max_tokens_option(default: int, help_text: str = "Maximum reply length in tokens.") -> Decorator:
+    """Return the option `--max-tokens`."""
     return click.option(
-        "-n", "--max-tokens", type=whole(1), metavar="N", default=usual, show_default=True, help=explained
+        "-n", "--max-tokens", type=whole(1), metavar="N", default=default, show_default=True, help=help_text
     )
 
 
-def seed_option(explained: str) -> Decorator:
-    """A seed that is the same each time: what is measured can be measured again."""
+def seed_option(help_text: str) -> Decorator:
+    """Return the option `--seed` with a fixed default, so that a measurement can be repeated."""
     return click.option(
-        "--seed", type=whole(0, MAX_SEED), metavar="N", default=1, show_default=True, help=explained
+        "--seed", type=whole(0, MAX_SEED), metavar="N", default=1, show_default=True, help=help_text
     )

@@ -1,4 +1,4 @@
-"""`edgespec models`: what is on this machine and what can be fetched, and what is known about one model."""
+"""`edgespec models`: list, show, download, name and remove models."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ __all__ = ["command"]
 
 _WIDE, _MEDIUM = 140, 90
 _CATALOGUE_HEADS: Sequence[str] = (
-    "NAME", "FORMAT", "SIZE", "HERE", "ALSO", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE",
+    "NAME", "FORMAT", "SIZE", "DOWNLOADED", "ALIASES", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE",
 )  # fmt: skip
-_SHELF_HEADS = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "KEPT BY", "WHERE")
+_INSTALLED_HEADS = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "STORED BY", "PATH")
 _LOOK_CONTEXT_TOKENS = 256
 
 
 @click.group(
     "models",
     cls=HelpfulGroup,
-    short_help="List the models that are here or known, or show one.",
+    short_help="List, show, download and name models.",
     examples=(
         "edgespec models list",
         "edgespec models show demo",
@@ -67,36 +67,36 @@ _LOOK_CONTEXT_TOKENS = 256
     ),
 )
 def command() -> None:
-    """The models on this machine, whoever put them there, and those edgespec knows by name."""
+    """List, show, download, name and remove models."""
 
 
 @command.command(
     "list",
     cls=HelpfulCommand,
-    short_help="List the models that are here or known.",
+    short_help="List the catalogue and the models on this machine.",
     examples=("edgespec models list", "edgespec models list --json"),
 )
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the catalogue, what is on this machine, and the names and pairs that are yours.
+    """List the catalogue, the models on this machine, and your own aliases and pairs.
 
-    HERE names the quantisations of the catalogue that are on this machine; the others are downloaded when
-    they are used. Below the catalogue is what Ollama, LM Studio and the Hugging Face cache hold, with what to
-    type for it: those models are used where they are, nothing is copied.
+    DOWNLOADED shows which quantisations of a catalogue model are on this machine. Others are downloaded at
+    first use. The second table lists the models of Ollama, LM Studio and the Hugging Face cache. They are
+    used where they are, and nothing is copied.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
-    own, pairs, shelf = user_aliases(), user_pairs(), find_installed()
+    own, pairs, installed = user_aliases(), user_pairs(), find_installed()
     if as_json:
         print_json(
             {
-                "models": [entry_json(entry) | _here_json(files) for entry, files in listed],
-                "local": [installed_json(shelved) for shelved in shelf.models],
-                "prepared": [prepared_json(prepared) for prepared in shelf.prepared],
-                "skipped": [{"name": skipped.name, "why": skipped.why} for skipped in shelf.skipped],
+                "models": [entry_json(entry) | _downloaded_json(files) for entry, files in listed],
+                "local": [installed_json(installed_model) for installed_model in installed.models],
+                "prepared": [prepared_json(prepared) for prepared in installed.prepared],
+                "skipped": [{"name": skipped.name, "why": skipped.why} for skipped in installed.skipped],
                 "aliases": own,
                 "pairs": pairs,
             }
@@ -106,32 +106,36 @@ def list_models(as_json: bool) -> None:
     rows = [catalogue_row(entry, files) for entry, files in listed]
     shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
     print_table(heads[:shown], [row[:shown] for row in rows])
-    if shelf.models:
+    if installed.models:
         if is_terminal(sys.stdout):
             click.echo()
-        heads = _SHELF_HEADS
+        heads = _INSTALLED_HEADS
         shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
-        print_table(heads[:shown], [installed_row(shelved)[:shown] for shelved in shelf.models])
-    if shelf.prepared:
         print_table(
-            ("PREPARED", "SIZE", "OF", "WHERE"),
-            [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in shelf.prepared],
+            heads[:shown], [installed_row(installed_model)[:shown] for installed_model in installed.models]
+        )
+    if installed.prepared:
+        print_table(
+            ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
+            [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in installed.prepared],
         )
     if own:
-        print_table(("YOUR ALIAS", "STANDS FOR"), sorted(own.items()))
+        print_table(("YOUR ALIAS", "MODEL"), sorted(own.items()))
     if pairs:
-        print_table(("YOUR PAIR", "DRAFT"), sorted(pairs.items()))
+        print_table(("YOUR TARGET", "DRAFT MODEL"), sorted(pairs.items()))
     if not own and not pairs:
-        note(f"Names of your own go into {user_aliases_path()}: see `edgespec models alias --help`.")
-    if shelf.skipped:
-        what = ", ".join(one.name for one in shelf.skipped[:3]) + (", ..." if len(shelf.skipped) > 3 else "")
-        note(f"Left out as not usable: {what}. `edgespec models list --json` says why.")
+        note(f"To name models yourself, see `edgespec models alias --help` ({user_aliases_path()}).")
+    if installed.skipped:
+        what = ", ".join(one.name for one in installed.skipped[:3]) + (
+            ", ..." if len(installed.skipped) > 3 else ""
+        )
+        note(f"Not usable: {what}. `edgespec models list --json` shows why.")
 
 
 @command.command(
     "show",
     cls=HelpfulCommand,
-    short_help="Show what is known about a model.",
+    short_help="Show facts about a model and its draft models.",
     examples=(
         "edgespec models show demo",
         "edgespec models show 8b-q4 --json",
@@ -139,13 +143,13 @@ def list_models(as_json: bool) -> None:
     ),
 )
 @model_reference("reference")
-@click.option("--probe", is_flag=True, help="Load the model too, and say what it can do.")
+@click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show what REF stands for, what its files and the catalogue say of it, and what can draft for it.
+    """Show which model REF is, its facts, and which models on this machine can draft for it.
 
-    Its files are looked into, not loaded. Drafts are compared by their tokens; what may be expected of one is
-    a guess by the sizes of both. The exit status is 1 when something could not be found out.
+    The model is not loaded. The expected speed-up of a draft model is an estimate from the sizes of both
+    models until the pair has run. The exit status is 1 if a file could not be read.
     """
     from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
 
@@ -161,12 +165,12 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         missing = error.what
     shown = Shown(reference, entry, found, missing)
     if found is not None:
-        model_format, shelf = found.format, find_installed(include_embedded=True)
+        model_format, installed = found.format, find_installed(include_embedded=True)
         try:
-            shown = replace(shown, info=read_model_info(found, shelf.known))
+            shown = replace(shown, info=read_model_info(found, installed.known))
         except ModelFileError as error:
             shown = replace(shown, problem=str(error))
-        shown = replace(shown, options=draft_options(found, shelf), choice=choose_draft(found))
+        shown = replace(shown, options=draft_options(found, installed), choice=choose_draft(found))
         if probe:
             facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
             shown = replace(shown, facts=facts, problem=problem)
@@ -191,7 +195,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 def pull_model(reference: str, as_json: bool) -> None:
     """Download REF into the Hugging Face cache, unless it is on this machine already.
 
-    What is interrupted is taken up where it stopped.
+    An interrupted download is resumed.
     """
     from edgespec.catalog import resolve
 
@@ -214,29 +218,31 @@ def pull_model(reference: str, as_json: bool) -> None:
 @command.command(
     "alias",
     cls=HelpfulCommand,
-    short_help="Give a model a name of your own.",
+    short_help="Give a model your own name.",
     examples=("edgespec models alias big hf:user/repo:Q4_K_M", "edgespec models alias fast llama3.2:1b"),
 )
 @click.argument("name")
 @model_reference("reference")
 @json_option
 def set_alias(name: str, reference: str, as_json: bool) -> None:
-    """Let NAME stand for REF. A name of yours wins over the catalogue's.
+    """Make NAME an alias of REF. Your aliases take precedence over the catalogue.
 
-    `edgespec models remove NAME` forgets it.
+    `edgespec models remove NAME` deletes the alias.
     """
     from edgespec.catalog.aliases import check_alias
     from edgespec.cli.own_names import write_name
 
     remark = check_alias(name.strip(), reference.strip())
     write_name("aliases", name.strip(), reference.strip())
-    _said(f"{name} stands for {reference}", remark, {"alias": name, "reference": reference}, as_json)
+    _print_change(
+        f"{name} is now an alias of {reference}.", remark, {"alias": name, "reference": reference}, as_json
+    )
 
 
 @command.command(
     "pair",
     cls=HelpfulCommand,
-    short_help="Choose the draft that --draft auto takes for a target.",
+    short_help="Choose the draft model that --draft auto uses for a target.",
     examples=(
         "edgespec models pair 70b-q4 1b-q4",
         "edgespec models pair 8b-q4 none",
@@ -245,37 +251,39 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 )
 @model_reference("target")
 @click.argument("draft", metavar="DRAFT", required=False)
-@click.option("--remove", is_flag=True, help="Let edgespec choose again.")
+@click.option("--remove", is_flag=True, help="Delete the pair, so that edgespec chooses again.")
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
-    """Choose DRAFT (or none) as what `--draft auto` takes for the target REF."""
+    """Use DRAFT (or none) when `--draft auto` is given with the target REF."""
     from edgespec.catalog.aliases import check_pair
     from edgespec.cli.own_names import write_name
 
     if (draft is None) != remove:
-        raise click.UsageError("give a DRAFT, or --remove without one")
+        raise click.UsageError("give either a DRAFT or --remove")
     target = target.strip()
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
     what = (
-        f"{target} drafts with {draft}" if draft is not None else f"{target} has no draft of yours any more"
+        f"{target} now uses the draft model {draft}."
+        if draft is not None
+        else f"{target} has no draft model of your choice any more."
     )
-    _said(what, remark, {"target": target, "draft": draft}, as_json)
+    _print_change(what, remark, {"target": target, "draft": draft}, as_json)
 
 
 @command.command(
     "remove",
     cls=HelpfulCommand,
-    short_help="Forget a name of yours, or delete a download.",
+    short_help="Delete an alias or a downloaded model.",
     examples=("edgespec models remove big", "edgespec models remove hf:user/repo:Q4_K_M --yes"),
 )
 @model_reference("reference")
 @click.option("--yes", is_flag=True, help="Delete a download without asking.")
 @json_option
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
-    """Forget an alias, or delete a model from the Hugging Face cache, which other programs may use as well.
+    """Delete an alias, or a model in the Hugging Face cache, which other programs may share.
 
-    What Ollama and LM Studio keep, and files of your own, are left to you.
+    Models of Ollama and LM Studio and your own files are not deleted.
     """
     from edgespec.catalog import resolve
     from edgespec.catalog.removal import plan_removal
@@ -284,21 +292,23 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     name = reference.strip()
     if is_named("aliases", name):
         write_name("aliases", name, None)
-        _said(f"{name} stands for nothing any more", "", {"removed": name, "freed_bytes": 0}, as_json)
+        _print_change(f"The alias {name} is deleted.", "", {"removed": name, "freed_bytes": 0}, as_json)
         return
     found = resolve(name, allow_download=False)
     removal = plan_removal(found)
     size = format_bytes(removal.size_bytes)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
-            raise OptionError(f"{found.path} ({size}) would be deleted", "add --yes")
+            raise OptionError(f"deleting {found.path} ({size}) needs a confirmation", "add --yes")
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
     freed_bytes = removal.execute()
-    _said(f"{name} is deleted: {size} freed", "", {"removed": name, "freed_bytes": freed_bytes}, as_json)
+    _print_change(
+        f"{name} is deleted: {size} freed.", "", {"removed": name, "freed_bytes": freed_bytes}, as_json
+    )
 
 
-def _said(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
-    """The result of a change, and what to know of it."""
+def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
+    """Print the result of a change and a remark about it."""
     if as_json:
         print_json(value | {"remark": remark})
         return
@@ -307,7 +317,7 @@ def _said(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
-    """The quantisations of a catalogue model that are on this machine, with their files."""
+    """Map the quantisations of a catalogue model on this machine to their files."""
     from edgespec.catalog import resolve
 
     files = {}
@@ -322,7 +332,7 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 
 
 def _catalogued(reference: str) -> ModelEntry | None:
-    """The catalogue's model of that name, alias or repository, whether it is here or not."""
+    """Find the catalogue entry for a name, alias or repository, downloaded or not."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
 
@@ -340,7 +350,7 @@ def _catalogued(reference: str) -> ModelEntry | None:
 
 
 def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[ModelFacts | None, str]:
-    """The facts of a model file, or why it cannot be looked into."""
+    """Load a model and return its facts, or (None, reason) if it cannot be loaded."""
     import edgespec
 
     progress = ProgressLine(stop)
@@ -360,5 +370,5 @@ def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[Model
         progress.clear()
 
 
-def _here_json(files: dict[str, str]) -> dict[str, Any]:
+def _downloaded_json(files: dict[str, str]) -> dict[str, Any]:
     return {"on_this_machine": bool(files), "files": files}

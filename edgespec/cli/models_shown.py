@@ -1,4 +1,4 @@
-"""What `edgespec models` prints of a model: rows, lines and JSON."""
+"""Text and JSON forms of a model for `edgespec models`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         ModelInfo,
         Resolved,
     )
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = [
     "Shown",
@@ -35,16 +35,29 @@ _FORMATS = {
     "mlx": "MLX, run by mlx-lm",
     "layerskip": "GGUF prepared for early exit, run by llama.cpp",
 }
-_KEPT_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
-_MOST_DRAFTS = 8
+_STORED_BY = {
+    "embedded": "edgespec",
+    "ollama": "Ollama",
+    "lmstudio": "LM Studio",
+    "hub": "Hugging Face cache",
+}
+_MAX_DRAFTS = 8  # lines of `models show`
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is known of one model. entry: the catalogue's; found: None where it is not on this machine.
+    """Everything `edgespec models show` reports about one model.
 
-    missing: why it is not. info: from its files; facts: of the loaded model, where that was asked for.
-    options, choice: what can draft for it, and what `auto` takes. problem: what could not be found out.
+    Attributes:
+        reference: The reference the user typed.
+        entry: Catalogue entry, if there is one.
+        found: The resolved model. None if it is not on this machine.
+        missing: Why the model was not found.
+        info: Facts read from the model files.
+        facts: Facts of the loaded model, with `--probe`.
+        options: Models that can draft for it, best first.
+        choice: The draft model that `--draft auto` uses.
+        problem: Error while reading or loading the model.
     """
 
     reference: str
@@ -59,12 +72,12 @@ class Shown:
 
     @property
     def format(self) -> ModelFormat | None:
-        """Of its files, or as the catalogue says."""
+        """Return the format of the files, or that of the catalogue entry."""
         known = self.found or self.entry
         return known.format if known else None
 
     def to_json(self) -> dict[str, Any]:
-        """What `edgespec models show --json` prints."""
+        """Return the JSON object of `edgespec models show --json`."""
         found, choice = self.found, self.choice
         model = (_info_json(self.info) if self.info else {}) | (
             _loaded_json(self.facts) if self.facts else {}
@@ -87,13 +100,13 @@ class Shown:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """The same for people: names and values."""
+        """Return (name, value) lines for the terminal."""
         note = self.found.note if self.found else self.reference
         lines = [("reference", note), *_entry_lines(self.entry)]
         if self.format is not None:
             lines.append(("format", _FORMATS[self.format]))
         if self.found is None:
-            lines.append(("on this machine", f"no: `edgespec models pull {self.reference}` downloads it"))
+            lines.append(("on this machine", f"no; download it with `edgespec models pull {self.reference}`"))
         if self.info is not None:
             lines += _info_lines(self.info, self.format)
         if self.facts is not None:
@@ -104,7 +117,7 @@ class Shown:
 
 
 def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
-    """A model of the catalogue, most important first."""
+    """Return the table row of a catalogue model, most important columns first."""
     return (
         entry.name,
         entry.format,
@@ -119,26 +132,26 @@ def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...
     )
 
 
-def installed_row(shelved: InstalledModel) -> tuple[str, ...]:
-    """A model on this machine, most important first."""
+def installed_row(installed_model: InstalledModel) -> tuple[str, ...]:
+    """Return the table row of a model on this machine, most important columns first."""
     return (
-        shelved.reference,
-        shelved.format,
-        format_bytes(shelved.info.size_bytes),
-        shelved.info.quantisation or "-",
-        _count_text(shelved.info.parameters),
-        _KEPT_BY[shelved.place],
-        str(shelved.path),
+        installed_model.reference,
+        installed_model.format,
+        format_bytes(installed_model.info.size_bytes),
+        installed_model.info.quantisation or "-",
+        _count_text(installed_model.info.parameters),
+        _STORED_BY[installed_model.place],
+        str(installed_model.path),
     )
 
 
 def _count_text(count: int) -> str:
-    """A number of parameters for people."""
+    """Format a number of parameters, such as `8.03 B`."""
     return f"{count / 1e9:.3g} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
 
 
 def entry_json(entry: ModelEntry) -> dict[str, Any]:
-    """What the catalogue says."""
+    """Return a catalogue entry as a JSON object."""
     return {
         "name": entry.name,
         "format": entry.format,
@@ -158,20 +171,20 @@ def entry_json(entry: ModelEntry) -> dict[str, Any]:
     }
 
 
-def installed_json(shelved: InstalledModel) -> dict[str, Any]:
-    """A model on this machine."""
+def installed_json(installed_model: InstalledModel) -> dict[str, Any]:
+    """Return a model on this machine as a JSON object."""
     return {
-        "reference": shelved.reference,
-        "kept_by": shelved.place,
-        "path": str(shelved.path),
-        "format": shelved.format,
-        "catalogue": shelved.entry.name if shelved.entry else None,
-        **_info_json(shelved.info),
+        "reference": installed_model.reference,
+        "kept_by": installed_model.place,
+        "path": str(installed_model.path),
+        "format": installed_model.format,
+        "catalogue": installed_model.entry.name if installed_model.entry else None,
+        **_info_json(installed_model.info),
     }
 
 
-def prepared_json(prepared: Prepared) -> dict[str, Any]:
-    """What `edgespec prepare` made."""
+def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
+    """Return the result of `edgespec prepare` as a JSON object."""
     return {
         "kind": prepared.kind,
         "source": str(prepared.source),
@@ -181,7 +194,7 @@ def prepared_json(prepared: Prepared) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """What the files of a model say."""
+    """Return the facts read from model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -202,18 +215,19 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
 
 
 def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
-    """What is known only of a model that was loaded."""
+    """Return the facts that only a loaded model has, as a JSON object."""
     return {
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
         "kv_bytes_per_1000_tokens": facts.kv_bytes * 1000 // facts.context_tokens,
-        "capabilities": asdict(facts.capabilities) | {"self_drafts": sorted(facts.capabilities.self_drafts)},
+        "capabilities": asdict(facts.capabilities)
+        | {"self_draft_methods": sorted(facts.capabilities.self_draft_methods)},
         "rollback": facts.rollback,
     }
 
 
 def _draft_json(option: DraftOption) -> dict[str, Any]:
-    """A model that can draft for another."""
+    """Return a possible draft model as a JSON object."""
     return {
         "reference": option.reference,
         "on_this_machine": option.path is not None,
@@ -228,7 +242,7 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
 
 
 def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
-    """What the catalogue says, for people."""
+    """Return the lines about a catalogue entry."""
     if entry is None:
         return []
     lines = [
@@ -237,7 +251,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
         ("default file", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
         ("context", f"{entry.context_tokens:,} tokens"),
         ("template", entry.chat_template),
-        ("recommended", ", ".join(entry.drafts) or "no draft"),
+        ("recommended drafts", ", ".join(entry.drafts) or "none"),
         ("source", entry.repository or "embedded"),
         ("licence", entry.licence),
     ]
@@ -245,46 +259,44 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 
 
 def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, str]]:
-    """What the files of a model say, for people."""
-    experts = f", {info.experts_used} of {info.experts} experts for each token" if info.experts else ""
+    """Return the lines about the model files."""
+    experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
         (
             "trained context",
-            f"{info.context_tokens:,} tokens" if info.context_tokens else "its files do not say",
+            f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in its files",
         ),
         ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
-        ("cache", f"{format_bytes(info.kv_bytes * 1000)} for 1,000 tokens, at f16"),
+        ("cache", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
         ("chat template", "yes" if info.chat_template else f"no: {template}"),
     ]
     if info.heads:
         lines.append(("heads", ", ".join(info.heads)))
-    return [*lines, ("its licence", info.licence)] if info.licence else lines
+    return [*lines, ("licence in its files", info.licence)] if info.licence else lines
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    """What a loaded model can do, for people."""
-    can = facts.capabilities
-    able = "drafts can be verified" + (", trees too" if can.tree else f", no trees: {can.reason}")
-    return [
-        ("can do", able if can.rollback else f"plain decoding only: {can.reason}"),
-        ("takes back", facts.rollback),
-    ]
+    """Return the lines about the capabilities of a loaded model."""
+    capabilities = facts.capabilities
+    trees = "including token trees" if capabilities.tree else f"without token trees: {capabilities.reason}"
+    speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
+    return [("speculation", speculation), ("rollback", facts.rollback)]
 
 
 def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
-    """Which models can draft, and which of them `auto` takes, for people."""
+    """Return the lines about possible draft models and the choice of `--draft auto`."""
     lines = []
-    for option in options[:_MOST_DRAFTS]:
+    for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"
         form = ", MLX" if option.format == "mlx" else ""
         sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}{form}"
-        known = "assumed" if option.acceptance is None else "measured"
-        gain = f"about {option.speedup:.1f}x may be expected, {known}{here}"
-        lines.append(("can draft", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
-    if len(options) > _MOST_DRAFTS:
-        lines.append(("can draft", f"and {len(options) - _MOST_DRAFTS} more"))
+        basis = "estimated" if option.acceptance is None else "measured"
+        gain = f"expected speed-up {option.speedup:.1f}x ({basis}){here}"
+        lines.append(("draft model", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
+    if len(options) > _MAX_DRAFTS:
+        lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))
     taken = f"{choice.draft.name}: " if choice.draft else "none: "
     return [*lines, ("--draft auto", taken + choice.why)]

@@ -1,4 +1,4 @@
-"""`edgespec prepare`: files made once from a model, for drafting that its own file does not allow."""
+"""`edgespec prepare`: make the extra files that some drafting methods need, once per model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.errors import OptionError
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
-    from edgespec.prepare.store import Prepared
+    from edgespec.prepare.store import PreparedModel
 
 __all__ = ["command"]
 
@@ -24,24 +24,24 @@ _to_option = click.option(
     "--to",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The folder to make. By default one in edgespec's cache.",
+    help="Folder to create. [default: a folder in edgespec's cache]",
 )
 
 
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Make what a model needs to draft for itself.",
+    short_help="Prepare a GGUF model for layerskip or lowbit.",
     examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make, once, what a GGUF model needs to draft for itself. An interrupted run is gone on with."""
+    """Make the files that a GGUF model needs to draft for itself. An interrupted run can be resumed."""
 
 
 @command.command(
     "layerskip",
     cls=HelpfulCommand,
-    short_help="Let a model draft with its lower layers.",
+    short_help="Split a model so that its first layers can draft.",
     examples=(
         "edgespec prepare layerskip demo",
         "edgespec prepare layerskip ./my.gguf --exit 8 --to ./my-layerskip",
@@ -54,40 +54,44 @@ def command() -> None:
     metavar="E|auto",
     default="auto",
     show_default=True,
-    help="After which layer drafts leave; auto measures which pays best.",
+    help="Layer after which drafts exit; auto measures the best one.",
 )
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
-    """Write REF in two halves, below and above an exit, for `--method layerskip`.
+    """Split REF at an exit layer, for `--method layerskip`.
 
-    The halves together are the whole model: they are proved to say what it says, they serve every other
-    method too, and the original file may be deleted afterwards.
+    The two files together replace the original: edgespec proves that they give the same replies, and every
+    other method works with them too. You may delete the original file.
     """
     from edgespec.prepare.layerskip import measured_exit, prepare_layerskip
 
     layer = _exit(exit_layer)
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
-    prepared = _prepared(reference, make)
+    prepared = _resolve_and_prepare(reference, make)
     exits = prepared.facts.get("exits", [])
     if as_json:
         print_json(_json(prepared))
         return
     if exits:
-        print_table(("EXIT AFTER", "AGREES", "DRAFT LENGTH", "SPEED"), [_exit_row(found) for found in exits])
+        print_table(
+            ("EXIT LAYER", "SAME TOKEN", "DRAFT LENGTH", "SPEED-UP"), [_exit_row(found) for found in exits]
+        )
     found = measured_exit(prepared)
     if found and not found.pays:
         note(f"This model {found.shortfall}.")
-    _say(prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}")
+    _print_result(
+        prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}"
+    )
 
 
 @command.command(
     "lowbit",
     cls=HelpfulCommand,
-    short_help="Let a model draft with fewer bits.",
+    short_help="Make a copy with fewer bits that can draft.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )
 @model_reference("reference")
@@ -95,26 +99,29 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     "--type",
     "type_name",
     metavar="TYPE",
-    help="What the copy's weights become, such as Q2_K. [default: Q4_0]",
+    help="Quantisation of the copy, such as Q2_K. [default: Q4_0]",
 )
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a copy of REF with fewer bits, for `--method lowbit`. It drafts on the model's own cache.
+    """Make a copy of REF with fewer bits, for `--method lowbit`. The copy drafts on the model's own KV cache.
 
-    REF may be what `edgespec prepare layerskip` made, too.
+    REF may also be a folder that `edgespec prepare layerskip` made.
     """
 
-    def make(path: Path, progress: ProgressLine) -> Prepared:
+    def make(path: Path, progress: ProgressLine) -> PreparedModel:
         from edgespec.prepare.lowbit import DEFAULT_TYPE, prepare_lowbit
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
-    prepared = _prepared(reference, make, halves=True)
+    prepared = _resolve_and_prepare(reference, make, allow_split=True)
     if as_json:
         print_json(_json(prepared))
         return
-    _say(prepared, f"{prepared.facts['type']}, saves {format_bytes(prepared.facts['saved_bytes'])} a pass")
+    _print_result(
+        prepared,
+        f"{prepared.facts['type']}, {format_bytes(prepared.facts['saved_bytes'])} less to read per pass",
+    )
 
 
 def _exit(text: str) -> int | None:
@@ -123,30 +130,33 @@ def _exit(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"--exit is {text!r}", "give the number of a layer, or auto") from None
+        raise OptionError(f"--exit is {text!r}", "give a layer number, or auto") from None
 
 
-def _prepared(
-    reference: str, make: Callable[[Path, ProgressLine], Prepared], *, halves: bool = False
-) -> Prepared:
-    """Find the model, downloading it if it has to be, and prepare it; Ctrl-C stops either.
+def _resolve_and_prepare(
+    reference: str, make: Callable[[Path, ProgressLine], PreparedModel], *, allow_split: bool = False
+) -> PreparedModel:
+    """Resolve the model, download it if needed, and prepare it. Ctrl-C stops either step.
 
-    halves: it may be one that was prepared for early exit.
+    Args:
+        reference: The model to prepare.
+        make: Prepares the resolved path.
+        allow_split: Accept a model that was already split for early exit.
     """
     from edgespec.catalog import resolve
 
-    def work(stop: Any) -> Prepared:
+    def work(stop: Any) -> PreparedModel:
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
             if found.format == "mlx":
                 raise OptionError(
-                    f"{found.name} is an MLX model and needs no preparing",
-                    "use its methods right away, such as `edgespec chat --method layerskip`",
+                    f"{found.name} is an MLX model, which needs no preparation",
+                    "use the method directly, for example `edgespec chat --method layerskip`",
                 )
-            if found.format == "layerskip" and not halves:
+            if found.format == "layerskip" and not allow_split:
                 raise OptionError(
-                    f"{found.path} is what was prepared already", "name the GGUF file that it was made from"
+                    f"{found.path} is already prepared", "give the GGUF file that it was made from"
                 )
             return make(found.path, progress)
         finally:
@@ -164,7 +174,7 @@ def _exit_row(found: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _json(prepared: Prepared) -> dict[str, Any]:
+def _json(prepared: PreparedModel) -> dict[str, Any]:
     return {
         "kind": prepared.kind,
         "folder": str(prepared.folder),
@@ -175,5 +185,5 @@ def _json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _say(prepared: Prepared, what: str) -> None:
+def _print_result(prepared: PreparedModel, what: str) -> None:
     click.echo(printable(f"{prepared.folder}  {format_bytes(prepared.size_bytes)}, {what}"))

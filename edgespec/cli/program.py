@@ -29,7 +29,7 @@ COMMANDS = (
     "doctor",
     "models",
     "config",
-    "forget",
+    "delete-data",
     "completion",
 )
 
@@ -45,7 +45,7 @@ class Program(HelpfulGroup):
         """The command of that name, or None."""
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"edgespec.cli.{name}").command
+        command: click.Command = import_module(f"edgespec.cli.{name.replace('-', '_')}").command
         return command
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:

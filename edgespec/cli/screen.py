@@ -1,4 +1,4 @@
-"""What is written where: results on stdout, everything else on stderr, colour only on a terminal."""
+"""Terminal output: results go to stdout, everything else to stderr, and colour to terminals only."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ __all__ = [
     "write_text",
 ]
 
-# Those that turn the direction of what follows would let one name be read as another.
+# Includes the characters that reverse the text direction, which could disguise one file name as another.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_PATIENCE_SECONDS = 0.3
-_PIPE_PATIENCE_SECONDS = 5.0
+_TERMINAL_DELAY_SECONDS = 0.3  # work that ends sooner shows no progress line
+_PIPE_DELAY_SECONDS = 5.0  # in a pipe, one line for each step that takes longer
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """True when a person reads or writes this stream."""
+    """Return whether the stream is an interactive terminal."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that stdout is; None in a pipe."""
+    """Return the width of the terminal in columns, or None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what a model or a file says must not steer the terminal."""
+    """Remove control characters, so that text from a model or a file cannot control the terminal."""
     return _CONTROLS.sub("", text)
 
 
 def line_of(text: str) -> str:
-    """A name or a message as one line, whatever is in it."""
+    """Return the text as a single printable line."""
     return printable(" ".join(text.splitlines()))
 
 
 def write_text(text: str) -> None:
-    """Write a reply to stdout at once: as it is into a pipe, without control characters on a terminal."""
+    """Write to stdout and flush. Control characters are removed on a terminal but not in a pipe."""
     sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print the one JSON object of a command."""
+    """Print the JSON result of a command on one line."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """A dim line on stderr for the person at the terminal; nothing in a pipe."""
+    """Print a dim line on stderr if it is a terminal, and nothing otherwise."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         line = printable(text)
@@ -73,7 +73,7 @@ def note(text: str) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns: fitted to a terminal, unwrapped in a pipe."""
+    """Print a table, wrapped to the terminal and unwrapped in a pipe."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -81,14 +81,14 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    # What comes first is what is typed: it stays in one piece where that leaves half of the line to the rest.
+    # The first column is what a user types. It is only wrapped if it would take more than half of the line.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
     for column, head in enumerate(heads):
         folds = on_terminal and (column > 0 or first_folds)
         table.add_column(Text(head), overflow="fold", no_wrap=not folds)
     for row in rows:
-        # A name with line ends in it is one name.
+        # File names may contain line ends, which would break the table.
         table.add_row(*(Text(line_of(cell)) for cell in row))
     console = Console(width=None if on_terminal else 10_000, highlight=False)
     with console.capture() as capture:
@@ -98,40 +98,40 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class ProgressLine:
-    """Says on stderr how far something long is, and passes a wish to stop on.
+    """Progress callback that reports on stderr and passes stop requests on.
 
-    On a terminal one line that changes and is wiped away; in a pipe one line for whatever takes long.
+    A terminal shows one line that is updated and finally erased. A pipe gets one line per slow step.
     """
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
-        self._what = ""
-        self._said = False
+        self._description = ""
+        self._reported = False
         self._began: float | None = None
         self._since = self._shown = 0.0
         self._is_terminal = is_terminal(sys.stderr)
 
-    def __call__(self, what: str, fraction: float) -> bool:
-        """Progress as the API reports it; False once the person wants an end."""
+    def __call__(self, description: str, fraction: float) -> bool:
+        """Report progress as the API does. Returns False once a stop was requested."""
         now = time.monotonic()
         if self._began is None:
             self._began = now
-        if what != self._what:
-            self._what, self._since, self._said = what, now, False
+        if description != self._description:
+            self._description, self._since, self._reported = description, now, False
         if self._is_terminal:
-            if now - self._began > _PATIENCE_SECONDS and now - self._shown > 0.1:
+            if now - self._began > _TERMINAL_DELAY_SECONDS and now - self._shown > 0.1:
                 self._shown = now
-                line = printable(f"{what}: {fraction:.0%}")[: shutil.get_terminal_size().columns - 1]
+                line = printable(f"{description}: {fraction:.0%}")[: shutil.get_terminal_size().columns - 1]
                 sys.stderr.write(_CLEAR_LINE + line)
                 sys.stderr.flush()
-        elif now - self._since > _PIPE_PATIENCE_SECONDS and not self._said:
-            self._said = True
-            sys.stderr.write(f"{what}\n")
+        elif now - self._since > _PIPE_DELAY_SECONDS and not self._reported:
+            self._reported = True
+            sys.stderr.write(f"{description}\n")
             sys.stderr.flush()
         return not self._stop.requested
 
     def clear(self) -> None:
-        """Wipe the line away."""
+        """Erase the progress line."""
         if self._is_terminal and self._shown:
             sys.stderr.write(_CLEAR_LINE)
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`edgespec tune`: what passes cost on this machine, and which drafter pays."""
+"""`edgespec tune`: measure what verify passes cost on this machine, and recommend a method."""
 
 from __future__ import annotations
 
@@ -20,38 +20,45 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# One prompt of each of a few skills: on a large model each takes minutes.
+_LEGEND = """\
+WIDTH         tokens checked in one pass of the target
+V             duration of that pass divided by the time for one token
+LIMIT         speed-up if every drafted token were accepted and drafting were free
+BREAK-EVEN    share of drafted tokens that must be accepted before such a pass gains
+SPEED-UP      measured on a few prompts at a draft length of 4
+ACCEPTED      share of the drafted tokens that the target accepted
+C             time to draft one token divided by the time for one token of the target
+EXPECTED      speed-up to expect at the best draft length, on similar text"""
+# One prompt each. More would take minutes per prompt on a large model.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 
 @click.command(
     "tune",
     cls=HelpfulCommand,
-    short_help="Measure what passes cost here, and which drafter pays.",
+    short_help="Measure which method is fastest on this machine.",
     examples=(
         "edgespec tune",
         "edgespec tune --target 8b-q4 --draft 1b-q4",
         "edgespec tune --target 8b-q4 --method layerskip --json",
     ),
 )
-@max_tokens_option(48, "The longest reply to try a drafter on, in tokens.")
+@max_tokens_option(48, "Maximum length of the replies that try a method, in tokens.")
 @click.option(
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Drafters to try beside those that are always there: layerskip, lowbit, swift or lookahead."
+    help="Method to try besides those that are always available: layerskip, lowbit, swift or lookahead."
     " [default: auto]",
 )
 @json_option
 @model_options
 @drafting_options(measuring=True)
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
-    """Measure what a pass of several tokens costs on this machine, and try each drafter on a few prompts.
+    """Measure what it costs to check several tokens at once on this machine, and try each method.
 
-    What passes cost is kept, and later loads of this model go by it. v is a pass in plain steps; LIMIT is the
-    speed-up over plain decoding if all guesses were right and free; BREAK-EVEN is how often guesses that cost
-    nothing have to be right for that pass to pay. C is what a drafted token cost, in plain steps; EXPECTED is
-    the speed-up to expect at the BEST LENGTH, of text where guesses come true as often.
+    The measured costs are saved, and the automatic mode uses them from then on. The report ends with a legend
+    and a recommendation.
     """
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
     note(tuning.notice)
@@ -69,7 +76,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 
     if options["remember"]:
         raise OptionError(
-            "the prompts are always the same: suffix would look up its own earlier replies",
+            "--remember would let the suffix method find its own earlier replies, because prompts repeat",
             "leave --remember out",
         )
     first: dict[str, Prompt] = {}
@@ -77,7 +84,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
         first.setdefault(prompt.category, prompt)
     prompts = [first[skill] for skill in _SKILLS]
     with loaded(stop, **pick(options, MODEL_NAMES), method=method) as runtime:
-        stop.then(runtime.cancel)
+        stop.on_request(runtime.cancel)
         progress = ProgressLine(stop)
         try:
             return tune(runtime, prompts, max_tokens=max_tokens, progress=progress)
@@ -88,43 +95,44 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 def _print(tuning: Tuning) -> None:
     click.echo(
         f"target {tuning.target}, draft {tuning.draft or 'none'},"
-        f" plain step {tuning.target_step_seconds * 1e3:.3g} ms"
+        f" {tuning.target_step_seconds * 1e3:.3g} ms per token without speculation"
     )
     print_table(
-        ("TOKENS", "MS", "V", "LIMIT", "BREAK-EVEN"),
+        ("WIDTH", "MS", "V", "LIMIT", "BREAK-EVEN"),
         [
             [
                 str(each.width),
                 f"{each.seconds * 1e3:.3g}",
                 f"{each.v:.2f}",
                 f"{each.limit:.2f}x",
-                _even(each),
+                _break_even(each),
             ]
             for each in tuning.passes
         ],
     )
     click.echo("")
     print_table(
-        ("DRAFTER", "SPEED-UP", "ACCEPTANCE", "C", "BEST LENGTH", "EXPECTED"),
+        ("METHOD", "SPEED-UP", "ACCEPTED", "C", "BEST LENGTH", "EXPECTED"),
         [
             [
-                found.name,
-                f"{found.speed_up:.2f}x" if found.drafted else "-",
-                f"{found.acceptance:.0%}" if found.drafted else "-",
-                f"{found.c:.3f}" if found.drafted else "-",
-                str(found.best_length) if found.drafted else "-",
-                f"{found.expected:.2f}x" if found.drafted else "-",
+                result.name,
+                f"{result.speed_up:.2f}x" if result.drafted else "-",
+                f"{result.acceptance:.0%}" if result.drafted else "-",
+                f"{result.c:.3f}" if result.drafted else "-",
+                str(result.best_length) if result.drafted else "-",
+                f"{result.expected:.2f}x" if result.drafted else "-",
             ]
-            for found in tuning.drafters
+            for result in tuning.drafters
         ],
     )
     click.echo("")
     if tuning.auto is not None:
-        click.echo(f"auto, which chooses round by round: {tuning.auto:.2f}x")
+        click.echo(f"The automatic mode reached {tuning.auto:.2f}x.")
+    click.echo(f"{_LEGEND}\n")
     click.echo(tuning.verdict)
 
 
-def _even(cost: PassCost) -> str:
+def _break_even(cost: PassCost) -> str:
     if cost.width == 1:
         return "-"
     return "never" if cost.break_even is None else f"{cost.break_even:.0%}"

@@ -1,4 +1,4 @@
-"""`edgespec verify`: the evidence that every method says what plain decoding says, on the user's own pair."""
+"""`edgespec verify`: prove on the user's own models that speculation does not change the reply."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# Below this the replies of a method are not drawn from the target's distribution.
+# Below this corrected p-value, a method counts as sampling from another distribution than the target.
 SMALLEST_P_VALUE = 0.001
-_SHOWN_DIVERGENCES = 5
-# What is counted for a method, and the head of its column.
+_MAX_SHOWN_DIVERGENCES = 5  # per method
+# JSON key of each count, and its column head.
 _COUNTS = {
     "prompts": "PROMPTS",
     "identical": "IDENTICAL",
@@ -48,7 +48,7 @@ _COUNTS = {
     "drafted_tokens": "DRAFTED",
     "accepted_tokens": "ACCEPTED",
 }
-_PROMPTS_OF_A_SKILL = 2
+_PROMPTS_PER_CATEGORY = 2
 
 
 @click.command(
@@ -62,22 +62,23 @@ _PROMPTS_OF_A_SKILL = 2
     ),
 )
 @methods_option(
-    "Methods to compare with none; auto, layerskip, lowbit, swift and lookahead are compared when they are"
-    " named. [default: suffix and ngram; with a draft model also model and model+suffix]"
+    "Methods to compare with plain decoding. auto, layerskip, lowbit, swift and lookahead run only if named."
+    " [default: suffix and ngram; with a draft model also model and model+suffix]"
 )
-@prompts_option("JSON lines, each with `prompt` or `messages`. [default: some that come with edgespec]")
-@temperatures_option("0,0.8,1.2", "Temperatures to compare at.")
-@draft_lengths_option("1,4,8", "Tokens to guess ahead.")
+@prompts_option("JSON lines with `prompt` or `messages`. [default: built-in prompts]")
+@temperatures_option("0,0.8,1.2", "Temperatures to compare.")
+@draft_lengths_option("1,4,8", "Draft lengths to compare, in tokens.")
 @max_tokens_option(64)
-@seed_option("The seed of the first reply.")
+@seed_option("Seed of the first reply.")
 @click.option(
-    "--rest",
+    "--idle-time",
+    "idle_seconds",
     type=click.FloatRange(0),
     metavar="SECONDS",
     default=2,
     show_default=True,
-    help="The longest rest after each reply of a method that learns between replies: swift, and model with"
-    " --learn. Others are not waited for.",
+    help="Idle time after each reply for methods that improve between replies: swift, and model with --learn."
+    " Other methods do not wait.",
 )
 @json_option
 @acceptance_option
@@ -88,20 +89,23 @@ def command(
 ) -> int:
     """Prove that speculation changes no token.
 
-    Every prompt is answered by plain decoding and by each method, and the tokens are compared. identical:
-    the same tokens. near-tie: at the first difference the model was undecided within its rounding error.
-    violation: anything else, and the exit status is 1. With --acceptance rejection the distributions are
-    compared instead, and a p-value below 0.001 counts as a violation.
+    Plain decoding and each method answer every prompt, and the tokens are compared.
 
-    Methods guess here whether or not it pays. One that guessed nothing in any reply has shown nothing: a line
-    of its own says so, and the exit status is 1.
+    \b
+    identical   the same tokens
+    near-tie    two tokens were equally likely within the measured rounding error
+    violation   any other difference; the exit status is 1
+
+    With --acceptance rejection, the distributions are compared instead, and a p-value below 0.001 is a
+    violation. Every method drafts in every round, even where that is slower. A method that drafted nothing
+    proves nothing, so the exit status is 1 as well.
     """
     from edgespec import SamplingParams
     from edgespec.losslessness import read_prompts
 
     for temperature in options["temperatures"]:
         SamplingParams(temperature=temperature)
-    texts = read_prompts(prompts) if prompts else _few_of_each_skill(read_prompts(None))
+    texts = read_prompts(prompts) if prompts else _few_of_each_category(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
     facts = report.to_json()
     if as_json:
@@ -124,7 +128,7 @@ def _verify(
 
     wanted = pick(options, MODEL_NAMES)
     with eagerly(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
-        stop.then(runtime.cancel)
+        stop.on_request(runtime.cancel)
         progress = ProgressLine(stop)
         try:
             report = verify(
@@ -132,27 +136,29 @@ def _verify(
                 prompts,
                 methods=methods or _all_methods(runtime.drafters),
                 acceptance=acceptance,
-                rest_seconds=options["rest"],
+                rest_seconds=options["idle_seconds"],
                 progress=progress,
                 **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
             )
         finally:
             progress.clear()
         if stop.requested:
-            raise CancelledError("the proof was cancelled", "what was compared so far is not a proof")
+            raise CancelledError(
+                "verify was cancelled", "run it again; the replies compared so far are not a proof"
+            )
         return report
 
 
-def _few_of_each_skill(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first prompts of each skill: all of them would take hours on a large model."""
-    by_skill: dict[str, list[Prompt]] = {}
+def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return two prompts of each category. All of them would take hours on a large model."""
+    by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        by_skill.setdefault(prompt.category, []).append(prompt)
-    return [prompt for same in by_skill.values() for prompt in same[:_PROMPTS_OF_A_SKILL]]
+        by_category.setdefault(prompt.category, []).append(prompt)
+    return [prompt for same in by_category.values() for prompt in same[:_PROMPTS_PER_CATEGORY]]
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Every drafter that was made without being asked for, and what `auto` takes together."""
+    """Return the default methods: every available drafter, and the combination that `auto` uses."""
     return (*drafters, "model+suffix") if "model" in drafters else tuple(drafters)
 
 
@@ -172,8 +178,8 @@ def _print(facts: dict[str, Any]) -> None:
     print_table(("METHOD", *_COUNTS.values(), "SMALLEST P"), rows)
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
-        click.echo(printable(f"{name}: nothing drafted, nothing proved" + (f": {why}" if why else "")))
+        click.echo(printable(f"{name}: drafted nothing, so nothing was proved" + (f": {why}" if why else "")))
     for name, method in facts["methods"].items():
-        for divergence in method["divergences"][:_SHOWN_DIVERGENCES]:
-            said = divergence.items() if isinstance(divergence, dict) else ()
-            click.echo(printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in said)))
+        for divergence in method["divergences"][:_MAX_SHOWN_DIVERGENCES]:
+            details = divergence.items() if isinstance(divergence, dict) else ()
+            click.echo(printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in details)))

@@ -6,12 +6,19 @@ from functools import cache
 from pathlib import Path
 
 from edgespec.backends.base import Progress, Vocabulary
-from edgespec.corpus.saved_replies import ReplyStore, forget_replies
-from edgespec.corpus.user_files import Corpus, read_corpus
-from edgespec.corpus.vocabulary import fingerprint
-from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
+from edgespec.corpus.saved_replies import SavedReplies, delete_saved_replies
+from edgespec.corpus.user_files import UserFiles, read_user_files
+from edgespec.corpus.vocabulary import vocabulary_fingerprint
+from edgespec.drafters.suffix import SuffixArray, SuffixConfig, SuffixCorpus, SuffixDrafter
 
-__all__ = ["Corpus", "ReplyStore", "fingerprint", "forget_replies", "read_corpus", "suffix_drafter"]
+__all__ = [
+    "SavedReplies",
+    "UserFiles",
+    "delete_saved_replies",
+    "read_user_files",
+    "suffix_drafter",
+    "vocabulary_fingerprint",
+]
 
 
 def suffix_drafter(
@@ -29,13 +36,13 @@ def suffix_drafter(
     file of theirs is touched. What is wrong with those files is in the drafter's note. Raises OptionError,
     CancelledError.
     """
-    mark = cache(lambda: fingerprint(vocabulary))
-    given = read_corpus(corpus, vocabulary, mark(), progress=progress) if corpus is not None else None
+    mark = cache(lambda: vocabulary_fingerprint(vocabulary))
+    given = read_user_files(corpus, vocabulary, mark(), progress=progress) if corpus is not None else None
 
-    def known() -> Known:
-        replies = ReplyStore(mark(), vocabulary.size) if remember else None
+    def known() -> SuffixCorpus:
+        replies = SavedReplies(mark(), vocabulary.size) if remember else None
         texts = [*(given.texts if given else ()), *(replies.load() if replies else ())]
-        return Known(TextIndex(texts) if texts else None, replies)
+        return SuffixCorpus(SuffixArray(texts) if texts else None, replies)
 
-    drafter = SuffixDrafter(known, rule=Rule(can_branch=can_branch), is_end=vocabulary.is_end)
+    drafter = SuffixDrafter(known, rule=SuffixConfig(can_branch=can_branch), is_end=vocabulary.is_end)
     return drafter, given.notice if given else ""

@@ -11,16 +11,16 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.token_buffer import SEPARATOR, Tokens
+from edgespec.drafters.token_buffer import SEPARATOR, TokenArray
 
-__all__ = ["Seen"]
+__all__ = ["NoveltyFilter"]
 
 # A stretch is known by windows of so many tokens, of which every so-manieth is kept.
 _WINDOW, _STRIDE = 32, 8
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Seen:
+class NoveltyFilter:
     """Texts by the hashes of their windows: a byte a token; some are forgotten beyond `most_tokens`."""
 
     def __init__(self, most_tokens: int = 1 << 20) -> None:
@@ -32,14 +32,14 @@ class Seen:
         """What it takes in memory."""
         return self._hashes.nbytes
 
-    def add(self, text: Tokens) -> None:
+    def add(self, text: TokenArray) -> None:
         """Know a text, of one token at least."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)
         fresh = np.unique(_hashes(_after_edge(text), starts))
         kept = self._hashes if len(self._hashes) + len(fresh) <= self._most else self._hashes[:0]
         self._hashes = np.union1d(kept, fresh)
 
-    def new(self, text: Tokens) -> list[Tokens]:
+    def new(self, text: TokenArray) -> list[TokenArray]:
         """The stretches of a text that are not known, in their order, without those too short to matter.
 
         The last one reaches to the end of the text, and is empty where that is known.
@@ -57,12 +57,12 @@ class Seen:
         return [text[a:b] for a, b in pairwise(edges) if is_new[a] and (b == len(text) or b - a >= _STRIDE)]
 
 
-def _after_edge(text: Tokens) -> Tokens:
+def _after_edge(text: TokenArray) -> TokenArray:
     """With as many separators before it as give its first token a window."""
     return np.concatenate([np.full(_WINDOW - 1, SEPARATOR, np.int32), text])
 
 
-def _hashes(text: Tokens, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
+def _hashes(text: TokenArray, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Of the windows that begin there."""
     values = (text.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
     values ^= values >> np.uint64(29)

@@ -19,8 +19,8 @@ from zlib import crc32
 
 import numpy as np
 
-from edgespec.corpus.novelty import Seen
-from edgespec.drafters.token_buffer import Tokens
+from edgespec.corpus.novelty import NoveltyFilter
+from edgespec.drafters.token_buffer import TokenArray
 from edgespec.files import (
     data_folder,
     delete_files,
@@ -35,7 +35,7 @@ from edgespec.files import (
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = ["ReplyStore", "forget_replies"]
+__all__ = ["SavedReplies", "delete_saved_replies"]
 
 VERSION = 1
 _MAGIC = b"\xe5RPL"
@@ -46,26 +46,30 @@ _SUFFIX = ".replies"
 _FORGOTTEN = "forgotten"
 
 
-class ReplyStore:
+class SavedReplies:
     """The chats of one vocabulary on disk. It never raises for what is wrong there: see `notice`.
 
     most_tokens: what is kept; the oldest texts go first. notice: what could not be read or written.
     """
 
     def __init__(
-        self, fingerprint: str, vocab_size: int, folder: Path | None = None, most_tokens: int = 1 << 20
+        self,
+        vocabulary_fingerprint: str,
+        vocab_size: int,
+        folder: Path | None = None,
+        most_tokens: int = 1 << 20,
     ) -> None:
-        self.path = (folder or _default_folder()) / f"{fingerprint[:32]}{_SUFFIX}"
+        self.path = (folder or _default_folder()) / f"{vocabulary_fingerprint[:32]}{_SUFFIX}"
         self.notice = ""
-        self._header = f"edgespec replies {VERSION} {fingerprint} {vocab_size}\n".encode()
+        self._header = f"edgespec replies {VERSION} {vocabulary_fingerprint} {vocab_size}\n".encode()
         self._vocab_size = vocab_size
         self._most_tokens = most_tokens
         self._mending = self._off = False
-        self._waiting: list[Tokens] = []
-        self._seen = Seen(most_tokens)
+        self._waiting: list[TokenArray] = []
+        self._seen = NoveltyFilter(most_tokens)
         self._forgotten_ns = self._last_forgotten_ns()
 
-    def load(self) -> list[Tokens]:
+    def load(self) -> list[TokenArray]:
         """The texts kept so far, the oldest first."""
         try:
             if not self.path.exists():
@@ -112,7 +116,7 @@ class ReplyStore:
         self._keep(texts)
         return [text.tolist() for text in texts]
 
-    def _keep(self, texts: list[Tokens]) -> None:
+    def _keep(self, texts: list[TokenArray]) -> None:
         from filelock import Timeout
 
         if self._off:
@@ -130,7 +134,7 @@ class ReplyStore:
             self._waiting = []
             self.notice = f"chats are not remembered in {self.path}: {error_reason(error)}"
 
-    def _write(self, replies: list[Tokens]) -> None:
+    def _write(self, replies: list[TokenArray]) -> None:
         """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
         try:
             size_bytes = regular_file_bytes(self.path)
@@ -152,11 +156,11 @@ class ReplyStore:
         finally:
             os.close(handle)
 
-    def _parsed(self, data: bytes) -> tuple[list[Tokens], int]:
+    def _parsed(self, data: bytes) -> tuple[list[TokenArray], int]:
         """The whole records of a file, and how many bytes are none."""
         if not data.startswith(self._header):
             return [], len(data)
-        replies: list[Tokens] = []
+        replies: list[TokenArray] = []
         at, damaged_bytes = len(self._header), 0
         while at < len(data):
             reply = self._reply_at(data, at)
@@ -170,7 +174,7 @@ class ReplyStore:
             at = following
         return replies, damaged_bytes
 
-    def _reply_at(self, data: bytes, at: int) -> Tokens | None:
+    def _reply_at(self, data: bytes, at: int) -> TokenArray | None:
         start = at + _RECORD.size
         if start > len(data):
             return None
@@ -187,7 +191,7 @@ class ReplyStore:
         except OSError:
             return 0
 
-    def _newest(self, replies: list[Tokens]) -> list[Tokens]:
+    def _newest(self, replies: list[TokenArray]) -> list[TokenArray]:
         """The last replies that fit the bound."""
         total = 0
         for i in range(len(replies) - 1, -1, -1):
@@ -202,7 +206,7 @@ class ReplyStore:
         return FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600)
 
 
-def forget_replies(folder: Path | None = None) -> int:
+def delete_saved_replies(folder: Path | None = None) -> int:
     """Delete all remembered chats, of every vocabulary, and the turns running ones are about to add.
 
     Gives the bytes that were freed. Raises OSError.
@@ -212,7 +216,7 @@ def forget_replies(folder: Path | None = None) -> int:
     return delete_files(folder.glob(f"*{_SUFFIX}"))
 
 
-def _record(tokens: Tokens) -> bytes:
+def _record(tokens: TokenArray) -> bytes:
     payload = tokens.astype("<i4").tobytes()
     return _RECORD.pack(_MAGIC, len(tokens), crc32(payload)) + payload
 

@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.backends.base import Progress, Vocabulary
-from edgespec.drafters.token_buffer import Tokens
+from edgespec.drafters.token_buffer import TokenArray
 from edgespec.errors import CancelledError, OptionError
 from edgespec.files import (
     cache_folder,
@@ -24,7 +24,7 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["Corpus", "read_corpus"]
+__all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
 _LARGEST_FILE_BYTES = 2 * 1024 * 1024
@@ -34,10 +34,10 @@ _SUFFIX = ".corpus"
 
 
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class UserFiles:
     """The texts of a folder. notice: how much there is, and what was left out and why."""
 
-    texts: tuple[Tokens, ...]
+    texts: tuple[TokenArray, ...]
     notice: str
 
 
@@ -53,15 +53,15 @@ class _File:
         return json.dumps([str(self.path), self.modified_ns, self.size_bytes])
 
 
-def read_corpus(
+def read_user_files(
     path: str | Path,
     vocabulary: Vocabulary,
-    fingerprint: str,
+    vocabulary_fingerprint: str,
     *,
     most_tokens: int = 1 << 20,
     progress: Progress | None = None,
     cache: Path | None = None,
-) -> Corpus:
+) -> UserFiles:
     """The text files at `path`, the latest modified first, until there are `most_tokens`.
 
     Left out: hidden files and folders, what is not UTF-8 text, files of more than 2 MiB. Tokens are kept in
@@ -69,9 +69,9 @@ def read_corpus(
     """
     root = Path(path).expanduser().absolute()
     files, left_out = _found(root)
-    store = _Cache((cache or cache_folder() / "corpus"), root, fingerprint, vocabulary.size)
-    texts: list[Tokens] = []
-    kept: dict[str, Tokens] = {}
+    store = _Cache((cache or cache_folder() / "corpus"), root, vocabulary_fingerprint, vocabulary.size)
+    texts: list[TokenArray] = []
+    kept: dict[str, TokenArray] = {}
     total = 0
     for number, file in enumerate(files):
         if progress is not None and not progress(f"reading {root.name}", number / len(files)):
@@ -90,7 +90,7 @@ def read_corpus(
             texts.append(tokens[: most_tokens - total])
             total += len(texts[-1])
     store.save(kept)
-    return Corpus(tuple(texts), _notice(root, len(texts), total, left_out))
+    return UserFiles(tuple(texts), _notice(root, len(texts), total, left_out))
 
 
 def _notice(root: Path, files: int, tokens: int, left_out: list[tuple[str, int]]) -> str:
@@ -155,7 +155,7 @@ def _latest(files: list[_File]) -> list[_File]:
     return sorted(files, key=lambda file: (-file.modified_ns, file.path))
 
 
-def _tokens(path: Path, vocabulary: Vocabulary) -> Tokens | None:
+def _tokens(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
     """The tokens of a file, None when it is no text that can be read."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -169,14 +169,14 @@ def _tokens(path: Path, vocabulary: Vocabulary) -> Tokens | None:
 class _Cache:
     """The tokens of a corpus as they were made last time; what is not right there is made again."""
 
-    def __init__(self, folder: Path, root: Path, fingerprint: str, vocab_size: int) -> None:
-        name = sha256(f"{fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    def __init__(self, folder: Path, root: Path, vocabulary_fingerprint: str, vocab_size: int) -> None:
+        name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
         self._path = folder / f"{name}{_SUFFIX}"
-        self._fingerprint = fingerprint
+        self._fingerprint = vocabulary_fingerprint
         self._vocab_size = vocab_size
         self.known = self._load()
 
-    def _load(self) -> dict[str, Tokens]:
+    def _load(self) -> dict[str, TokenArray]:
         try:
             head, _, payload = read_regular_file(self._path).partition(b"\n")
             data = json.loads(head)
@@ -193,7 +193,7 @@ class _Cache:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
 
-    def save(self, texts: dict[str, Tokens]) -> None:
+    def save(self, texts: dict[str, TokenArray]) -> None:
         """Keep `texts` for next time, where that is possible."""
         if texts.keys() == self.known.keys():
             return

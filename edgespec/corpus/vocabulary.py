@@ -6,10 +6,10 @@ import hashlib
 
 from edgespec.backends.base import Vocabulary
 
-__all__ = ["fingerprint"]
+__all__ = ["vocabulary_fingerprint"]
 
 
-def fingerprint(vocabulary: Vocabulary) -> str:
+def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
     """A hash of all tokens in their order, 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for token in range(vocabulary.size):

@@ -87,7 +87,7 @@ def measure(
     Raises CancelledError after `interrupt`, ContextFullError where not even one token fits.
     """
     able = model.facts.capabilities
-    most = min(able.max_width, model.room) if able.rollback else 1
+    most = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= most]
     # The very first pass may read all weights from a disk, and takes nothing from the time of others.
     cold = _pass_seconds(model, 1)

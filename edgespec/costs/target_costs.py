@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.costs.curve import CostCurve, measure
 from edgespec.errors import CancelledError
-from edgespec.saved_arrays import SavedArrays, identity_of
+from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
@@ -75,7 +75,7 @@ class TargetCosts:
 
     @cached_property
     def _notes(self) -> SavedArrays:
-        return SavedArrays("costs", f"{identity_of(self._model.facts)} {self.how}")
+        return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.how}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """The curve that was kept, or one that is measured now where a plain step takes another time.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgespec.costs.curve import Curve, gentle
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.running_stats import AcceptanceCounts, RunningMean
-from edgespec.drafters.tree_growth import Children, TreeGrowth
+from edgespec.drafters.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
@@ -34,7 +34,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     clock: seconds.
     """
 
-    adapts = True
+    chooses_length = True
 
     def __init__(
         self,
@@ -61,41 +61,41 @@ class AdaptiveTreeGrowth(TreeGrowth):
             return _UNMEASURED
         return self._pass_seconds.value / self._plain_seconds.value
 
-    def begins(self, draft_length: int) -> bool:
+    def begin_round(self, draft_length: int) -> bool:
         costs = np.array([self._curve(rows) for rows in range(1, self._rows + 1)])
         self._round = _Round(draft_length, self.pass_cost, costs, self._clock(), dares=self._dares)
         self._dares = False
         depth, _, _ = self._best(np.ones(1), rows=0, expected=0.0)
         return depth > 0 or self._round.dares
 
-    def dare(self) -> None:
+    def force_draft(self) -> None:
         self._dares = True
         self._chances.doubt()
 
-    def ends(self) -> None:
+    def finish_draft(self) -> None:
         now = self._clock()
         if self._round.passes:
             self._pass_seconds.add((now - self._round.moment) / self._round.passes)
         self._round.moment = now
 
-    def verified(self, rows: int) -> None:
+    def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
-            self._plain_seconds.add((self._clock() - self._round.moment) / self._curve(rows))
+            self._plain_seconds.add((self._clock() - self._round.moment) / self._curve(width))
             self._round.passes = 0  # this pass was of that draft; the next one may be of none
 
-    def level(self, values: Sequence[float], probs: Callable[[int], NDArray[np.float64]]) -> list[Children]:
+    def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         now = self._round
         now.passes += 1
         if now.dares:
-            return [self._dared(now, value, probs(node)) for node, value in enumerate(values)]
+            return [self._dared(now, value, draft_probs(node)) for node, value in enumerate(path_probs)]
         reals = [
             (value * self._chances.of(rank, prob), node, rank)
-            for node, value in enumerate(values)
-            for rank, prob in enumerate(probs(node)[: self.siblings])
+            for node, value in enumerate(path_probs)
+            for rank, prob in enumerate(draft_probs(node)[: self.siblings])
         ]
         reals.sort(key=lambda real: -real[0])
         depth, size, order = self._best(np.array([real[0] for real in reals]), now.rows, now.expected)
-        drafted, run = [0] * len(values), [0] * len(values)
+        drafted, run = [0] * len(path_probs), [0] * len(path_probs)
         for at in order[:size]:
             which, further = divmod(int(at), depth + 1)
             _, node, rank = reals[which]
@@ -112,7 +112,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
             Children(tuple(path_values[node, rank] for rank in range(count)), go_on)
             for node, (count, go_on) in enumerate(zip(drafted, run, strict=True))
         ]
-        now.expected += sum(sum(each.values) for each in children)
+        now.expected += sum(sum(each.path_probs) for each in children)
         return children
 
     def _dared(self, now: _Round, value: float, probs: NDArray[np.float64]) -> Children:
@@ -125,16 +125,16 @@ class AdaptiveTreeGrowth(TreeGrowth):
         """So deep is a draft that is made to see whether it pays."""
         return 2 if self._curve(2) >= _STEEP else 1
 
-    def learn(self, probs: NDArray[np.float64], accepted: int | None) -> None:
+    def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._chances.learn(probs[: self.siblings], accepted)
 
-    def idle(self) -> None:
+    def record_skipped_round(self) -> None:
         self._chances.fade()
 
-    def kept(self) -> dict[str, NDArray[Any]]:
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return {**self._chances.kept(), "pass": self._pass_seconds.kept()}
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
+    def restore_statistics(self, kept: Mapping[str, NDArray[Any]]) -> None:
         self._chances.restore(kept)
         self._pass_seconds.restore(kept["pass"])
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgespec.auto.loss_limit import ControllerReport
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
@@ -18,15 +17,17 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 
-__all__ = ["Drafter", "Extra", "check_rollback"]
+__all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 
 @dataclass(frozen=True, slots=True)
-class Extra:
-    """What a drafter keeps in memory beside the target, in bytes.
+class MemoryUse:
+    """Memory of a drafter, without the target's own.
 
-    weight_bytes: of a model. cache_bytes: its keys and values. other_bytes: texts and indexes that guesses
-    are looked up in, and what learning takes.
+    Attributes:
+        weight_bytes: Weights of the draft model.
+        cache_bytes: KV cache of the draft model.
+        other_bytes: Token buffers, lookup indexes and the state of online training.
     """
 
     weight_bytes: int = 0
@@ -34,12 +35,12 @@ class Extra:
     other_bytes: int = 0
 
     @classmethod
-    def of(cls, model: ModelFacts) -> Extra:
-        """What a model takes."""
+    def of(cls, model: ModelFacts) -> MemoryUse:
+        """Return the memory of a draft model."""
         return cls(model.weight_bytes, model.kv_bytes)
 
-    def __add__(self, other: Extra) -> Extra:
-        return Extra(
+    def __add__(self, other: MemoryUse) -> MemoryUse:
+        return MemoryUse(
             self.weight_bytes + other.weight_bytes,
             self.cache_bytes + other.cache_bytes,
             self.other_bytes + other.other_bytes,
@@ -51,16 +52,18 @@ class Drafter(ABC):
 
     A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
     without `propose`, and a proposal may be cut or joined with others before it is verified.
-    rests: it has something to do in `rest`. read_seconds: what reading took in the last proposal.
-    lookup: it looks guesses up, which costs nothing; any part of them may be verified without the rest.
-    adapts: it chooses itself how much to draft, by what pays.
+    has_idle_work: `run_idle_work` has something to do.
+
+    Attributes:
+        is_lookup: Drafts are looked up without running a model. Any part of such a draft may be verified
+            without the rest.
+        chooses_length: The drafter chooses the draft length itself, up to the limit given to `propose`.
     """
 
     name: str
+    is_lookup: bool = False
+    chooses_length: bool = False
     has_idle_work: bool = False
-    read_seconds: float = 0.0
-    lookup: bool = False
-    adapts: bool = False
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
@@ -83,58 +86,18 @@ class Drafter(ABC):
     def commit(self, tokens: tuple[int, ...]) -> None:
         """These tokens were emitted after the last proposal (or without one)."""
 
-    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> Drafter:
-        """Another way to draft with the same model and cache, of which a reply uses one: as far as pays.
-
-        growth_for: what decides that for a draft model able to do so much. Itself where no model drafts, or
-        where it decides itself.
-        """
-        return self
-
     @property
-    def extra(self) -> Extra:
-        """What it keeps in memory now, beside the target."""
-        return Extra()
+    def memory_use(self) -> MemoryUse:
+        """Memory that this drafter holds now."""
+        return MemoryUse()
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters it is put together from. Rests go to these, not to the whole."""
         return (self,)
 
-    @property
-    def unread(self) -> int:
-        """Tokens of the text that it has to run before it can guess; `propose` runs them if need be."""
-        return 0
-
-    @property
-    def unread_whole(self) -> int:
-        """Tokens to run before it guesses from all of the text; more than `unread` where it sees its end."""
-        return self.unread
-
-    def read(self, at_most: int) -> None:  # noqa: B027
-        """Run what is unread; where that is more than `at_most` tokens, see no more than the end."""
-
-    def warm(self) -> None:  # noqa: B027
-        """Before the first text: what is slow only once is done now, and not in a reply."""
-
-    def dare(self) -> None:  # noqa: B027
-        """Make a short guess in the next proposal even if it does not seem to pay."""
-
-    @property
-    def speaking(self) -> tuple[str, ...]:
-        """Names of those whose guesses were in the last proposal that had any."""
-        return (self.name,)
-
-    def account(self) -> ControllerReport | None:
-        """How the reply stands, where somebody keeps a ledger of it."""
-        return None
-
-    def kept(self) -> dict[str, NDArray[Any]]:
-        """What it knows of what its guesses cost and are worth, by name, for another run."""
-        return {}
-
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Go on from what was kept. Raises KeyError, ValueError for what makes no sense."""
+    def warm_up(self) -> None:  # noqa: B027
+        """Do slow one-time work now, such as loading an index, so that no reply waits for it."""
 
     def note(self) -> str:
         """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
@@ -150,11 +113,61 @@ class Drafter(ABC):
     def reset(self) -> None:  # noqa: B027
         """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
 
-    def interrupt(self, wanted: bool) -> None:  # noqa: B027
+    def interrupt(self, enabled: bool) -> None:  # noqa: B027
         """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
 
     def close(self) -> None:  # noqa: B027
         """Free everything the drafter owns."""
+
+
+class BudgetedDrafter(Drafter):
+    """A drafter that runs a model, whose work can be budgeted before it is done.
+
+    The controller of `auto` limits how many tokens the model prefills, and forces short drafts to find out
+    whether drafting saves time by now.
+    """
+
+    @property
+    @abstractmethod
+    def pending_tokens(self) -> int:
+        """Tokens that the model must prefill before its next draft."""
+
+    @property
+    def full_pending_tokens(self) -> int:
+        """Tokens to prefill so that the model sees the whole sequence.
+
+        More than `pending_tokens` after a `prefill` that was cut short.
+        """
+        return self.pending_tokens
+
+    @abstractmethod
+    def prefill(self, max_tokens: int) -> None:
+        """Prefill the pending tokens, or only the end of the sequence if there are more than `max_tokens`."""
+
+    def force_draft(self) -> None:
+        """Make a short draft in the next round even where none is expected to save time."""
+
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return what was learned about acceptance and cost, as named arrays for a later run."""
+        return {}
+
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from the arrays of `saved_statistics`.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible values.
+        """
+
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> BudgetedDrafter:
+        """Return a drafter that shares this one's model and cache but grows its trees by another rule.
+
+        Only one of the two may be used in a reply. Drafters that grow no tree return themselves.
+
+        Args:
+            make_growth: Returns the rule for a draft model with the given capabilities.
+        """
+        return self
 
 
 def check_rollback(model: LanguageModel) -> None:

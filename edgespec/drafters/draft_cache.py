@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.draft_model import known
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 
-__all__ = ["DraftMemory"]
+__all__ = ["DraftCache"]
 
 # Models lean on the first tokens of a text, whatever they are (StreamingLLM, arXiv 2309.17453).
 _SINK_TOKENS = 4
 
 
-class DraftMemory:
+class DraftCache:
     """Keeps a draft model in step with a text, and reads no more of it than is asked for.
 
     Where a text is too long to be read now, its first tokens and its end may do: the guesses are worse then,
@@ -61,10 +61,10 @@ class DraftMemory:
         if at_most is not None and self.unread > max(at_most, _SINK_TOKENS):
             last = max(at_most - _SINK_TOKENS, 0) + 1
             self._show([*self._text[:_SINK_TOKENS], *self._text[-last:]])
-        if 1 < self.behind <= self.model.room:
+        if 1 < self.behind <= self.model.free_tokens:
             self.model.prefill(known(self.model, self.shown[self.model.length : -1]), progress)
 
     def _show(self, tokens: Sequence[int]) -> None:
-        held = common_prefix(self.shown[: self.model.length], tokens)
+        held = common_prefix_length(self.shown[: self.model.length], tokens)
         self.model.truncate(min(held, len(tokens) - 1))
         self.shown = list(tokens)

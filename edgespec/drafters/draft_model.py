@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgespec.backends.base import LanguageModel
-from edgespec.engine.chain import Candidates
 from edgespec.engine.logits import Logits
+from edgespec.engine.sampling_params import Candidates
 
 __all__ = ["is_sure", "known", "sureness"]
 

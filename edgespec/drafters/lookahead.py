@@ -20,7 +20,7 @@ from edgespec.drafters.lookahead_window import HitRate, LookaheadWindow, choose_
 from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
@@ -54,7 +54,7 @@ class _Trial:
     @property
     def right(self) -> int:
         """How many tokens the best candidate was right in."""
-        return max((common_prefix(known, self.emitted) for known in self.candidates), default=0)
+        return max((common_prefix_length(known, self.emitted) for known in self.candidates), default=0)
 
     @property
     def settled(self) -> bool:

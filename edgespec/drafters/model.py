@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
-from edgespec.drafters.base import Drafter, Extra, check_rollback
-from edgespec.drafters.draft_cache import DraftMemory
+from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.draft_model import is_sure, known, sureness
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
@@ -28,7 +28,7 @@ __all__ = ["ModelDrafter"]
 _WARM_TOKENS = 16
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(BudgetedDrafter):
     """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
 
     branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain. A
@@ -47,7 +47,7 @@ class ModelDrafter(Drafter):
         branches: tuple[int, ...] | TreeGrowth = (),
         min_confidence: float = 0.0,
         name: str = "model",
-        memory: DraftMemory | None = None,
+        memory: DraftCache | None = None,
     ) -> None:
         check_rollback(model)
         self.name = name
@@ -60,26 +60,26 @@ class ModelDrafter(Drafter):
         else:
             self._single = branches.siblings == 1
             self._growth = branches
-        self.adapts = self._growth.adapts
+        self.chooses_length = self._growth.chooses_length
         # The best token of each pass is the next one to run, and nothing has to be known in between.
         self._straight = branches == ()
         self._min_confidence = min_confidence
-        self.memory = memory or DraftMemory(model)
+        self.memory = memory or DraftCache(model)
         self._grown: DraftTree | None = None
 
-    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:
         return ModelDrafter(
             self._model,
             self._vocab_size,
-            branches=growth_for(self._model.facts.capabilities),
+            branches=make_growth(self._model.facts.capabilities),
             min_confidence=self._min_confidence,
             name=self.name,
             memory=self.memory,
         )
 
     @property
-    def extra(self) -> Extra:
-        return Extra.of(self._model.facts)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Keep the cache's common beginning with `tokens`; the rest is read when a guess is wanted."""
@@ -87,41 +87,41 @@ class ModelDrafter(Drafter):
         self.memory.begin(tokens)
 
     @property
-    def unread(self) -> int:
+    def pending_tokens(self) -> int:
         return self.memory.unread
 
     @property
-    def unread_whole(self) -> int:
+    def full_pending_tokens(self) -> int:
         return self.memory.unread_whole
 
-    def read(self, at_most: int) -> None:
-        self.memory.read(at_most)
+    def prefill(self, max_tokens: int) -> None:
+        self.memory.read(max_tokens)
 
-    def kept(self) -> dict[str, NDArray[Any]]:
-        return self._growth.kept()
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        return self._growth.saved_statistics()
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
-        self._growth.restore(kept)
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        self._growth.restore_statistics(saved)
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         if self._model.length == 0:
             # As much as a first reading and a first guess run: passes of a shape that is new take longer.
-            self._model.prefill([0] * min(_WARM_TOKENS, self._model.room - 1))
+            self._model.prefill([0] * min(_WARM_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
 
-    def dare(self) -> None:
-        self._growth.dare()
+    def force_draft(self) -> None:
+        self._growth.force_draft()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         memory = self.memory
         if memory.unread:
             memory.read()
-        widest = min(self._model.room, self._model.facts.capabilities.max_width)
+        widest = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
         if memory.behind > min(2, widest):
             return TokenTree.chain(memory.shown[-1])
-        if not self._growth.begins(draft_length):
-            self._growth.idle()
+        if not self._growth.begin_round(draft_length):
+            self._growth.record_skipped_round()
             return TokenTree.chain(memory.shown[-1])
         # After full acceptance the cache lags one token: it is run together with the root.
         lag = known(self._model, memory.shown[self._model.length :])
@@ -130,11 +130,11 @@ class ModelDrafter(Drafter):
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
             self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(grown.ran.tree(), first).limited(self._vocab_size)
+            logits = self._model.verify(grown.ran.tree(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
             if not frontier or len(grown.ran) > widest:
                 break
-        self._growth.ends()
+        self._growth.finish_draft()
         return grown.tree(self._single)
 
     def _grow(
@@ -156,17 +156,17 @@ class ModelDrafter(Drafter):
 
         values = [grown.values[node] for node in frontier]
         grows = []
-        for i, children in enumerate(self._growth.level(values, look)):
-            node, wanted = frontier[i], len(children.values)
+        for i, children in enumerate(self._growth.grow_level(values, look)):
+            node, wanted = frontier[i], len(children.path_probs)
             path = grown.path_tokens(node)
             for token in path:
                 sampler.push(token)
             draws = acceptance.draw(sampler, logits, rows[i], max(wanted, self._growth.siblings))
             sampler.pop(len(path))
             grown.looked_at[node] = probs[i], [token for token, _ in draws]
-            for rank, ((token, law), value) in enumerate(zip(draws, children.values, strict=False)):
-                child = grown.add(node, token, law, value, rank < children.run)
-                if rank < children.run and self._goes_on(logits, rows[i], token):
+            for rank, ((token, law), value) in enumerate(zip(draws, children.path_probs, strict=False)):
+                child = grown.add(node, token, law, value, rank < children.expand_count)
+                if rank < children.expand_count and self._goes_on(logits, rows[i], token):
                     grows.append(child)
         return grows
 
@@ -178,7 +178,7 @@ class ModelDrafter(Drafter):
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._grown:  # else the pass was of no draft of this one
-            self._growth.verified(tree.width)
+            self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
@@ -195,13 +195,13 @@ class ModelDrafter(Drafter):
             if node not in grown.looked_at:
                 break
             probs, drawn = grown.looked_at[node]
-            self._growth.learn(probs, drawn.index(token) if token in drawn else None)
+            self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:
         self._model.truncate(0)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._model.close()

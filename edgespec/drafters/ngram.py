@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.token_buffer import GrowingText
+from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -25,16 +25,16 @@ class NgramDrafter(Drafter):
     """
 
     name = "ngram"
-    lookup = True
+    is_lookup = True
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.cost = HostCost()
         self._longest, self._shortest = longest, shortest
-        self._text = GrowingText()
+        self._text = TokenBuffer()
 
     @property
-    def extra(self) -> Extra:
-        return Extra(other_bytes=self._text.most_bytes)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(other_bytes=self._text.most_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         with self.cost:

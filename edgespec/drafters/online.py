@@ -11,7 +11,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import BudgetedDrafter, MemoryUse
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -23,42 +23,42 @@ from edgespec.engine.tree import TokenTree
 __all__ = ["OnlineDrafter"]
 
 
-class OnlineDrafter(Drafter):
+class OnlineDrafter(BudgetedDrafter):
     """Drafts as `drafter` does, and tells its model, the pupil, where it was wrong."""
 
     has_idle_work = True
 
     def __init__(self, drafter: ModelDrafter, pupil: OnlineTrainer) -> None:
         self.name = drafter.name
-        self.adapts = drafter.adapts
+        self.chooses_length = drafter.chooses_length
         self.pupil = pupil
         self._drafter = drafter
         self._proposed: TokenTree | None = None
         self._seen: tuple[TokenTree, Logits] | None = None
 
-    def growing(self, growth_for: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
-        return OnlineDrafter(self._drafter.growing(growth_for), self.pupil)
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
+        return OnlineDrafter(self._drafter.with_growth(make_growth), self.pupil)
 
     @property
-    def extra(self) -> Extra:
-        return self._drafter.extra + Extra(other_bytes=self.pupil.size_bytes)
+    def memory_use(self) -> MemoryUse:
+        return self._drafter.memory_use + MemoryUse(other_bytes=self.pupil.size_bytes)
 
     @property
-    def unread(self) -> int:
-        return self._drafter.unread
+    def pending_tokens(self) -> int:
+        return self._drafter.pending_tokens
 
     @property
-    def unread_whole(self) -> int:
-        return self._drafter.unread_whole
+    def full_pending_tokens(self) -> int:
+        return self._drafter.full_pending_tokens
 
-    def read(self, at_most: int) -> None:
-        self._drafter.read(at_most)
+    def prefill(self, max_tokens: int) -> None:
+        self._drafter.prefill(max_tokens)
 
-    def warm(self) -> None:
-        self._drafter.warm()
+    def warm_up(self) -> None:
+        self._drafter.warm_up()
 
-    def dare(self) -> None:
-        self._drafter.dare()
+    def force_draft(self) -> None:
+        self._drafter.force_draft()
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.pupil.begin(tokens)
@@ -81,11 +81,11 @@ class OnlineDrafter(Drafter):
         self._drafter.commit(tokens)
         self.pupil.extend(tokens)
 
-    def kept(self) -> dict[str, NDArray[Any]]:
-        return self._drafter.kept()
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        return self._drafter.saved_statistics()
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
-        self._drafter.restore(kept)
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        self._drafter.restore_statistics(saved)
 
     def note(self) -> str:
         return self.pupil.note()
@@ -97,8 +97,8 @@ class OnlineDrafter(Drafter):
     def reset(self) -> None:
         self._drafter.reset()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._drafter.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._drafter.interrupt(enabled)
 
     def close(self) -> None:
         self._drafter.close()

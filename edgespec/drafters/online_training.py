@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.draft_cache import DraftMemory
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.draft_model import known
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -65,7 +65,7 @@ class OnlineTrainer:
     guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
     """
 
-    def __init__(self, memory: DraftMemory, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
+    def __init__(self, memory: DraftCache, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
         self._memory = memory
         self._draft = memory.model
         self._trainer = trainer
@@ -119,7 +119,7 @@ class OnlineTrainer:
 
     def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
         size = self._draft.facts.vocab_size
-        tokens, values = logits.limited(size).top(row, TARGET_TOKENS)
+        tokens, values = logits.limit_vocab(size).top(row, TARGET_TOKENS)
         # Ties may bring more than were asked for, and a lesson's rows are of one length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())

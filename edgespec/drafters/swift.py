@@ -15,7 +15,7 @@ from edgespec.costs.curve import Curve, gentle
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.swift_search import Found, SkipSearch
+from edgespec.drafters.swift_search import Found, SwiftSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -53,13 +53,13 @@ class SwiftDrafter(Drafter):
         min_confidence: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if "swift" not in target.facts.capabilities.self_drafts:
+        if "swift" not in target.facts.capabilities.self_draft_methods:
             reason = target.facts.capabilities.reason or "its layers cannot be skipped"
             raise CapabilityError(f"{target.facts.name} cannot draft without some of its layers: {reason}")
         self._target = target
         self._notes = notes
         self._min_confidence = min_confidence
-        self._search = SkipSearch(target.layer_count, pass_cost, seed)
+        self._search = SwiftSearch(target.layer_count, pass_cost, seed)
         if notes:
             self._search.take_over(notes.load())
         self._tokens: list[int] = []
@@ -123,7 +123,7 @@ class SwiftDrafter(Drafter):
                 if tried and self._search.tried >= MOST_TRIED:
                     break
                 layers = best.layers if best and tried == 0 else self._search.next()
-                matched = round(self._target.agreement(layers, window) * len(window))
+                matched = round(self._target.top1_agreement(layers, window) * len(window))
                 self._search.count(layers, matched, len(window))
                 tried += 1
             if tried and self._notes:
@@ -146,9 +146,9 @@ class SwiftDrafter(Drafter):
             f"swift: {found}" if best.speed_up > 1.0 else f"swift does not draft, it would not pay: {found}"
         )
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         if self._guess:
-            self._guess.interrupt(wanted)
+            self._guess.interrupt(enabled)
 
     def close(self) -> None:
         if self._guess:

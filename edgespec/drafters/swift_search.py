@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.payoff import best_chain
+from edgespec.engine.draft_length import best_draft_length
 
-__all__ = ["Found", "Layers", "SkipSearch", "speed_up"]
+__all__ = ["Found", "Layers", "SwiftSearch", "speed_up"]
 
 Layers: TypeAlias = tuple[int, ...]
 
@@ -42,11 +42,11 @@ class Found:
 
 def speed_up(agreement: float, cost: float, pass_cost: Callable[[int], float]) -> tuple[float, int]:
     """(tokens per plain step's time, best draft length) of a draft that costs `cost` plain steps a token."""
-    length, speed = best_chain(agreement, lambda k: k * cost + pass_cost(k + 1), _LONGEST_DRAFT)
+    length, speed = best_draft_length(agreement, lambda k: k * cost + pass_cost(k + 1), _LONGEST_DRAFT)
     return speed, length
 
 
-class SkipSearch:
+class SwiftSearch:
     """Sets of layers and how often drafting without them was right. The first and the last layer stay.
 
     tried: how many sets were counted, those forgotten included.

@@ -8,18 +8,18 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DEEPEST", "LONGEST", "SEPARATOR", "GrowingText", "Tokens"]
+__all__ = ["MAX_CONTINUATION_TOKENS", "MAX_MATCH_TOKENS", "SEPARATOR", "TokenArray", "TokenBuffer"]
 
-Tokens: TypeAlias = NDArray[np.int32]
+TokenArray: TypeAlias = NDArray[np.int32]
 
 # Stands between texts, and around them: no token has it, so nothing matches or goes on across it.
 SEPARATOR = -1
 # Matches are told apart up to this length, and continuations may be read this far.
-LONGEST = 32
-DEEPEST = 32
+MAX_MATCH_TOKENS = 32
+MAX_CONTINUATION_TOKENS = 32
 
 
-class GrowingText:
+class TokenBuffer:
     """A text in 4 bytes a token; of a very long one, the end.
 
     text: int32 [>= n], the tokens and room for more.
@@ -28,7 +28,7 @@ class GrowingText:
 
     def __init__(self, most_tokens: int = 1 << 17) -> None:
         self._most = most_tokens
-        self.text: Tokens = np.empty(0, np.int32)
+        self.text: TokenArray = np.empty(0, np.int32)
         self.end = 0
 
     @property

@@ -16,7 +16,7 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, OptionError
 
-__all__ = ["AttentionWindow", "WindowedModel", "window_for"]
+__all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
 # A round's tree is drafted in this room, beside the window.
 _DRAFT_TOKENS = 128
@@ -54,7 +54,7 @@ class AttentionWindow:
         return replace(self, window_tokens=max(1, self.window_tokens - over * 4 // 5 - 1))
 
 
-def window_for(
+def choose_draft_window(
     context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
 ) -> AttentionWindow | None:
     """The window of a draft for a target with that context; None for a draft that sees all of the text.
@@ -97,8 +97,10 @@ class WindowedModel(BaseModel):
         self.facts: ModelFacts = replace(
             inner,
             context_tokens=context_tokens,
-            grows_to_tokens=context_tokens,
-            capabilities=replace(able, max_width=min(able.max_width, spare), cuts=False, learns=False),
+            requested_context_tokens=context_tokens,
+            capabilities=replace(
+                able, max_width=min(able.max_width, spare), partial_truncate=False, trainable=False
+            ),
         )
         # So many tokens the inner cache may hold when a round begins.
         self._most = window.sink_tokens + window.window_tokens + window.slack_tokens
@@ -147,7 +149,7 @@ class WindowedModel(BaseModel):
         start = max(sinks, len(self._text) - kept)
         if self._start < start < self._end:
             try:
-                self._model.forget(sinks, sinks + start - self._start)
+                self._model.remove_range(sinks, sinks + start - self._start)
                 self._start = start
                 return
             except CapabilityError:  # computed again; half of it, or that would be due again soon
@@ -193,7 +195,7 @@ class WindowedModel(BaseModel):
         if self._model.length <= sinks:
             self._start = sinks
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} forgets by itself, not tokens {start} to {end}")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
@@ -209,7 +211,7 @@ class WindowedModel(BaseModel):
             text = json.loads(snapshot.data)
         except ValueError:
             text = None
-        if not isinstance(text, list) or not len(text) == snapshot.length <= self.room:
+        if not isinstance(text, list) or not len(text) == snapshot.length <= self.free_tokens:
             raise BackendError("the saved state does not fit this model and context", "compute it again")
         self._text = text
 
@@ -219,11 +221,11 @@ class WindowedModel(BaseModel):
         self._end_round()
         self._now_sized(context_tokens, self.facts.kv_bytes)
 
-    def run_ahead(self, wanted: bool) -> None:
-        self._model.run_ahead(wanted)
+    def run_ahead(self, enabled: bool) -> None:
+        self._model.run_ahead(enabled)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._closed = True

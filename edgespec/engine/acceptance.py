@@ -17,7 +17,7 @@ from edgespec.engine.noise import Stream, gumbel, uniform
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Acceptance", "Chance", "Draw", "Invariant", "RandomDraws", "Rejection", "Verdict"]
+__all__ = ["Acceptance", "Draw", "Invariant", "RandomDraws", "RandomSource", "Rejection", "Verdict"]
 
 Draw = tuple[int, Distribution | None]
 
@@ -68,7 +68,7 @@ class Invariant:
         return Verdict(tuple(path), token)
 
 
-class Chance(Protocol):
+class RandomSource(Protocol):
     """Where rejection mode takes its luck from."""
 
     def coin(self, probability: float) -> bool:
@@ -120,7 +120,7 @@ class Rejection:
     is False.
     """
 
-    def __init__(self, chance: Chance, block: bool = True) -> None:
+    def __init__(self, chance: RandomSource, block: bool = True) -> None:
         self._chance = chance
         self._block = block
 
@@ -180,7 +180,7 @@ class Rejection:
 
 def _law(tree: TokenTree, node: int) -> Distribution:
     """The law a node was drawn from; a point mass where it was proposed for certain."""
-    law = tree.laws[node]
+    law = tree.draft_probs[node]
     return law if law is not None else Distribution.certain(tree.tokens[node])
 
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.chain import Candidates, SamplingParams, filtered
 from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.sampling_params import Candidates, SamplingParams, filtered
 
 __all__ = ["HostLogits", "Logits", "best_drawn", "survivors"]
 
@@ -28,7 +28,7 @@ class Logits(Protocol):
         """How long calls have waited for the pass itself, where it runs on after `verify`."""
 
     @property
-    def begun_seconds(self) -> float:
+    def overlapped_seconds(self) -> float:
         """How long the pass was worked on before it was asked for, while the draft was made."""
 
     def __len__(self) -> int:
@@ -52,7 +52,7 @@ class Logits(Protocol):
     def above(self, row: int, margin: float) -> Candidates:
         """Every logit of a row within `margin` of its largest: (ids ascending, logits)."""
 
-    def limited(self, vocab_size: int) -> Logits:
+    def limit_vocab(self, vocab_size: int) -> Logits:
         """The same rows without the ids from `vocab_size` on."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -85,14 +85,14 @@ def best_drawn(
 class HostLogits:
     """Logits in ordinary memory: float32 [rows, vocab], a view that is never copied whole."""
 
-    __slots__ = ("begun_seconds", "rows", "vocab_size", "waited_seconds")
+    __slots__ = ("overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
     _BLOCK = 64
 
     def __init__(self, rows: NDArray[np.float32]) -> None:
         self.rows = rows
         self.vocab_size = rows.shape[1]
-        self.waited_seconds = self.begun_seconds = 0.0
+        self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -127,7 +127,7 @@ class HostLogits:
         # Rounded down, or a logit at the very edge would be lost.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
-    def limited(self, vocab_size: int) -> HostLogits:
+    def limit_vocab(self, vocab_size: int) -> HostLogits:
         return self if vocab_size >= self.vocab_size else HostLogits(self.rows[:, :vocab_size])
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:

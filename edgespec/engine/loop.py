@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.stats import RoundClock, Stats
+from edgespec.engine.stats import RoundTimer, Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
@@ -23,7 +23,7 @@ class Verifier(Protocol):
     """What the loop needs of a target: its cache holds every token but the last."""
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """How many more tokens the context takes."""
 
     def verify(self, tree: TokenTree) -> Logits:
@@ -79,15 +79,15 @@ def decode(
     `is_stop` sees every emitted token once, in order; tokens after a stop are never emitted.
     Raises what the backend raises; a cancelled pass ends with finish reason "cancelled".
     """
-    clock = RoundClock()
+    clock = RoundTimer()
     emitted_total = 0
     while not is_cancelled():
-        if emitted_total == max_tokens or target.room == 0:
+        if emitted_total == max_tokens or target.free_tokens == 0:
             yield Step((), 0, "length")
             return
         clock.start()
-        depth = min(draft_length, max_tokens - emitted_total - 1, target.room - 1)
-        width = min(max_width, target.room)
+        depth = min(draft_length, max_tokens - emitted_total - 1, target.free_tokens - 1)
+        width = min(max_width, target.free_tokens)
         try:
             tree = _proposed(drafter, sampler, acceptance, depth, last_token)
             tree = tree.pruned(vocab_size, depth, width, max_branches)
@@ -113,7 +113,7 @@ def decode(
         accepted = min(len(verdict.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
         clock.lap("overhead")
-        clock.book(stats, logits.begun_seconds, logits.waited_seconds)
+        clock.book(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None)
         if stopped:
             return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["common_prefix"]
+__all__ = ["common_prefix_length"]
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both sequences begin with."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:

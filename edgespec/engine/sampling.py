@@ -12,10 +12,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.engine.chain import Candidates, SamplingParams, filtered
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits, survivors
 from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.sampling_params import Candidates, SamplingParams, filtered
 from edgespec.errors import BackendError
 
 __all__ = ["Sampler"]

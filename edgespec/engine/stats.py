@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Literal
 
-__all__ = ["Phase", "RoundClock", "Stats"]
+__all__ = ["Phase", "RoundTimer", "Stats"]
 
 Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
@@ -121,7 +121,7 @@ class Stats:
         }
 
 
-class RoundClock:
+class RoundTimer:
     """Shares the seconds of a round out among its phases. Only what is booked counts.
 
     now: seconds, from any moment on.
@@ -145,15 +145,15 @@ class RoundClock:
         self._seconds[phase] += moment - self._at
         self._at = moment
 
-    def book(self, stats: Stats, begun_seconds: float, waited_seconds: float) -> None:
+    def book(self, stats: Stats, overlapped_seconds: float, waited_seconds: float) -> None:
         """The round is over: its times go to the stats.
 
-        The pass takes time in other phases as well, which is its own: `begun_seconds` while the draft was
+        Part of the pass runs in other phases: `overlapped_seconds` while the draft was
         made, and `waited_seconds` in which sampling waited for it.
         """
         seconds = self._seconds
-        stats.draft_seconds += seconds["draft"] - begun_seconds
-        stats.verify_seconds += seconds["verify"] + begun_seconds + waited_seconds
+        stats.draft_seconds += seconds["draft"] - overlapped_seconds
+        stats.verify_seconds += seconds["verify"] + overlapped_seconds + waited_seconds
         stats.sampling_seconds += seconds["sampling"] - waited_seconds
         stats.rollback_seconds += seconds["rollback"]
         stats.overhead_seconds += seconds["overhead"]

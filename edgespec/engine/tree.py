@@ -20,7 +20,7 @@ class TokenTree:
     order (`parents[i] < i`, `parents[0] == -1`), siblings in the order they were drawn. A chain is a
     tree without branches; the root alone is plain decoding.
 
-    `laws[i]` is the law node i was really drawn from, given that its earlier siblings were not it;
+    `draft_probs[i]` is the law node i was really drawn from, given that its earlier siblings were not it;
     None means it was proposed for certain (n-gram, greedy). Only rejection mode reads it.
 
     `block` vouches that this was to be one chain, whatever was drawn; only its end may depend on that.
@@ -29,18 +29,18 @@ class TokenTree:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    laws: tuple[Distribution | None, ...]
+    draft_probs: tuple[Distribution | None, ...]
     block: bool = False
 
     @classmethod
     def chain(
-        cls, root: int, drafted: Sequence[int] = (), laws: Sequence[Distribution | None] | None = None
+        cls, root: int, drafted: Sequence[int] = (), draft_probs: Sequence[Distribution | None] | None = None
     ) -> TokenTree:
-        """The tree without branches; `laws` has one entry for each drafted token."""
+        """The tree without branches; `draft_probs` has one entry for each drafted token."""
         return cls(
             (root, *drafted),
             tuple(range(-1, len(drafted))),
-            (None, *(laws if laws is not None else (None,) * len(drafted))),
+            (None, *(draft_probs if draft_probs is not None else (None,) * len(drafted))),
             block=True,
         )
 
@@ -104,7 +104,7 @@ class TokenTree:
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
             tuple(at.get(self.parents[node], -1) for node in nodes),
-            tuple(self.laws[node] for node in nodes),
+            tuple(self.draft_probs[node] for node in nodes),
             self.block,
         )
 
@@ -147,12 +147,12 @@ class TreeBuilder:
     chain: the tokens it begins with, each the parent of the next; the first one is the root.
     """
 
-    __slots__ = ("_places", "depths", "is_chain", "laws", "parents", "tokens")
+    __slots__ = ("_places", "depths", "draft_probs", "is_chain", "parents", "tokens")
 
     def __init__(self, chain: Sequence[int] = ()) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.laws: list[Distribution | None] = []
+        self.draft_probs: list[Distribution | None] = []
         self.depths: list[int] = []
         self.is_chain = True
         self._places: dict[tuple[int, int], int] = {}
@@ -170,7 +170,7 @@ class TreeBuilder:
         self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         self.tokens.append(token)
         self.parents.append(parent)
-        self.laws.append(law)
+        self.draft_probs.append(law)
         return node
 
     def child(self, parent: int, token: int) -> int | None:
@@ -187,7 +187,7 @@ class TreeBuilder:
     def extend(self, tree: TokenTree, first: int) -> None:
         """Nodes `first` and up of a tree whose others are here, under the same numbers."""
         for node in range(first, tree.width):
-            self.add(tree.parents[node], tree.tokens[node], tree.laws[node])
+            self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 
     def path(self, node: int) -> tuple[int, ...]:
         """The nodes after the root down to `node`."""
@@ -199,4 +199,4 @@ class TreeBuilder:
 
     def tree(self, block: bool = False) -> TokenTree:
         """What has grown so far."""
-        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.laws), block)
+        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block)

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.noise import Stream, gumbel
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["LARGEST_ROUNDING", "Rescored", "is_near_tie", "rescore", "score_gap"]

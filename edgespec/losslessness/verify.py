@@ -9,9 +9,9 @@ from typing import Any
 
 from edgespec.backends.base import LanguageModel
 from edgespec.checks import check_integer, check_number
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness.prompts import Prompt, prompt_tokens

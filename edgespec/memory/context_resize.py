@@ -7,7 +7,7 @@ from contextlib import suppress
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.memory_check import in_blocks
+from edgespec.backends.memory_check import round_up_to_block
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory.plan import MemoryPlan
 
@@ -58,7 +58,10 @@ class ResizableContext:
     @property
     def short(self) -> bool:
         """Whether the next round might have too little room, and may have more."""
-        return self._target.room < MIN_ROOM_TOKENS and self._target.facts.context_tokens < self.limit_tokens
+        return (
+            self._target.free_tokens < MIN_ROOM_TOKENS
+            and self._target.facts.context_tokens < self.limit_tokens
+        )
 
     def make_room(self) -> float:
         """Make room for the next rounds, if there may be more. Returns the seconds that took."""
@@ -115,7 +118,7 @@ class ResizableContext:
 
         So much at most is copied meanwhile, while memory is short.
         """
-        size = max(self._first_tokens[id(model)], in_blocks(tokens))
+        size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
     def _make_smaller(self, model: LanguageModel, tokens: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from time import perf_counter as now
 
 from edgespec.backends.base import LanguageModel, Progress
-from edgespec.backends.base_model import part_of
-from edgespec.engine.prefix import common_prefix
+from edgespec.backends.base_model import scaled_progress
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.stats import Stats
 from edgespec.memory.context_resize import ResizableContext
 from edgespec.memory.prefix_cache import REUSE_BLOCK_TOKENS, PrefixCache, reusable_tokens
@@ -34,7 +34,7 @@ class TargetCache:
         self._context = context
         self._giving = giving
         self._tokens: list[int] = []
-        self._continues = target.facts.capabilities.continues
+        self._continues = target.facts.capabilities.prefix_reuse_exact
         # So many of them were read, the others written.
         self._read_tokens = 0
 
@@ -71,7 +71,7 @@ class TargetCache:
         """
         target, kept = self._target, self._kept
         self._drop_unsure()
-        shared = self._sure(min(common_prefix(self._tokens, tokens), len(tokens) - 1))
+        shared = self._sure(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
         if kept and shared < len(self._tokens):
             kept.keep(self._tokens, shared)
         self._tokens = self._tokens[:shared]
@@ -90,9 +90,9 @@ class TargetCache:
         last, done = len(tokens) - 1, 0.0
         if kept and (parting := self._sure(kept.parting(tokens, held))) > held:
             done = (parting - held) / (last - held)
-            self._read(parting, progress and part_of(progress, 0.0, done))
+            self._read(parting, progress and scaled_progress(progress, 0.0, done))
             kept.keep_parting(tokens[:parting])
-        self._read(last, progress and part_of(progress, done, 1.0 - done))
+        self._read(last, progress and scaled_progress(progress, done, 1.0 - done))
         return held
 
     def _sure(self, length: int) -> int:
@@ -121,7 +121,7 @@ class TargetCache:
         size = end - begin if self._continues else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):
             stop = min(end, start + size)
-            told = progress and part_of(
+            told = progress and scaled_progress(
                 progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
             )
             self._target.prefill(self._tokens[start:stop], told)

@@ -21,21 +21,21 @@ from typing import Any
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.files import error_reason, format_bytes, replace_when_written, sync_to_disk
-from edgespec.prepare.file_records import FileRecord, record, same_sample
+from edgespec.prepare.file_records import FileRecord, hash_files, matches_record
 from edgespec.prepare.store import (
     MANIFEST,
     VERSION,
-    Kind,
-    Prepared,
-    Settings,
-    absolute,
-    check,
-    read,
-    source_files,
+    BuildSettings,
+    PreparedKind,
+    PreparedModel,
+    absolute_path,
+    check_prepared,
+    model_files,
+    read_prepared,
     store_folder,
 )
 
-__all__ = ["Workbench", "make", "unfinished"]
+__all__ = ["BuildFolder", "interrupted_settings", "make"]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
@@ -43,7 +43,7 @@ _NO_ROOM = (ENOSPC, EDQUOT, EFBIG, EIO)
 _NAME_ANOTHER = "name a folder that is not there"
 
 
-class Workbench:
+class BuildFolder:
     """The folder of a prepared thing while it is made."""
 
     def __init__(
@@ -60,26 +60,26 @@ class Workbench:
         known = self._finished.get(name)
         if known is not None:
             with suppress(ModelFileError):
-                if record([path], f"checking {name}", progress)[0] == known:
+                if hash_files([path], f"checking {name}", progress)[0] == known:
                     return path
             del self._finished[name]
         with replace_when_written(path) as growing:
             write(growing)
-        self._finished[name] = record([path], f"checking {name}", progress)[0]
+        self._finished[name] = hash_files([path], f"checking {name}", progress)[0]
         self._save()
         return path
 
 
 def make(
-    kind: Kind,
+    kind: PreparedKind,
     source: Path,
-    settings: Settings,
-    write: Callable[[Workbench], Mapping[str, Any]],
+    settings: BuildSettings,
+    write: Callable[[BuildFolder], Mapping[str, Any]],
     *,
     needed_bytes: int,
     to: Path | None = None,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """Prepare something, or return it when it is there and still right.
 
     write: makes the files on the workbench and returns facts for the manifest. When it raises
@@ -88,10 +88,10 @@ def make(
     Raises ModelFileError (the source cannot be read, or the disk is too small), OptionError (`to` is
     another folder's place) and CancelledError.
     """
-    source = absolute(source)
-    parts = source_files(source)
+    source = absolute_path(source)
+    parts = model_files(source)
     entry = store_folder() / kind / _entry_name(source, settings)
-    folder = absolute(entry if to is None else to)
+    folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
         if not folder.exists():
             raise OptionError(f"{folder} is a link to nothing", "delete it, or name another folder")
@@ -118,19 +118,19 @@ def make(
         ) from error
 
 
-def unfinished(kind: Kind, source: Path) -> Settings | None:
+def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
     """The settings of an interrupted run in the store that another one would go on with."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(journal.read_text(encoding="utf-8"))
-            if value["source"] == str(absolute(source)):
+            if value["source"] == str(absolute_path(source)):
                 return dict(value["settings"])
     return None
 
 
 def _present(
-    kind: Kind, folder: Path, source: Path, settings: Settings, progress: Progress | None
-) -> Prepared | None:
+    kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
+) -> PreparedModel | None:
     """What is there already, if it is what was asked for; what is damaged or stale is put away."""
     if not folder.exists():
         return None
@@ -143,7 +143,7 @@ def _present(
             "delete it: edgespec makes its own there" if _in_store(folder) else _NAME_ANOTHER,
         )
     try:
-        there = read(folder)
+        there = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
             # Who knows whose it is.
@@ -156,9 +156,9 @@ def _present(
             "name another folder, or delete this one",
         )
     try:
-        check(there, source)
+        check_prepared(there, source)
         states = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("source_states")
-        stale = not _unchanged(source_files(source), there.source_records, states, progress)
+        stale = not _unchanged(model_files(source), there.source_records, states, progress)
     except ModelFileError:
         stale = True
     if stale:
@@ -184,19 +184,19 @@ def _put_away(folder: Path) -> None:
 
 def _in_store(folder: Path) -> bool:
     """Whether nobody but edgespec keeps anything there."""
-    return folder.is_relative_to(absolute(store_folder()))
+    return folder.is_relative_to(absolute_path(store_folder()))
 
 
 def _make(
-    kind: Kind,
+    kind: PreparedKind,
     folder: Path,
     parts: list[Path],
     source: Path,
-    settings: Settings,
-    write: Callable[[Workbench], Mapping[str, Any]],
+    settings: BuildSettings,
+    write: Callable[[BuildFolder], Mapping[str, Any]],
     needed_bytes: int,
     progress: Progress | None,
-) -> Prepared:
+) -> PreparedModel:
     partial = folder.with_name(f"{folder.name}.partial")
     journal = partial / _JOURNAL
     states = _states(parts)
@@ -212,7 +212,7 @@ def _make(
         finished = {}
     _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
     if records is None:
-        records = record(parts, f"reading {source.name}", progress)
+        records = hash_files(parts, f"reading {source.name}", progress)
     partial.mkdir(exist_ok=True)
 
     def save() -> None:
@@ -220,7 +220,7 @@ def _make(
         _write_json(journal, told | known)
 
     save()
-    bench = Workbench(partial, source, finished, save)
+    bench = BuildFolder(partial, source, finished, save)
     try:
         facts = write(bench)
     except CapabilityError:
@@ -229,7 +229,7 @@ def _make(
     if not _unchanged(parts, records, states, progress):
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
-    prepared = Prepared(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
+    prepared = PreparedModel(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
     manifest = told | {"source_files": records, "source_states": states, "files": prepared.files}
     for leftover in partial.iterdir():
         if leftover.name not in finished and leftover != journal:
@@ -267,11 +267,11 @@ def _unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
     """Whether a source is what it was; all of it is read again where it may have been written to since."""
-    if not all(map(same_sample, parts, records)):
+    if not all(map(matches_record, parts, records)):
         return False
     if _states(parts) == states:
         return True
-    now = record(parts, "reading the source again", progress)
+    now = hash_files(parts, "reading the source again", progress)
     return [one.sha256 for one in now] == [one.sha256 for one in records]
 
 
@@ -304,7 +304,7 @@ def _alone(folder: Path, progress: Progress | None) -> Iterator[None]:
         lock.release()
 
 
-def _point(kind: Kind, prepared: Prepared) -> None:
+def _point(kind: PreparedKind, prepared: PreparedModel) -> None:
     """Let `find` find a folder outside the store."""
     name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
     entry = store_folder() / kind / name
@@ -313,7 +313,7 @@ def _point(kind: Kind, prepared: Prepared) -> None:
         growing.write_bytes(os.fsencode(prepared.folder))
 
 
-def _entry_name(source: Path, settings: Settings) -> str:
+def _entry_name(source: Path, settings: BuildSettings) -> str:
     told = json.dumps([str(source), dict(settings)], sort_keys=True)
     stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
     return f"{stem[:60]}-{sha256(told.encode()).hexdigest()[:12]}"

@@ -12,7 +12,7 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import TemplateError
 
-__all__ = ["calibration_tokens", "greedy_reply"]
+__all__ = ["calibration_prompt", "greedy_reply"]
 
 _TEXT = (
     "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
@@ -23,11 +23,11 @@ _MOST_TOKENS = 128
 _REPLY_TOKENS = 96
 
 
-def calibration_tokens(vocabulary: Vocabulary) -> list[int]:
+def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
     """The tokens of a request, in the model's own chat template where it has one; the reply comes next."""
     if vocabulary.chat_template:
         try:
-            template = ChatTemplate(vocabulary.chat_template, vocabulary.start_text, vocabulary.end_text)
+            template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
             text = template.render([Message("user", _TEXT)])
             return vocabulary.tokenize(text, special=True, start=False)[-_MOST_TOKENS:]
         except TemplateError:
@@ -41,7 +41,7 @@ def greedy_reply(model: LanguageModel, request: Sequence[int]) -> list[int]:
     reply: list[int] = []
     token = request[-1]
     everything = np.arange(model.facts.vocab_size)
-    while len(reply) < _REPLY_TOKENS and model.room:
+    while len(reply) < _REPLY_TOKENS and model.free_tokens:
         token = int(model.verify(TokenTree.chain(token)).at(0, everything).argmax())
         model.commit(())
         reply.append(token)

@@ -14,9 +14,9 @@ from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.hidden_states import hidden_states
 from edgespec.costs.curve import measure
 from edgespec.errors import BackendError, CapabilityError
-from edgespec.prepare.calibration import calibration_tokens, greedy_reply
+from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
-from edgespec.prepare.gguf_parts import Source
+from edgespec.prepare.gguf_parts import GgufModel
 
 __all__ = ["measure_exits"]
 
@@ -28,7 +28,7 @@ _READ_RIGHT = 0.9
 
 
 def measure_exits(
-    path: Path, source: Source, exit_layer: int | None = None, progress: Progress | None = None
+    path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
 ) -> ExitTable:
     """Try exits, or only one, on a short text and the model's own reply to it, in order of layers.
 
@@ -37,7 +37,7 @@ def measure_exits(
     """
     model = load(str(path), path.name, LoadOptions(context_tokens=_CONTEXT_TOKENS), progress)
     try:
-        prompt = calibration_tokens(model.vocabulary)
+        prompt = calibration_prompt(model.vocabulary)
         reply = greedy_reply(model, prompt)
         curve = measure(model, EXIT_WIDTHS)
     finally:
@@ -69,7 +69,7 @@ def _candidates(layer_count: int) -> list[int]:
     return list(range(step, layer_count, step))
 
 
-def _layer_bytes(source: Source) -> tuple[list[int], int]:
+def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
     """Bytes of each layer, and of the head."""
     shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
     head = shared.get("output.weight", shared.get("token_embd.weight", 0))
@@ -77,7 +77,7 @@ def _layer_bytes(source: Source) -> tuple[list[int], int]:
     return [sum(tensor.size_bytes for tensor in source.layers(at, at + 1)) for at in layers], head
 
 
-def _agreement(source: Source, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
+def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
     """How often the head's best token after each layer is the expected one. hidden: [layers, n, embd]."""
     tensors = {tensor.name: tensor.source for tensor in source.shared()}
     head = tensors.get("output.weight", tensors.get("token_embd.weight"))
@@ -99,7 +99,7 @@ def _agreement(source: Source, hidden: NDArray[np.float32], expected: NDArray[np
     return [float(share) for share in agrees.mean(axis=1)]
 
 
-def _normed(source: Source, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
+def _normed(source: GgufModel, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:
     epsilon = source.value("attention.layer_norm_rms_epsilon", None)
     if epsilon is None:
         epsilon = source.value("attention.layer_norm_epsilon", 1e-5)

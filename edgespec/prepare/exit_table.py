@@ -1,6 +1,6 @@
 """Where to leave a model early: how often each exit agrees with the whole model, weighed by what it costs.
 
-Source: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
+GgufModel: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.costs.curve import Curve, gentle
-from edgespec.engine.payoff import best_chain
+from edgespec.engine.draft_length import best_draft_length
 
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
@@ -116,7 +116,7 @@ def _weighed(layer: int, agreement: float, below: float, drafted: float, v: Curv
     """The best draft length and what it gives. below: the share of a plain step that the layers below the
     exit take; drafted: the same with the head, for a drafted token."""
     # The pass that verifies goes on where the drafts left; the last of them has not run at all.
-    length, speed_up = best_chain(
+    length, speed_up = best_draft_length(
         agreement, lambda k: k * drafted + below + (1 - below) * v(k + 1), _LONGEST_DRAFT
     )
     return Exit(layer, agreement, drafted, length, speed_up)

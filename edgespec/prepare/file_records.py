@@ -13,7 +13,7 @@ from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, ModelFileError
 from edgespec.files import sampled_sha256
 
-__all__ = ["FileRecord", "record", "same_sample"]
+__all__ = ["FileRecord", "hash_files", "matches_record"]
 
 _CHUNK_BYTES = 1 << 22
 
@@ -31,7 +31,7 @@ class FileRecord:
     sample: str
 
     def to_json(self) -> dict[str, Any]:
-        """The record as a JSON object."""
+        """The hash_files as a JSON object."""
         return {
             "name": self.name,
             "size_bytes": self.size_bytes,
@@ -48,7 +48,7 @@ class FileRecord:
         return cls(name, size, str(value["sha256"]), str(value["sample"]))
 
 
-def record(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
+def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
     """The records of these files, read whole. Raises ModelFileError, and CancelledError on `progress`."""
     sizes = [_size(path) for path in paths]
     done, total, records = 0, max(1, sum(sizes)), []
@@ -67,7 +67,7 @@ def record(paths: Sequence[Path], what: str, progress: Progress | None = None) -
     return tuple(records)
 
 
-def same_sample(path: Path, known: FileRecord) -> bool:
+def matches_record(path: Path, known: FileRecord) -> bool:
     """Whether the file looks as it did, by its size and a few blocks. Raises ModelFileError."""
     return _size(path) == known.size_bytes and _sample(path) == known.sample
 

@@ -15,7 +15,7 @@ import gguf
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, ModelFileError
 
-__all__ = ["Source", "Tensor", "write_first", "write_part", "write_whole"]
+__all__ = ["GgufModel", "GgufTensor", "write_metadata_part", "write_model", "write_tensor_part"]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Arrays that are not of layers, however long they are.
@@ -26,7 +26,7 @@ _LEFT_OUT = ("GGUF.", "split.", "general.architecture", "general.alignment", "ed
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """A tensor under the name it is to have; its bytes stay in the file it comes from."""
 
     name: str
@@ -43,7 +43,7 @@ class Tensor:
         return int(self.source.n_elements)
 
 
-class Source:
+class GgufModel:
     """A GGUF model on disk, mapped into memory and never read whole. Raises ModelFileError."""
 
     def __init__(self, parts: Sequence[Path]) -> None:
@@ -54,7 +54,9 @@ class Source:
                 f"{parts[0]} is incomplete or damaged: {error}", "download it again and compare its size"
             ) from error
         self._fields = readers[0].fields
-        self.tensors = [Tensor(str(tensor.name), tensor) for reader in readers for tensor in reader.tensors]
+        self.tensors = [
+            GgufTensor(str(tensor.name), tensor) for reader in readers for tensor in reader.tensors
+        ]
         self.header_bytes = sum(int(reader.data_offset) for reader in readers)
         self.architecture = str(self._fields["general.architecture"].contents())
         self.layer_count = int(self.value("block_count", 0))
@@ -64,17 +66,17 @@ class Source:
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
-    def shared(self) -> list[Tensor]:
+    def shared(self) -> list[GgufTensor]:
         """The tensors that belong to no layer."""
         return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
 
-    def layers(self, begin: int, end: int, first: int = 0) -> list[Tensor]:
+    def layers(self, begin: int, end: int, first: int = 0) -> list[GgufTensor]:
         """The tensors of layers [begin, end), renumbered from `first`."""
         chosen = []
         for tensor in self.tensors:
             match = _LAYER.fullmatch(tensor.name)
             if match and begin <= int(match[1]) < end:
-                chosen.append(Tensor(f"blk.{int(match[1]) - begin + first}.{match[2]}", tensor.source))
+                chosen.append(GgufTensor(f"blk.{int(match[1]) - begin + first}.{match[2]}", tensor.source))
         return chosen
 
     def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
@@ -96,7 +98,7 @@ class Source:
             kept[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
         return kept
 
-    def metadata_with(self, upper: Source) -> dict[str, tuple[Any, Any, Any]]:
+    def metadata_with(self, upper: GgufModel) -> dict[str, tuple[Any, Any, Any]]:
         """The metadata of a model that has these layers and then those of `upper`; see `metadata`."""
         whole = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
@@ -114,7 +116,7 @@ class Source:
         return of_model and not any(name in key for name in _NOT_OF_LAYERS)
 
 
-def write_first(
+def write_metadata_part(
     path: Path,
     architecture: str,
     metadata: Mapping[str, tuple[Any, Any, Any]],
@@ -134,10 +136,10 @@ def write_first(
     _finish(writer, (), "", None)
 
 
-def write_part(
+def write_tensor_part(
     path: Path,
     architecture: str,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[GgufTensor],
     number: int,
     part_count: int,
     progress: Progress | None = None,
@@ -149,24 +151,24 @@ def write_part(
     _finish(writer, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
 
 
-def write_whole(
+def write_model(
     path: Path,
     architecture: str,
     metadata: Mapping[str, tuple[Any, Any, Any]],
-    tensors: Sequence[Tensor],
+    tensors: Sequence[GgufTensor],
     progress: Progress | None = None,
     *,
-    outline: bool = False,
+    header_only: bool = False,
 ) -> None:
-    """Write a model into one file. outline: as large, but with nothing where the tensors are to be.
+    """Write a model into one file. header_only: as large, but with nothing where the tensors are to be.
 
     Raises CancelledError.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, metadata)
     _announce(writer, tensors)
-    _finish(writer, () if outline else tensors, f"writing {path.name}", progress)
-    if outline:
+    _finish(writer, () if header_only else tensors, f"writing {path.name}", progress)
+    if header_only:
         ends = sum(tensor.size_bytes + writer.data_alignment for tensor in tensors) + writer.data_alignment
         os.truncate(path, path.stat().st_size + ends)
 
@@ -176,7 +178,7 @@ def _add_metadata(writer: Any, metadata: Mapping[str, tuple[Any, Any, Any]]) -> 
         writer.add_key_value(key, value, kind, sub_type=element)
 
 
-def _announce(writer: Any, tensors: Sequence[Tensor]) -> None:
+def _announce(writer: Any, tensors: Sequence[GgufTensor]) -> None:
     for tensor in tensors:
         data = tensor.source.data
         writer.add_tensor_info(
@@ -190,7 +192,7 @@ def _number(writer: Any, number: int, part_count: int, tensor_count: int) -> Non
     writer.add_int32("split.tensors.count", tensor_count)
 
 
-def _finish(writer: Any, tensors: Sequence[Tensor], what: str, progress: Progress | None) -> None:
+def _finish(writer: Any, tensors: Sequence[GgufTensor], what: str, progress: Progress | None) -> None:
     total, done = sum(tensor.size_bytes for tensor in tensors), 0
     try:
         writer.write_header_to_file()

@@ -15,11 +15,11 @@ from edgespec.backends.llamacpp import layerskip_files, load
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.builder import Workbench, make, unfinished
+from edgespec.prepare.builder import BuildFolder, interrupted_settings, make
 from edgespec.prepare.exit_measurement import measure_exits
 from edgespec.prepare.exit_table import Exit
-from edgespec.prepare.gguf_parts import Source, write_first, write_part
-from edgespec.prepare.store import Prepared, check, find
+from edgespec.prepare.gguf_parts import GgufModel, write_metadata_part, write_tensor_part
+from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
@@ -35,7 +35,7 @@ def prepare_layerskip(
     *,
     to: Path | None = None,
     progress: Progress | None = None,
-) -> Prepared:
+) -> PreparedModel:
     """Write the model at `path` in two halves, below and from layer `exit_layer` on, and prove them.
 
     exit_layer: None measures which exit pays best. to: the folder to make, by default one in the store.
@@ -45,7 +45,7 @@ def prepare_layerskip(
     or where no exit pays and none was named, ModelFileError (the file is no model, damaged, or does not
     fit the disk) and CancelledError.
     """
-    source = Source(gguf_files(path))
+    source = GgufModel(gguf_files(path))
     _check_source(source, path)
     exits: tuple[Exit, ...] | None = None
     if exit_layer is None:
@@ -59,7 +59,7 @@ def prepare_layerskip(
         )
     written = sum(tensor.size_bytes for tensor in source.tensors) + 3 * source.header_bytes
 
-    def write(bench: Workbench) -> Mapping[str, Any]:
+    def write(bench: BuildFolder) -> Mapping[str, Any]:
         _write(bench, source, path, exit_layer, progress)
         measured = _measured(source, path, exit_layer, progress) if exits is None else exits
         return {"layer_count": source.layer_count, "exits": [found.to_json() for found in measured]}
@@ -68,26 +68,26 @@ def prepare_layerskip(
     return make("layerskip", path, settings, write, needed_bytes=written, to=to, progress=progress)
 
 
-def measured_exit(prepared: Prepared) -> Exit | None:
+def measured_exit(prepared: PreparedModel) -> Exit | None:
     """What was measured of the exit that was prepared; None where it could not be."""
     exits = map(Exit.from_json, prepared.facts.get("exits", ()))
     return next((found for found in exits if found.exit_layer == prepared.settings["exit_layer"]), None)
 
 
-def _present(path: Path) -> Prepared | None:
+def _present(path: Path) -> PreparedModel | None:
     """What was prepared from this file at any exit, if it is still right."""
-    there = find("layerskip", path)
+    there = find_prepared("layerskip", path)
     try:
         if there is not None:
-            check(there, path)
+            check_prepared(there, path)
     except ModelFileError:
         return None
     return there
 
 
-def _chosen(source: Source, path: Path, progress: Progress | None) -> tuple[int, tuple[Exit, ...] | None]:
+def _chosen(source: GgufModel, path: Path, progress: Progress | None) -> tuple[int, tuple[Exit, ...] | None]:
     """The exit that pays best, and what was measured. Raises CapabilityError when none pays."""
-    begun = unfinished("layerskip", path)
+    begun = interrupted_settings("layerskip", path)
     if begun is not None:
         return int(begun["exit_layer"]), None
     table = measure_exits(path, source, progress=progress)
@@ -100,14 +100,14 @@ def _chosen(source: Source, path: Path, progress: Progress | None) -> tuple[int,
     return best.exit_layer, table.exits
 
 
-def _measured(source: Source, path: Path, exit_layer: int, progress: Progress | None) -> tuple[Exit, ...]:
+def _measured(source: GgufModel, path: Path, exit_layer: int, progress: Progress | None) -> tuple[Exit, ...]:
     try:
         return measure_exits(path, source, exit_layer, progress).exits
     except CapabilityError:
         return ()  # it works; what it is worth is not known
 
 
-def _check_source(source: Source, path: Path) -> None:
+def _check_source(source: GgufModel, path: Path) -> None:
     """Raises CapabilityError for what is known beforehand not to come apart."""
     reason = ""
     if source.layer_count < 2:
@@ -120,7 +120,9 @@ def _check_source(source: Source, path: Path) -> None:
         raise CapabilityError(f"{path.name} cannot be prepared for early exit: {reason}")
 
 
-def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progress: Progress | None) -> None:
+def _write(
+    bench: BuildFolder, source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
+) -> None:
     expected, description = _asked_whole(path, progress)
     shared = source.shared()
     count, architecture = source.layer_count, source.architecture
@@ -136,7 +138,7 @@ def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progre
     ):
         bench.file(
             name,
-            lambda file, tensors=tensors, number=number: write_part(  # type: ignore[misc]
+            lambda file, tensors=tensors, number=number: write_tensor_part(  # type: ignore[misc]
                 file, architecture, tensors, number, 3, progress
             ),
             progress,
@@ -149,7 +151,7 @@ def _write(bench: Workbench, source: Source, path: Path, exit_layer: int, progre
         metadata = source.metadata(begin, end)
         bench.file(
             name,
-            lambda file, metadata=metadata, tensor_count=tensor_count: write_first(  # type: ignore[misc]
+            lambda file, metadata=metadata, tensor_count=tensor_count: write_metadata_part(  # type: ignore[misc]
                 file, architecture, metadata, extra, tensor_count, 3
             ),
         )

@@ -11,13 +11,27 @@ from typing import TYPE_CHECKING, Any
 from edgespec.backends.base import Progress
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import error_reason
-from edgespec.prepare.builder import Workbench, make
-from edgespec.prepare.store import Prepared, absolute, check, find, read, source_files
+from edgespec.prepare.builder import BuildFolder, make
+from edgespec.prepare.store import (
+    PreparedModel,
+    absolute_path,
+    check_prepared,
+    find_prepared,
+    model_files,
+    read_prepared,
+)
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.quantise import QuantisedSize
 
-__all__ = ["DEFAULT_TYPE", "check_lowbit", "copy_path", "find_lowbit", "prepare_lowbit", "right_lowbit"]
+__all__ = [
+    "DEFAULT_TYPE",
+    "check_lowbit",
+    "find_lowbit",
+    "find_valid_lowbit",
+    "lowbit_file",
+    "prepare_lowbit",
+]
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
@@ -29,7 +43,7 @@ _HEADER_BYTES = 1 << 20
 
 def prepare_lowbit(
     path: Path, type_name: str = DEFAULT_TYPE, *, to: Path | None = None, progress: Progress | None = None
-) -> Prepared:
+) -> PreparedModel:
     """Make a copy of the model at `path` with weights of a type, such as Q4_0, or return the one there is.
 
     path: a GGUF file, or a folder that was prepared for early exit. Then the copy is made from the file that
@@ -48,11 +62,11 @@ def prepare_lowbit(
         there = find_lowbit(path, type_name)
         if to is None and there is not None and _is_right(there, path):
             return there
-        halves = read(path)
-        check(halves)
+        halves = read_prepared(path)
+        check_prepared(halves)
         if _is_right(halves, halves.source):
             path = halves.source
-    source_bytes = sum(part.stat().st_size for part in source_files(path))
+    source_bytes = sum(part.stat().st_size for part in model_files(path))
     if not path.is_dir():
         check_can_share_cache(path)
     size = _size(path, type_name)
@@ -63,7 +77,7 @@ def prepare_lowbit(
         "saved_bytes": size.source_bytes - size.copy_bytes,
     }
 
-    def write(bench: Workbench) -> Mapping[str, Any]:
+    def write(bench: BuildFolder) -> Mapping[str, Any]:
         def copy(growing: Path) -> None:
             with _whole(bench.source, bench.folder, progress) as whole:
                 quantise(whole, growing, type_name, progress)
@@ -90,8 +104,8 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
     from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
-        with TemporaryDirectory() as folder, _whole(path, Path(folder), outline=True) as outline:
-            size = quantised_size(outline, type_name)
+        with TemporaryDirectory() as folder, _whole(path, Path(folder), header_only=True) as header_only:
+            size = quantised_size(header_only, type_name)
     except OSError as error:
         raise ModelFileError(
             f"the header of {path} cannot be written: {error_reason(error)}", "make room for temporary files"
@@ -110,17 +124,17 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
 
 
 def _whole(
-    source: Path, folder: Path, progress: Progress | None = None, *, outline: bool = False
+    source: Path, folder: Path, progress: Progress | None = None, *, header_only: bool = False
 ) -> AbstractContextManager[Path]:
     """The model as a GGUF file: its own, or one in `folder` that halves are put together in."""
     if not source.is_dir():
         return nullcontext(source)
-    from edgespec.prepare.whole import whole_file
+    from edgespec.prepare.whole import merged_file
 
-    return whole_file(source, folder / _WHOLE, progress, outline=outline)
+    return merged_file(source, folder / _WHOLE, progress, header_only=header_only)
 
 
-def _is_right(prepared: Prepared, source: Path) -> bool:
+def _is_right(prepared: PreparedModel, source: Path) -> bool:
     """Whether neither what was prepared nor the model it was made from has changed, and both are there."""
     try:
         check_lowbit(prepared, source)
@@ -129,7 +143,7 @@ def _is_right(prepared: Prepared, source: Path) -> bool:
     return True
 
 
-def find_lowbit(path: Path, type_name: str | None = None) -> Prepared | None:
+def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:
     """The copy made of the model at `path`: of a type, or for None the one made last.
 
     Of a model that was prepared for early exit it may have been made from the same file as that was.
@@ -140,26 +154,26 @@ def find_lowbit(path: Path, type_name: str | None = None) -> Prepared | None:
         from edgespec.backends.llamacpp.quantise import parse_quantisation_type
 
         settings = {"type": parse_quantisation_type(type_name)}
-    found = find("lowbit", path, settings)
+    found = find_prepared("lowbit", path, settings)
     if found is None and path.is_dir():
-        halves = read(path)
-        found = find("lowbit", halves.source, settings)
+        halves = read_prepared(path)
+        found = find_prepared("lowbit", halves.source, settings)
         if found is not None and found.source_records != halves.source_records:
             return None
     return found
 
 
-def check_lowbit(prepared: Prepared, path: Path) -> None:
+def check_lowbit(prepared: PreparedModel, path: Path) -> None:
     """Raises ModelFileError when the copy is damaged, or the model at `path` is not what it was made from."""
-    check(prepared, path if prepared.source == absolute(path) else None)
+    check_prepared(prepared, path if prepared.source == absolute_path(path) else None)
 
 
-def right_lowbit(path: Path) -> Prepared | None:
+def find_valid_lowbit(path: Path) -> PreparedModel | None:
     """`find_lowbit` where nobody asked for it: what is damaged or stale counts as not there."""
     prepared = find_lowbit(path)
     return prepared if prepared and _is_right(prepared, path) else None
 
 
-def copy_path(prepared: Prepared) -> Path:
+def lowbit_file(prepared: PreparedModel) -> Path:
     """The file of the copy, for `LowBit(copy=...)`."""
     return prepared.path(_COPY)

@@ -14,44 +14,44 @@ from typing import Any, Literal, TypeAlias
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder
-from edgespec.prepare.file_records import FileRecord, record, same_sample
+from edgespec.prepare.file_records import FileRecord, hash_files, matches_record
 
 __all__ = [
     "MANIFEST",
     "VERSION",
-    "Kind",
-    "Prepared",
-    "Settings",
-    "absolute",
-    "check",
-    "every",
-    "find",
-    "read",
-    "source_files",
+    "BuildSettings",
+    "PreparedKind",
+    "PreparedModel",
+    "absolute_path",
+    "check_prepared",
+    "find_prepared",
+    "list_prepared",
+    "model_files",
+    "read_prepared",
     "store_folder",
 ]
 
-Kind: TypeAlias = Literal["layerskip", "lowbit"]
-Settings: TypeAlias = Mapping[str, str | int]
+PreparedKind: TypeAlias = Literal["layerskip", "lowbit"]
+BuildSettings: TypeAlias = Mapping[str, str | int]
 
 MANIFEST = "edgespec.json"
 VERSION = 1
-_KINDS: tuple[Kind, ...] = ("layerskip", "lowbit")
+_KINDS: tuple[PreparedKind, ...] = ("layerskip", "lowbit")
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """One prepared thing: its folder and what the manifest says.
 
     source: the path of the model it was made from, `source_records` its files then (all parts when it was
     split). settings: what was asked for. facts: what was found out while it was made.
     """
 
-    kind: Kind
+    kind: PreparedKind
     folder: Path
     source: Path
     source_records: tuple[FileRecord, ...]
-    settings: Settings
+    settings: BuildSettings
     files: tuple[FileRecord, ...]
     facts: Mapping[str, Any]
 
@@ -70,33 +70,35 @@ def store_folder() -> Path:
     return cache_folder() / "prepared"
 
 
-def find(kind: Kind, source: Path, settings: Settings | None = None) -> Prepared | None:
+def find_prepared(
+    kind: PreparedKind, source: Path, settings: BuildSettings | None = None
+) -> PreparedModel | None:
     """What was prepared from the model at `source`, with these settings or, for None, the newest.
 
     Neither the source nor the files are looked at: see `check`. A folder with a manifest that cannot be
     read counts as not there.
     """
-    source = absolute(source)
+    source = absolute_path(source)
     found = []
     for entry in _entries(kind):
         with suppress(ModelFileError, OSError):
-            prepared = read(_followed(entry))
+            prepared = read_prepared(_followed(entry))
             if prepared.source == source and settings in (None, dict(prepared.settings)):
                 found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
     return max(found)[2] if found else None
 
 
-def every() -> list[Prepared]:
+def list_prepared() -> list[PreparedModel]:
     """Everything that was prepared and whose manifest can be read, in the order of their folders."""
     found = []
     for kind in _KINDS:
         for entry in sorted(_entries(kind)):
             with suppress(ModelFileError, OSError):
-                found.append(read(_followed(entry)))
+                found.append(read_prepared(_followed(entry)))
     return found
 
 
-def _entries(kind: Kind) -> list[Path]:
+def _entries(kind: PreparedKind) -> list[Path]:
     """Folders of the store, and files that say where a folder elsewhere is."""
     try:
         return [entry for entry in (store_folder() / kind).iterdir() if entry.suffix in ("", ".elsewhere")]
@@ -108,7 +110,7 @@ def _followed(entry: Path) -> Path:
     return Path(os.fsdecode(entry.read_bytes())) if entry.suffix == ".elsewhere" else entry
 
 
-def read(folder: Path) -> Prepared:
+def read_prepared(folder: Path) -> PreparedModel:
     """What the manifest of a prepared folder says. Raises ModelFileError when it is none of ours."""
     path = folder / MANIFEST
     try:
@@ -120,7 +122,7 @@ def read(folder: Path) -> Prepared:
             )
         if value["kind"] not in _KINDS:
             raise ValueError(f"kind {value['kind']!r}")
-        return Prepared(
+        return PreparedModel(
             value["kind"],
             folder,
             Path(value["source"]),
@@ -138,7 +140,7 @@ def _again(folder: Path) -> str:
     return f"delete {folder} and run `edgespec prepare` again"
 
 
-def check(prepared: Prepared, source: Path | None = None, *, full: bool = False) -> None:
+def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full: bool = False) -> None:
     """Raises ModelFileError when a prepared file is damaged, or the source is not what it was made from.
 
     source: the model beside which it is to be used; None when the prepared files are used alone.
@@ -148,7 +150,7 @@ def check(prepared: Prepared, source: Path | None = None, *, full: bool = False)
         path = prepared.path(file.name)
         if not path.is_file():
             raise ModelFileError(f"{path} is missing", _again(prepared.folder))
-        whole = record([path], "checking")[0] == file if full else same_sample(path, file)
+        whole = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not whole:
             raise ModelFileError(
                 f"{path} is damaged: it is not the {file.size_bytes:,} bytes that were prepared",
@@ -156,25 +158,25 @@ def check(prepared: Prepared, source: Path | None = None, *, full: bool = False)
             )
     if source is None:
         return
-    parts, known = source_files(source), prepared.source_records
-    changed = len(parts) != len(known) or not all(map(same_sample, parts, known))
-    if changed or (full and [r.sha256 for r in record(parts, "checking")] != [r.sha256 for r in known]):
+    parts, known = model_files(source), prepared.source_records
+    changed = len(parts) != len(known) or not all(map(matches_record, parts, known))
+    if changed or (full and [r.sha256 for r in hash_files(parts, "checking")] != [r.sha256 for r in known]):
         raise ModelFileError(
             f"{source} is no longer the file that {prepared.folder} was made from", _again(prepared.folder)
         )
 
 
-def source_files(source: Path) -> list[Path]:
+def model_files(source: Path) -> list[Path]:
     """The files of a model: of a GGUF file, all parts; of a folder in which it was prepared, all there.
 
     Raises ModelFileError.
     """
     if not source.is_dir():
         return gguf_files(source)
-    prepared = read(source)
+    prepared = read_prepared(source)
     return [prepared.path(file.name) for file in prepared.files]
 
 
-def absolute(path: Path) -> Path:
+def absolute_path(path: Path) -> Path:
     """The path as it is told: from the root, with links left as they are."""
     return Path(os.path.abspath(os.path.expanduser(path)))

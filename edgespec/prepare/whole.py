@@ -8,26 +8,26 @@ from pathlib import Path
 
 from edgespec.backends.base import Progress
 from edgespec.backends.llamacpp import layerskip_files
-from edgespec.prepare.gguf_parts import Source, write_whole
+from edgespec.prepare.gguf_parts import GgufModel, write_model
 
-__all__ = ["whole_file"]
+__all__ = ["merged_file"]
 
 
 @contextmanager
-def whole_file(
-    folder: Path, path: Path, progress: Progress | None = None, *, outline: bool = False
+def merged_file(
+    folder: Path, path: Path, progress: Progress | None = None, *, header_only: bool = False
 ) -> Iterator[Path]:
     """Both halves in `folder` as one model in the file `path`, which is not there afterwards.
 
-    outline: only what its header says, and no tensors. Raises ModelFileError, OSError and CancelledError.
+    header_only: only what its header says, and no tensors. Raises ModelFileError, OSError and CancelledError.
     """
-    lower = Source(
+    lower = GgufModel(
         [
             folder / name
             for name in (layerskip_files.LOWER_FIRST, layerskip_files.SHARED, layerskip_files.LOWER)
         ]
     )
-    upper = Source(
+    upper = GgufModel(
         [
             folder / name
             for name in (layerskip_files.UPPER_FIRST, layerskip_files.SHARED, layerskip_files.UPPER)
@@ -36,7 +36,9 @@ def whole_file(
     below, above = lower.layer_count, upper.layer_count
     tensors = [*lower.shared(), *lower.layers(0, below), *upper.layers(0, above, first=below)]
     try:
-        write_whole(path, lower.architecture, lower.metadata_with(upper), tensors, progress, outline=outline)
+        write_model(
+            path, lower.architecture, lower.metadata_with(upper), tensors, progress, header_only=header_only
+        )
         yield path
     finally:
         path.unlink(missing_ok=True)

@@ -66,6 +66,6 @@ def _forget_texts() -> None:
 
     try:
         edgespec.delete_data("replies")
-        edgespec.delete_data("kept")
+        edgespec.delete_data("prefix-cache")
     except EdgespecError as error:
         raise ChatFileError(f"the chat is deleted, but {error.what}", error.next_step) from error

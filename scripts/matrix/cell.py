@@ -16,7 +16,7 @@ from typing import Any
 import edgespec
 from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
 from edgespec.memory import PROCESS_BYTES, budget
@@ -159,7 +159,12 @@ def _read(model: Any, cell: Cell) -> None:
         _fill_rows(model, room)
     else:
         _fill_cells(model, room)
-    if cell.full and not cell.is_mlx and model.facts.capabilities.cuts and room > 2 * _WIDE_TOKENS:
+    if (
+        cell.full
+        and not cell.is_mlx
+        and model.facts.capabilities.partial_truncate
+        and room > 2 * _WIDE_TOKENS
+    ):
         # The widest pass there is sees all of the context.
         model.truncate(room - _WIDE_TOKENS)
         model.prefill(_text(_WIDE_TOKENS))
@@ -173,7 +178,7 @@ def _verify(model: Any, width: int) -> None:
     """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
-    if tree.width <= model.room:
+    if tree.width <= model.free_tokens:
         model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
         model.commit(())
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.base import Drafter
+from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance, Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from scripts.simulation.machines import SimulatedMachine
@@ -33,7 +33,7 @@ class World:
     moments: of the running reply, when each token came out; seconds since it began.
     """
 
-    room = 1 << 20
+    free_tokens = 1 << 20
 
     def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float] = lambda _: 1.0) -> None:
         self.machine = machine
@@ -78,7 +78,7 @@ class World:
         """So many tokens are kept."""
         self._length += 1 + len(path)
 
-    def model(self, growth: TreeGrowth) -> Drafter:
+    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
         """A draft model whose drafts grow so."""
         return _Model(self, growth)
 
@@ -138,7 +138,7 @@ class World:
         return token if right else (token + wrong) % WORDS
 
 
-class _Model(Drafter):
+class _Model(BudgetedDrafter):
     """Chains that a TreeGrowth decides on."""
 
     name = "model"
@@ -146,7 +146,7 @@ class _Model(Drafter):
     def __init__(self, world: World, growth: TreeGrowth) -> None:
         self._world = world
         self._growth = growth
-        self.adapts = growth.adapts
+        self.chooses_length = growth.chooses_length
         self._reply = self._length = self._run = 0
         # It has seen all of the text, not only its end.
         self._whole = True
@@ -159,54 +159,54 @@ class _Model(Drafter):
         self._guessed = []
 
     @property
-    def unread(self) -> int:
+    def pending_tokens(self) -> int:
         return max(self._length - self._run - 2, 0)
 
     @property
-    def unread_whole(self) -> int:
-        return self.unread if self._whole else self._length
+    def full_pending_tokens(self) -> int:
+        return self.pending_tokens if self._whole else self._length
 
-    def read(self, at_most: int) -> None:
-        if at_most >= self.unread_whole and not self._whole:
+    def prefill(self, max_tokens: int) -> None:
+        if max_tokens >= self.full_pending_tokens and not self._whole:
             self._run, self._whole = 0, True
-        if self.unread > at_most:
+        if self.pending_tokens > max_tokens:
             self._whole = False
-        self._world.spend(min(self.unread, at_most) * self._world.reading_cost())
+        self._world.spend(min(self.pending_tokens, max_tokens) * self._world.reading_cost())
         self._run = self._length - 1
 
-    def dare(self) -> None:
-        self._growth.dare()
+    def force_draft(self) -> None:
+        self._growth.force_draft()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        if self.unread:
-            self.read(self._length)
+        if self.pending_tokens:
+            self.prefill(self._length)
         self._guessed = []
         root = self._world.last(self._length)
-        if not self._growth.begins(draft_length):
-            self._growth.idle()
+        if not self._growth.begin_round(draft_length):
+            self._growth.record_skipped_round()
             return TokenTree.chain(root)
         value = 1.0
         for at in range(self._length, min(self._length + draft_length, self._world.end)):
             self._world.spend(self._world.draft_cost())
-            children = self._growth.level([value], lambda _, at=at: self._sure(at))[0]  # type: ignore[misc]
-            if not children.values:
+            children = self._growth.grow_level([value], lambda _, at=at: self._sure(at))[0]  # type: ignore[misc]
+            if not children.path_probs:
                 break
             self._guessed.append(self._world.guess(self._world.text.model, at, wrong=1, whole=self._whole))
-            value = children.values[0]
-            if not children.run:
+            value = children.path_probs[0]
+            if not children.expand_count:
                 break
-        self._growth.ends()
+        self._growth.finish_draft()
         return TokenTree.chain(root, self._guessed)
 
     def _sure(self, at: int) -> NDArray[np.float64]:
         return self._world.text.model.sure[at - self._world.text.prompt_tokens :][:1]
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        self._growth.verified(tree.width)
+        self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         for i, (guess, token) in enumerate(zip(self._guessed, tokens, strict=False)):
-            self._growth.learn(self._sure(self._length + i), 0 if guess == token else None)
+            self._growth.record_outcome(self._sure(self._length + i), 0 if guess == token else None)
             if guess != token:
                 break
         if self._guessed:
@@ -219,7 +219,7 @@ class _Lookup(Drafter):
     """Chains as long as the text speaks."""
 
     name = "lookup"
-    lookup = True
+    is_lookup = True
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -33,7 +33,7 @@ def planned(
     kept_bytes: int | None = None,
     **how: Any,
 ) -> LoadPlan:
-    options = LoadOptions(context_tokens=context, first_tokens=first)
+    options = LoadOptions(context_tokens=context, initial_context_tokens=first)
     drafting = Drafting(**how)
     pair = find_pair(str(target), str(draft) if draft else "none", drafting, None)
     wishes = PlanRequest.read("speed", options, str(draft) if draft else None, kept_bytes)
@@ -68,7 +68,7 @@ def test_it_is_what_the_model_was_trained_for(trained: int, context: int, tmp_pa
     assert found.plan.decisions == ()
     assert found.plan.fits
     assert found.trained_tokens == trained
-    assert found.first_tokens == min(context, INITIAL_CONTEXT_TOKENS)
+    assert found.initial_context_tokens == min(context, INITIAL_CONTEXT_TOKENS)
 
 
 def test_it_is_the_usual_one_where_all_is_taken_at_once(target: Path) -> None:
@@ -92,7 +92,7 @@ def test_it_takes_nothing_from_anything_else(target: Path) -> None:
         assert found.plan.context_tokens in {1 << power for power in range(13, 18)}
         if found.plan.context_tokens > USUAL:
             assert has_room_to_resize(found.plan)
-            assert found.options.first_tokens == INITIAL_CONTEXT_TOKENS
+            assert found.options.initial_context_tokens == INITIAL_CONTEXT_TOKENS
         seen.append(found.plan.context_tokens)
     assert seen == sorted(seen, reverse=True)
     assert (seen[0], seen[-1]) == (LONG, USUAL)

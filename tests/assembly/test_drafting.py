@@ -200,7 +200,7 @@ class TestMlx:
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
-        monkeypatch.setattr(comparison, "_TRANSLATED_FROM", 0.0)
+        monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
 

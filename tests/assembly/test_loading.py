@@ -121,9 +121,9 @@ def test_an_option_of_the_wrong_type_is_refused(
 
 def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
     options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
-    expected = replace(options, context_tokens=4, memory_bytes=880, draft=True, adapter=None)
-    assert for_draft(options, Drafting(), 4, 880) == replace(expected, rows=96)
-    assert for_draft(options, Drafting(branches="auto"), 4, 880) == replace(expected, rows=96)
+    expected = replace(options, context_tokens=4, memory_bytes=880, is_draft=True, adapter=None)
+    assert for_draft(options, Drafting(), 4, 880) == replace(expected, max_logit_rows=96)
+    assert for_draft(options, Drafting(branches="auto"), 4, 880) == replace(expected, max_logit_rows=96)
     assert for_draft(options, Drafting(branches=(4,)), 4, 880) == expected, "trees may be as wide as named"
 
 
@@ -141,8 +141,8 @@ def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
         (mlx, None, options),
     ):
         assert meant_for(found, other, options) == wanted
-    draft = replace(options, draft=True)
-    assert meant_for(mlx, gguf, draft) == replace(without, draft=True, kv_type="auto")
+    draft = replace(options, is_draft=True)
+    assert meant_for(mlx, gguf, draft) == replace(without, is_draft=True, kv_type="auto")
 
 
 @pytest.mark.parametrize(

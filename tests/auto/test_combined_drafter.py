@@ -15,10 +15,10 @@ from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from tests.engine.exact import ExactModel, Path, assert_law, random_table
@@ -38,7 +38,7 @@ class Simulation:
         self._length = 0
         self._tree = TokenTree.chain(0)
 
-    room = 1 << 20
+    free_tokens = 1 << 20
 
     def clock(self) -> float:
         return self.seconds
@@ -64,7 +64,7 @@ class Simulation:
             return [self.text[at] if right[at] else (self.text[at] + 1) % WORDS for at in known]
 
         drafter = Saying(say)
-        drafter.lookup = cost == 0.0
+        drafter.is_lookup = cost == 0.0
         return drafter
 
     def run(self, drafter: Drafter, draft_length: int, max_tokens: int) -> float:
@@ -157,7 +157,7 @@ def test_a_guess_of_each_is_verified_in_one_pass() -> None:
 
 def lookup_of(guess: list[int]) -> Saying:
     drafter = Saying(lambda tokens, length: guess[:length])
-    drafter.lookup = True
+    drafter.is_lookup = True
     return drafter
 
 
@@ -188,7 +188,7 @@ class TestSameTokens:
 class Lookup(FixedGuess):
     """A certain guess of which any part may go."""
 
-    lookup = True
+    is_lookup = True
 
 
 class TestExactLaws:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.auto.controller import AutoController
+from edgespec.auto.controller import AutoController, ControllerReport
 from edgespec.auto.live_costs import LiveCosts
-from edgespec.auto.loss_limit import ControllerReport, LossLimit
+from edgespec.auto.loss_limit import LossLimit
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from tests.tables import Saying
 
 
@@ -24,7 +24,7 @@ class Reply:
         self.now = 0.0
         self._plain, self._wide, self._right = plain_seconds, wide * plain_seconds, right
         saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
-        saying.lookup = True
+        saying.is_lookup = True
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
         both = CombinedDrafter([saying], True, curve=costs.v, clock=self.clock)
         self._drafter = AutoController(both, LossLimit(), costs, clock=self.clock)
@@ -41,7 +41,7 @@ class Reply:
             self.now += self._wide if tree.drafted else self._plain
             self._drafter.observe(tree, nothing, nothing)
             self._drafter.commit((0, 1) if tree.drafted and self._right else (1,))
-        account = self._drafter.account()
+        account = self._drafter.report()
         assert account is not None
         return account
 

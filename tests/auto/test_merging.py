@@ -49,7 +49,7 @@ class TestMerging:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
         joined = merged([TokenTree.chain(9, [2, 0]), drawn])
         assert joined.tree.tokens == (9, 1, 2, 2, 0)
-        assert joined.tree.laws == (None, LAW, LAW, None, None)
+        assert joined.tree.draft_probs == (None, LAW, LAW, None, None)
         assert joined.places == ((0, 3, 4), (0, 1, 2))
 
     def test_one_guess_is_left_as_it_is(self) -> None:
@@ -69,9 +69,12 @@ class TestMerging:
         for tree, places in zip(proposals, joined.places, strict=True):
             for node in range(tree.width):
                 assert path(joined.tree, places[node]) == path(tree, node)
-                assert tree.laws[node] is joined.tree.laws[places[node]] or tree.laws[node] is None
-        drawn = sum(tree.drafted for tree in proposals if tree.laws[-1] is not None)
-        assert sum(law is not None for law in joined.tree.laws) == drawn
+                assert (
+                    tree.draft_probs[node] is joined.tree.draft_probs[places[node]]
+                    or tree.draft_probs[node] is None
+                )
+        drawn = sum(tree.drafted for tree in proposals if tree.draft_probs[-1] is not None)
+        assert sum(law is not None for law in joined.tree.draft_probs) == drawn
 
     @given(trees((None,)), st.lists(trees((None,)), max_size=3))
     def test_the_nodes_of_the_first_stand_first(self, first: TokenTree, others: list[TokenTree]) -> None:
@@ -92,19 +95,21 @@ class TestTrimming:
         self, said: list[tuple[TokenTree, float]], width: int, leaves: int, curve: list[float]
     ) -> None:
         proposals = [tree for tree, _ in said]
-        optional = [tree.laws[-1] is None for tree in proposals]
+        optional = [tree.draft_probs[-1] is None for tree in proposals]
         joined = merged(proposals)
         chances = [[1.0, *[chance] * tree.drafted] for tree, chance in said]
         tree = trimmed(
             joined, chances, optional, PassLimits(width, leaves), lambda rows: curve[rows - 1], 0.1
         )
-        paths = [(path(tree, node), tree.laws[node]) for node in range(tree.width)]
-        whole = [(path(joined.tree, node), joined.tree.laws[node]) for node in range(joined.tree.width)]
+        paths = [(path(tree, node), tree.draft_probs[node]) for node in range(tree.width)]
+        whole = [
+            (path(joined.tree, node), joined.tree.draft_probs[node]) for node in range(joined.tree.width)
+        ]
         rest = iter(whole)
         assert all(any(each == other for other in rest) for each in paths), "not the same order"
         firm = [each for each, may_go in zip(proposals, optional, strict=True) if not may_go]
         fixed = merged(firm or [TokenTree.chain(9)]).tree
-        held = [(path(fixed, node), fixed.laws[node]) for node in range(fixed.width)]
+        held = [(path(fixed, node), fixed.draft_probs[node]) for node in range(fixed.width)]
         assert all(paths.count(each) >= held.count(each) for each in held)
         assert tree.width <= max(width, fixed.width)
         assert tree.leaves <= max(leaves, fixed.leaves)

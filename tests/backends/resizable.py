@@ -58,11 +58,11 @@ def _mlx(kind: str, folder: Path, how: LoadOptions) -> LanguageModel:
 
 def _tabular(_: Path, how: LoadOptions) -> LanguageModel:
     table = np.random.default_rng(0).normal(size=(11**2, 11)).astype(np.float32)
-    return TabularModel(table, context_tokens=how.first_tokens or how.context_tokens or 0)
+    return TabularModel(table, context_tokens=how.initial_context_tokens or how.context_tokens or 0)
 
 
 def _replayed(_: Path, how: LoadOptions) -> LanguageModel:
-    return replayed_table(StateModel(context_tokens=how.first_tokens or how.context_tokens or 0))
+    return replayed_table(StateModel(context_tokens=how.initial_context_tokens or how.context_tokens or 0))
 
 
 class Kind(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 
 import edgespec
 from edgespec.backends.base import Capabilities, LanguageModel, Progress
-from edgespec.backends.bit_exactness import Agreement, find_agreement, held_to
+from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passes, restricted_to
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -52,22 +52,22 @@ class _RoundingModel(TabularModel):
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 def test_the_widest_pass_that_agrees_is_found(width: int) -> None:
-    found = find_agreement(_RoundingModel(width=width))
+    found = find_bit_exact_passes(_RoundingModel(width=width))
     assert (found.width, found.branches) == (width, width > 3)
     # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
     assert found.reading == (width > 1)
 
 
 def test_what_agrees_everywhere_is_found_to_agree() -> None:
-    assert find_agreement(_RoundingModel()) == Agreement(17, True, True)
+    assert find_bit_exact_passes(_RoundingModel()) == BitExactPasses(17, True, True)
 
 
 def test_branches_that_round_are_found() -> None:
-    assert find_agreement(_RoundingModel(branches=False)) == Agreement(17, False, True)
+    assert find_bit_exact_passes(_RoundingModel(branches=False)) == BitExactPasses(17, False, True)
 
 
 def test_a_model_that_goes_by_how_a_text_was_read_is_found() -> None:
-    assert not find_agreement(_RoundingModel(reads=False)).reading
+    assert not find_bit_exact_passes(_RoundingModel(reads=False)).reading
 
 
 def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
@@ -76,7 +76,7 @@ def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
             self._width = 4 if self.length > 256 else 99
             return super().verify(tree, first)
 
-    assert find_agreement(Late()).width == 4
+    assert find_bit_exact_passes(Late()).width == 4
 
 
 def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
@@ -103,64 +103,74 @@ def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
             self._note(tree.width)
             return logits
 
-    found = find_agreement(Rare())
+    found = find_bit_exact_passes(Rare())
     assert found.width < 8
     assert not found.reading
 
 
 @pytest.mark.parametrize("context_tokens", [64, 256, 320])
 def test_a_context_smaller_than_the_text_of_the_trial_is_tried_to_its_end(context_tokens: int) -> None:
-    assert find_agreement(table(3, context_tokens=context_tokens)) == Agreement(17, True, True)
+    assert find_bit_exact_passes(table(3, context_tokens=context_tokens)) == BitExactPasses(17, True, True)
 
 
 def test_the_cache_is_empty_afterwards_and_a_cancel_ends_it() -> None:
     model = _RoundingModel()
-    find_agreement(model)
+    find_bit_exact_passes(model)
     assert model.length == 0
     with pytest.raises(CancelledError):
-        find_agreement(model, lambda _what, _fraction: False)
+        find_bit_exact_passes(model, lambda _what, _fraction: False)
     assert model.length == 0
 
 
 def test_a_context_of_a_few_tokens_agrees_to_nothing() -> None:
-    assert find_agreement(table(3, context_tokens=20)) == Agreement(1, False, False)
+    assert find_bit_exact_passes(table(3, context_tokens=20)) == BitExactPasses(1, False, False)
 
 
-_ABLE = Capabilities(True, True, max_width=256, self_drafts=frozenset({"lowbit"}))
+_ABLE = Capabilities(True, True, max_width=256, self_draft_methods=frozenset({"lowbit"}))
 
 
 @pytest.mark.parametrize(
     ("able", "found", "held"),
     [
-        (_ABLE, Agreement(17, True, True), (True, True, 17, True, {"lowbit"})),
-        (_ABLE, Agreement(7, False, False), (True, False, 7, False, set())),
+        (_ABLE, BitExactPasses(17, True, True), (True, True, 17, True, {"lowbit"})),
+        (_ABLE, BitExactPasses(7, False, False), (True, False, 7, False, set())),
         # What is run again to go back must not ride in the pass of a step.
-        (_ABLE, Agreement(1, False, True), (False, False, 1, True, set())),
+        (_ABLE, BitExactPasses(1, False, True), (False, False, 1, True, set())),
         # What runs tokens again to go back does so in passes of any width.
         (
-            Capabilities(True, False, cuts=False),
-            Agreement(5, False, False),
+            Capabilities(True, False, partial_truncate=False),
+            BitExactPasses(5, False, False),
             (False, False, 1, False, set()),
         ),
-        (Capabilities(False, False, "why"), Agreement(1, False, True), (False, False, 1 << 20, True, set())),
+        (
+            Capabilities(False, False, "why"),
+            BitExactPasses(1, False, True),
+            (False, False, 1 << 20, True, set()),
+        ),
     ],
 )
 def test_a_model_is_held_to_what_agrees(
-    able: Capabilities, found: Agreement, held: tuple[bool, bool, int, bool, set[str]]
+    able: Capabilities, found: BitExactPasses, held: tuple[bool, bool, int, bool, set[str]]
 ) -> None:
-    now = held_to(able, found)
+    now = restricted_to(able, found)
     assert now.exact
-    assert (now.rollback, now.tree, now.max_width, now.continues, set(now.self_drafts)) == held
+    assert (
+        now.rollback,
+        now.tree,
+        now.max_width,
+        now.prefix_reuse_exact,
+        set(now.self_draft_methods),
+    ) == held
     assert now.rollback or now.reason
 
 
-def _found(target: Path | str, **options: Any) -> Agreement:
+def _found(target: Path | str, **options: Any) -> BitExactPasses:
     with edgespec.load(
         str(target), "none", method="none", prefix_cache="none", context=512, **options
     ) as runtime:
         model: LanguageModel
         with runtime.borrowed_target() as model:
-            return find_agreement(model)
+            return find_bit_exact_passes(model)
 
 
 def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:

@@ -155,7 +155,7 @@ class TestTrees:
             model.commit(path_to(tree, node))
             kept = prompt + tokens_to(tree, node)
             assert model.length == len(kept)
-            assert model.room == model.facts.context_tokens - len(kept)
+            assert model.free_tokens == model.facts.context_tokens - len(kept)
             after = [step(model, 4), step(model, 5)]
             same(model, after[1], fresh(model, [*kept, 4, 5]))
 
@@ -190,21 +190,21 @@ class TestSnapshots:
         middle = model.snapshot(20)
         cut(model, tokens[:20])
         first = model.snapshot()
-        assert last.start == (45 if model.facts.capabilities.cuts else 0)
+        assert last.start == (45 if model.facts.capabilities.partial_truncate else 0)
         cut(model, tokens_for(model, 8, 2))
         for piece in (first, middle, last):
             model.restore(piece)
             assert model.length == piece.length
         assert model.length == 60
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
-        if model.facts.capabilities.cuts:
+        if model.facts.capabilities.partial_truncate:
             cut(model, tokens[:30])
             same(model, step(model, 4), fresh(model, [*tokens[:30], 4]))
 
     def test_pieces_of_a_cache_that_stays_whole(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 60)
         model.prefill(tokens)
-        if not model.facts.capabilities.cuts:
+        if not model.facts.capabilities.partial_truncate:
             assert (whole := model.snapshot(20, 45)).start == 0
             assert whole.length == 60
             return
@@ -251,7 +251,7 @@ class TestLimits:
         tokens = tokens_for(model, 30)
         model.prefill(tokens)
         with pytest.raises(ContextFullError):
-            model.prefill([4] * (model.room + 1))
+            model.prefill([4] * (model.free_tokens + 1))
         assert model.length == 30
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
@@ -262,7 +262,7 @@ class TestLimits:
             model.verify(TokenTree.chain(4, [5, 6, 7]))
         model.verify(TokenTree.chain(4, [5, 6]))
         model.commit((1, 2))
-        assert model.room == 0
+        assert model.free_tokens == 0
         with pytest.raises(ContextFullError):
             model.verify(TokenTree.chain(4))
         cut(model, tokens)
@@ -326,7 +326,7 @@ class TestInterrupt:
     def test_from_another_thread_at_any_moment(self, model: LanguageModel, work: str, delay: float) -> None:
         tokens = tokens_for(model, 20)
         model.prefill(tokens)
-        more = tokens_for(model, min(480, model.room), 3)
+        more = tokens_for(model, min(480, model.free_tokens), 3)
         wide = TokenTree.chain(more[0], more[1 : min(model.facts.capabilities.max_width, len(more))])
         timer = threading.Timer(delay, model.interrupt, [True])
         timer.start()

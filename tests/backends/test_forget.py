@@ -30,14 +30,14 @@ def test_one_layer_knows_no_difference(tmp_path: Path, in_a_round: bool) -> None
     model.prefill(tokens[:-1])
     if in_a_round:
         model.verify(TokenTree((5, 6, 7), (-1, 0, 0), (None,) * 3))
-    model.forget(4, 30)
-    assert (model.length, model.room) == (33, 223)
+    model.remove_range(4, 30)
+    assert (model.length, model.free_tokens) == (33, 223)
     got = step(model, tokens[-1])
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-2)
     # And the cache goes on as any other: branches, rollback, more to forget.
     model.verify(TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4))
     model.commit((2, 3))
-    model.forget(10, 20)
+    model.remove_range(10, 20)
     model.truncate(20)
     kept = [*tokens[:4], *tokens[30:36], *tokens[46:56]]
     got = step(model, 9)
@@ -51,7 +51,7 @@ def test_forgetting_the_end_is_cutting_it_off(tmp_path: Path) -> None:
     expected = fresh(model, [*tokens[:20], 5])
     model.truncate(0)
     model.prefill(tokens)
-    model.forget(20, 100)
+    model.remove_range(20, 100)
     np.testing.assert_allclose(step(model, 5), expected, rtol=0, atol=2e-2)
     assert model.length == 21
     model.close()
@@ -62,7 +62,7 @@ def test_keys_that_do_not_turn_stay(demo_draft: Path, kv_type: str) -> None:
     model = loaded(demo_draft, kv_type=kv_type)
     model.prefill(tokens_for(model, 50))
     with pytest.raises(CapabilityError, match="cannot move its keys"):
-        model.forget(4, 20)
+        model.remove_range(4, 20)
     assert model.length == 50
     assert np.isfinite(step(model, 7)).all()
     model.close()
@@ -71,7 +71,7 @@ def test_keys_that_do_not_turn_stay(demo_draft: Path, kv_type: str) -> None:
 def test_a_table_forgets() -> None:
     model = table(1)
     model.prefill([0, 1, 2, 3, 4])
-    model.forget(1, 4)
+    model.remove_range(1, 4)
     assert model.length == 2
     np.testing.assert_array_equal(step(model, 2), fresh(model, [0, 4, 2]))
 
@@ -80,5 +80,5 @@ def test_who_cannot_says_so_and_changes_nothing() -> None:
     model = table(1, rollback=False)
     model.prefill([0, 1, 2])
     with pytest.raises(CapabilityError, match="cannot be cut"):
-        model.forget(0, 1)
+        model.remove_range(0, 1)
     assert model.length == 3

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.gguf_header import CutShort, Texts, parse_header, read_header
+from edgespec.backends.gguf_header import Texts, TruncatedHeader, parse_header, read_header
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError
 from tests.backends.tiny_models import write_llama
@@ -22,7 +22,7 @@ def test_it_is_what_the_gguf_package_reads() -> None:
     header, reader = read_header(DEMO), gguf.GGUFReader(DEMO)
     assert header.size_bytes == reader.data_offset
     assert header.architecture == "llama"
-    assert header.of_architecture("context_length") == 1024
+    assert header.architecture_value("context_length") == 1024
     fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     assert set(header.metadata) == set(fields)
     for key, wanted in fields.items():
@@ -56,7 +56,7 @@ def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
 @given(st.data())
 def test_no_beginning_of_a_header_is_a_header(data: st.DataObject) -> None:
     whole = DEMO.read_bytes()[: read_header(DEMO).size_bytes]
-    with pytest.raises(CutShort):
+    with pytest.raises(TruncatedHeader):
         parse_header(whole[: data.draw(st.integers(0, len(whole) - 64))])
 
 
@@ -79,5 +79,5 @@ def test_what_is_no_header_is_one_line(tmp_path: Path, content: bytes) -> None:
 
 def test_a_tiny_model(tmp_path: Path) -> None:
     header = read_header(write_llama(tmp_path / "tiny.gguf"))
-    assert header.of_architecture("block_count") == 1
+    assert header.architecture_value("block_count") == 1
     assert sum(tensor.elements for tensor in header.tensors) > 10_000

@@ -65,7 +65,7 @@ class TestHistories:
             elif what == "restore":
                 model.restore(saved[0])
                 kept = list(saved[1])
-            elif tree.width > model.room:
+            elif tree.width > model.free_tokens:
                 with pytest.raises(ContextFullError):
                     model.verify(tree)
             elif what == "prefill":
@@ -78,7 +78,7 @@ class TestHistories:
                     model.commit(path_to(tree, node))
                     kept += tokens_to(tree, node)
             assert model.length == len(kept)
-        if not model.room:
+        if not model.free_tokens:
             kept.pop()
             cut(model, kept)
         got = step(model, 4)

@@ -19,7 +19,7 @@ from edgespec.backends.llamacpp.layerskip import LayerSkipModel, load_layerskip
 from edgespec.backends.llamacpp.layerskip_files import SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.drafters.base import Extra
+from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, MemoryBudgetError
@@ -86,7 +86,7 @@ class TestTheWhole:
         mine, its = both.halves.facts, both.whole.facts
         for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):
             assert getattr(mine, name) == getattr(its, name)
-        assert mine.capabilities.self_drafts == {"layerskip", "lowbit"}
+        assert mine.capabilities.self_draft_methods == {"layerskip", "lowbit"}
         assert mine.chat_template == its.chat_template
         assert mine.file_bytes < its.file_bytes * 1.05
 
@@ -253,7 +253,9 @@ class TestTakingOver:
                 draft = _with_root(draft, tree.tokens[0])
             for first in range(0, draft.width, 2):
                 end = first + 2
-                view.verify(TokenTree(draft.tokens[:end], draft.parents[:end], draft.laws[:end]), first)
+                view.verify(
+                    TokenTree(draft.tokens[:end], draft.parents[:end], draft.draft_probs[:end]), first
+                )
             logits, expected = halves.verify(tree), whole.verify(tree)
             for row in range(tree.width):
                 same(whole, row_of(halves, logits, row), row_of(whole, expected, row))
@@ -307,7 +309,7 @@ class TestTakingOver:
         view.commit((1,))
         view.truncate(3)
         assert view.length == halves.length == 30
-        assert view.room == halves.room
+        assert view.free_tokens == halves.free_tokens
         view.close()
         same(halves, step(halves, 4), expected)
         with pytest.raises(ClosedError):
@@ -351,7 +353,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     model = load_layerskip(str(folder), "demo", _options(**options))
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
-    assert drafter.extra == Extra()
+    assert drafter.memory_use == MemoryUse()
     return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
 
 
@@ -389,4 +391,4 @@ class TestSameReplies:
 
 
 def _with_root(tree: TokenTree, root: int) -> TokenTree:
-    return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.laws)
+    return TokenTree((root, *tree.tokens[1:]), tree.parents, tree.draft_probs)

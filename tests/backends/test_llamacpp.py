@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp import context as context_module
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.vocabularies import compare
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     CancelledError,
@@ -167,7 +167,7 @@ def test_a_draft_takes_as_many_rows_as_were_asked_for(
 ) -> None:
     """The library wants one for each sequence."""
     options = {"rows": rows, "max_branches": max_branches, "context_tokens": 512}
-    model = load(write_llama(tmp_path / "tiny.gguf"), draft=True, **options)
+    model = load(write_llama(tmp_path / "tiny.gguf"), is_draft=True, **options)
     assert model.facts.capabilities.max_width == made
     model.close()
 
@@ -191,7 +191,7 @@ class TestVocabularies:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
         other = load(write_llama(tmp_path / "other.gguf", words=words))
-        found = compare(mine.vocabulary, other.vocabulary, "mine", "other")
+        found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
         assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
         mine.close()
         other.close()
@@ -199,8 +199,8 @@ class TestVocabularies:
     def test_padding_at_the_end_is_no_difference(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
-        assert compare(mine.vocabulary, other.vocabulary, "mine", "other").way == "same"
-        assert compare(other.vocabulary, mine.vocabulary, "other", "mine").way == "same"
+        assert compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other").mapping == "same"
+        assert compare_vocabularies(other.vocabulary, mine.vocabulary, "other", "mine").mapping == "same"
         mine.close()
         other.close()
 

@@ -100,7 +100,7 @@ def drafted(view: LanguageModel, tree: TokenTree) -> Rows:
     """What the view says of a tree that it grows level by level."""
     rows = []
     for first in sorted(set(range(0, tree.width, 3))):
-        some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.laws[: first + 3])
+        some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.draft_probs[: first + 3])
         logits = view.verify(some, first)
         rows += [row_of(view, logits, row) for row in range(some.width - first)]
     return np.stack(rows)
@@ -205,7 +205,7 @@ class TestHandingOver:
                 if act.what == "truncate":
                     target.truncate(act.amount)
                 elif act.what == "prefill":
-                    target.prefill(tokens_for(target, min(act.amount, target.room), seed))
+                    target.prefill(tokens_for(target, min(act.amount, target.free_tokens), seed))
                 elif act.what == "save":
                     saved = target.snapshot()
                 elif act.what == "restore":
@@ -343,7 +343,7 @@ class TestWindows:
             root, *guesses = tokens_for(target, 4, seed)
             tree = TokenTree.chain(root, guesses)
             # As many drafts as there is room for beside the window, in every round.
-            widest = min(view.facts.capabilities.max_width, view.room)
+            widest = min(view.facts.capabilities.max_width, view.free_tokens)
             view.verify(TokenTree.chain(root, tokens_for(target, widest - 1, seed)))
             target.verify(tree)
             target.commit((1, 2))
@@ -384,9 +384,9 @@ class TestLimits:
         view.prefill([1, 2, 3])
         assert view.length == target.length == 20
         with pytest.raises(CapabilityError, match="lent"):
-            target.forget(4, 8)
+            target.remove_range(4, 8)
         view.close()
-        target.forget(4, 8)
+        target.remove_range(4, 8)
         assert target.length == 16
 
     def test_closed(self, tmp_path: Path) -> None:

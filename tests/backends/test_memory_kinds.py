@@ -79,7 +79,7 @@ def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
     held: list[int] = []
     saved = (kind.snapshot(), held)
     for each in history:
-        if each.width > kind.room:
+        if each.width > kind.free_tokens:
             continue
         tokens = tokens_for(kind, each.width, each.seed)
         kind.verify(TokenTree.chain(tokens[0], tokens[1:]))
@@ -95,7 +95,7 @@ def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
             held = held[: max(0, len(held) - 30) if each.then == "back" else each.seed % 10]
             cut(kind, held)
         assert kind.length == len(held)
-    if kind.room:
+    if kind.free_tokens:
         same(kind, step(kind, 4), fresh(kind, [*held, 4]))
 
 

@@ -169,7 +169,7 @@ class TestOtherBytes:
     ) -> None:
         monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._MARK_BYTES", 4)
         halves = load_layerskip(str(tiny.halves), "tiny", LoadOptions(context_tokens=CONTEXT))
-        assert halves.facts.capabilities.self_drafts == {"layerskip"}
+        assert halves.facts.capabilities.self_draft_methods == {"layerskip"}
         with pytest.raises(CapabilityError, match=r"lays it out otherwise .*; load the model's own file"):
             halves.self_draft(LowBit(str(tiny.copy)))
         halves.prefill([1, 2, 3])
@@ -183,12 +183,12 @@ class TestBothWays:
         halves.prefill(tokens_for(halves, 20))
         view = halves.self_draft(LowBit(str(tiny.copy)))
         with pytest.raises(CapabilityError, match="lent"):
-            halves.forget(4, 8)
+            halves.remove_range(4, 8)
         view.close()
         for model in (whole, halves):
             model.truncate(0)
             model.prefill(tokens_for(model, 20))
-            model.forget(4, 8)
+            model.remove_range(4, 8)
             model.verify(tree_of(model, TREES["binary"]))
             model.commit(())
         rows = []
@@ -239,7 +239,7 @@ class TestBothWays:
 def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
     others: dict[str, Any] = {}
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
-        if name in model.facts.capabilities.self_drafts:
+        if name in model.facts.capabilities.self_draft_methods:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
     return Runtime(model, None, DrafterSet(model, None, others=others))
 

@@ -24,7 +24,7 @@ from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import models_folder
 from edgespec.catalog.metadata_cache import MetadataCache
-from edgespec.drafters.vocabularies import compare
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import WORDS, write_llama
@@ -221,12 +221,12 @@ class TestTokens:
                 for its, others in zip(models, lists, strict=True):
                     assert tokens is not None
                     assert others is not None
-                    compared = compare(mine.vocabulary, its.vocabulary, "a", "b")
-                    assert tokens.same_ids(others) == (compared.way == "same")
+                    compared = compare_vocabularies(mine.vocabulary, its.vocabulary, "a", "b")
+                    assert tokens.same_ids(others) == (compared.mapping == "same")
                     if tokens.digest() == others.digest():
-                        assert compared.way == "same"
+                        assert compared.mapping == "same"
                     assert tokens.shared_token_fraction(others) == pytest.approx(
-                        compared.shared_share, abs=0.01
+                        compared.shared_fraction, abs=0.01
                     )
         finally:
             for model in models:

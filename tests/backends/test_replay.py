@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edgespec.backends.base import Snapshot
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
 from edgespec.backends.tabular import TabularModel
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 from tests.backends.rewindable import StateModel, replayed_table
@@ -75,11 +75,11 @@ class History:
             assert lost or self.kept[: len(before)] == before
         self.inner.stop_after = None
         assert self.model.length == len(self.kept)
-        assert self.model.room == self.model.facts.context_tokens - len(self.kept)
+        assert self.model.free_tokens == self.model.facts.context_tokens - len(self.kept)
         assert len(self.model._ladder) <= MAX_CHECKPOINTS
 
     def draft(self, act: Act, tokens: list[int]) -> None:
-        if len(tokens) > self.model.room:
+        if len(tokens) > self.model.free_tokens:
             with pytest.raises(ContextFullError):
                 self.model.verify(TokenTree.chain(tokens[0], tokens[1:]))
             return
@@ -102,7 +102,7 @@ class History:
             self.kept += tokens[:kept]
 
     def grow(self, act: Act, tokens: list[int]) -> None:
-        if len(tokens) > self.model.room:
+        if len(tokens) > self.model.free_tokens:
             return
         first = 0
         for end in sorted({1 + act.seed % len(tokens), *range(act.seed % 3 + 1, len(tokens)), len(tokens)}):
@@ -117,7 +117,7 @@ class History:
             self.draft(act, [token])
 
     def give_up(self, act: Act, tokens: list[int]) -> None:
-        if len(tokens) <= self.model.room:
+        if len(tokens) <= self.model.free_tokens:
             self.model.verify(TokenTree.chain(tokens[0], tokens[1:]))
         self.model.truncate(len(self.kept))
 
@@ -129,7 +129,7 @@ class History:
 
     def prefill(self, act: Act, tokens: list[int]) -> None:
         more = some(act.size * 5, act.seed)
-        if len(more) <= self.model.room:
+        if len(more) <= self.model.free_tokens:
             wanted = self.kept + more
             try:
                 self.model.prefill(more)
@@ -150,7 +150,7 @@ def test_any_history_equals_a_fresh_prefill(history: list[Act], undo: int, reach
     done = History(StateModel(context_tokens=150, undo=undo, reach=reach))
     for act in history:
         done.do(act)
-    if done.model.room:
+    if done.model.free_tokens:
         logits = done.model.verify(TokenTree.chain(4))
         assert logits.at(0, EVERY_TOKEN).tolist() == row_after([*done.kept, 4])
 
@@ -276,10 +276,10 @@ def test_the_rows_after_the_replayed_ones_are_whole_logits() -> None:
     assert len(got) == len(expected) == 3
     assert got.vocab_size == expected.vocab_size
     for row in range(3):
-        for a, b in ((got, expected), (got.limited(7), expected.limited(7))):
+        for a, b in ((got, expected), (got.limit_vocab(7), expected.limit_vocab(7))):
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=5)):
                 assert a.best(row, 3, params, 1, 40 + row) == b.best(row, 3, params, 1, 40 + row)
             for found, wanted in ((a.top(row, 4), b.top(row, 4)), (a.above(row, 1.0), b.above(row, 1.0))):
                 assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
-    assert got.limited(7).vocab_size == 7
+    assert got.limit_vocab(7).vocab_size == 7
     assert got.waited_seconds == 0.0

@@ -30,7 +30,7 @@ from tests.backends.resizable import ALL, KINDS, LARGE, LLAMA, SMALL, Twins, che
 @pytest.fixture(scope="module", params=ALL)
 def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
     folder = tmp_path_factory.mktemp("twins")
-    model, whole = (load(request.param, folder, first_tokens=first) for first in (SMALL, None))
+    model, whole = (load(request.param, folder, initial_context_tokens=first) for first in (SMALL, None))
     yield Twins(model, whole, KINDS[request.param].rounding)
     model.close()
     whole.close()
@@ -46,18 +46,18 @@ def emptied(twins: Twins) -> Twins:
 
 def test_it_begins_small_and_is_told(twins: Twins) -> None:
     facts = emptied(twins).model.facts
-    assert facts.context_tokens == SMALL == twins.model.room
+    assert facts.context_tokens == SMALL == twins.model.free_tokens
     assert (twins.whole.facts.context_tokens, twins.whole.facts.max_context_tokens) == (LARGE, LARGE)
     twins.model.resize(LARGE)
     assert twins.model.facts.kv_bytes == twins.whole.facts.kv_bytes >= facts.kv_bytes
-    assert twins.model.room == LARGE
+    assert twins.model.free_tokens == LARGE
 
 
 @pytest.mark.parametrize("name", LLAMA)
 def test_what_is_to_come_is_told_and_its_types_are_chosen_by_it(name: str, tmp_path: Path) -> None:
-    small, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+    small, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
     assert small.facts.max_context_tokens == LARGE
-    assert small.facts.most_kv_bytes == whole.facts.kv_bytes
+    assert small.facts.max_kv_bytes == whole.facts.kv_bytes
     assert small.facts.kv_bytes < whole.facts.kv_bytes or name == "mamba"
     small.close()
     whole.close()
@@ -83,7 +83,7 @@ def test_a_reply_goes_on_over_the_end(twins: Twins) -> None:
     for model in twins[:2]:
         model.prefill(tokens)
     for token in (4, 5, 6, 7, 7, 6, 5, 4):
-        if not twins.model.room:
+        if not twins.model.free_tokens:
             twins.model.resize(2 * SMALL)
         check_step(twins, token)
     assert twins.model.length == SMALL + 5
@@ -149,7 +149,7 @@ def test_a_cancel_does_no_harm(twins: Twins) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_is_made_after_close(name: str, tmp_path: Path) -> None:
-    model = load(name, tmp_path, first_tokens=SMALL)
+    model = load(name, tmp_path, initial_context_tokens=SMALL)
     model.close()
     with pytest.raises(ClosedError):
         model.resize(512)

@@ -34,13 +34,13 @@ def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 class TestNoMemory:
     @pytest.mark.parametrize("name", LLAMA)
     def test_a_budget_is_kept(self, name: str, tmp_path: Path) -> None:
-        model = load(name, tmp_path, first_tokens=SMALL)
+        model = load(name, tmp_path, initial_context_tokens=SMALL)
         if name == "mamba":
             pytest.skip("its state is as large whatever the context")
         facts = model.facts
         model.close()
-        enough = facts.weight_bytes + facts.most_kv_bytes + 64 * 2**20
-        model = load(name, tmp_path, first_tokens=SMALL, memory_bytes=enough)
+        enough = facts.weight_bytes + facts.max_kv_bytes + 64 * 2**20
+        model = load(name, tmp_path, initial_context_tokens=SMALL, memory_bytes=enough)
         tokens = tokens_for(model, 100)
         model.prefill(tokens)
         with pytest.raises(MemoryBudgetError, match="are left for it; use --context"):
@@ -52,8 +52,8 @@ class TestNoMemory:
     def test_what_other_programs_take_is_not_taken(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model = load("full", tmp_path, first_tokens=SMALL)
-        free = psutil.virtual_memory()._replace(available=model.facts.most_kv_bytes - 1)
+        model = load("full", tmp_path, initial_context_tokens=SMALL)
+        free = psutil.virtual_memory()._replace(available=model.facts.max_kv_bytes - 1)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
         with pytest.raises(MemoryBudgetError, match="a context of 1024 tokens takes"):
             model.resize(LARGE)
@@ -66,7 +66,7 @@ class TestNoMemory:
         def no_memory(*_: object) -> None:
             raise MemoryError
 
-        model = load("full", tmp_path, first_tokens=SMALL)
+        model = load("full", tmp_path, initial_context_tokens=SMALL)
         model.prefill(tokens_for(model, 100))
         with monkeypatch.context() as patch:
             patch.setattr(LlamaContext, "export_sequence", no_memory)
@@ -80,7 +80,7 @@ class TestNoMemory:
     def test_what_cannot_be_made_leaves_all_as_it_was(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        model, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+        model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
         pair = Twins(model, whole, KINDS[name].rounding)
         for one in pair[:2]:
             one.prefill(tokens_for(one, 200))
@@ -88,7 +88,7 @@ class TestNoMemory:
             without_memory_beyond(patch, SMALL)
             with pytest.raises(MemoryBudgetError, match="no memory for 512"):
                 model.resize(512)
-        assert (model.length, model.room, model.facts.context_tokens) == (200, SMALL - 200, SMALL)
+        assert (model.length, model.free_tokens, model.facts.context_tokens) == (200, SMALL - 200, SMALL)
         check_step(pair)
         model.resize(512)
         check_step(pair, 5)
@@ -101,7 +101,7 @@ class TestNoMemory:
         self, name: str, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of two halves it may be the second alone."""
-        model = load(name, tmp_path, first_tokens=SMALL)
+        model = load(name, tmp_path, initial_context_tokens=SMALL)
         model.prefill(tokens_for(model, 100))
         made = 0
         make = LlamaContext.allocate
@@ -122,7 +122,7 @@ class TestNoMemory:
             else:
                 with pytest.raises(MemoryBudgetError):
                     model.resize(512)
-                assert model.length == 0 == model.room
+                assert model.length == 0 == model.free_tokens
                 with pytest.raises(ContextFullError):
                     model.prefill([5, 6])
                 with pytest.raises(ContextFullError):
@@ -136,7 +136,7 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("name", ["full", "hybrid", "halves, window"])
     def test_at_any_call(self, name: str, tmp_path: Path) -> None:
-        model, whole = (load(name, tmp_path, first_tokens=first) for first in (SMALL, None))
+        model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
         for one in (model, whole):
             one.prefill(tokens_for(one, 100))
         calls = 0
@@ -166,7 +166,7 @@ class TestInterrupted:
             finally:
                 sys.setprofile(None)
             assert model.length == 100
-            assert model.room in (SMALL - 100, 512 - 100)
+            assert model.free_tokens in (SMALL - 100, 512 - 100)
             wanted += 1 + wanted // 8
         assert wanted > 30
         check_step(Twins(model, whole, KINDS[name].rounding))

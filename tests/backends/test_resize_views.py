@@ -24,7 +24,7 @@ class TestViews:
         target.prefill(tokens_for(target, SMALL - 40))
         for size in (512, LARGE):
             tree = tree_of(target, TREES["binary"])
-            view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
+            view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.draft_probs[:3]))
             target.resize(size)
             assert view.facts.context_tokens == size
             target.prefill(tokens_for(target, size - 20 - target.length, size))
@@ -39,7 +39,7 @@ class TestViews:
 
     @pytest.mark.parametrize("name", ["full", "halves, window"])
     def test_a_copy_with_fewer_bits(self, name: str, tmp_path: Path) -> None:
-        target = load(name, tmp_path, first_tokens=SMALL)
+        target = load(name, tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"))
         view = target.self_draft(how)
@@ -50,13 +50,13 @@ class TestViews:
 
     @pytest.mark.parametrize("name", ["halves, window"])
     def test_the_lower_layers(self, name: str, tmp_path: Path) -> None:
-        target = load(name, tmp_path, first_tokens=SMALL)
+        target = load(name, tmp_path, initial_context_tokens=SMALL)
         how = EarlyExit(target.exit_layer)  # type: ignore[attr-defined]
         self.check(target, target.self_draft(how), lambda: target.self_draft(how))
         target.close()
 
     def test_a_window_stays_as_it_is(self, tmp_path: Path) -> None:
-        target = load("full", tmp_path, first_tokens=SMALL)
+        target = load("full", tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"), 4, 16)
         view = target.self_draft(how)
@@ -68,7 +68,7 @@ class TestViews:
     def test_a_copy_that_finds_no_memory_falls_silent(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        target = load("full", tmp_path, first_tokens=SMALL)
+        target = load("full", tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         view = target.self_draft(LowBit(str(tmp_path / "copy.gguf")))
         target.prefill(tokens_for(target, 200))
@@ -83,16 +83,16 @@ class TestViews:
 
         monkeypatch.setattr(LlamaContext, "allocate", limited)
         target.resize(512)
-        assert (view.room, target.room) == (56, 312)
+        assert (view.free_tokens, target.free_tokens) == (56, 312)
         view.verify(TokenTree.chain(4))
         target.prefill(tokens_for(target, 100))
-        assert view.room == 0
+        assert view.free_tokens == 0
         with pytest.raises(ContextFullError):
             view.verify(TokenTree.chain(4))
         target.close()
 
     def test_it_is_the_target_s_to_grow(self, tmp_path: Path) -> None:
-        target = load("halves", tmp_path, first_tokens=SMALL)
+        target = load("halves", tmp_path, initial_context_tokens=SMALL)
         with pytest.raises(CapabilityError, match="no memory of its own"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgespec.bench import Row, Way
+from edgespec.bench import Measurement, MethodConfig
 from edgespec.engine.stats import Stats
 from edgespec.reply import MethodReport, Reply
 
@@ -14,7 +14,7 @@ TOKENS = 10
 
 def row(
     prompt: str,
-    way: Way,
+    config: MethodConfig,
     seconds_per_token: float,
     *,
     repeat: int = 0,
@@ -23,7 +23,7 @@ def row(
     tokens: tuple[int, ...] = tuple(range(TOKENS)),
     joules: float | None = None,
     **counted: Any,
-) -> Row:
+) -> Measurement:
     """A reply that took so long for each token, and nothing for its prompt."""
     seconds = seconds_per_token * len(tokens)
     stats = Stats(
@@ -40,7 +40,7 @@ def row(
         1,
         "t",
         None,
-        MethodReport(way.method, way.method, ""),
+        MethodReport(config.method, config.method, ""),
         replace(stats, **counted),
     )
-    return Row(prompt, category, temperature, repeat, 0, way, seconds, joules, reply)
+    return Measurement(prompt, category, temperature, repeat, 0, config, seconds, joules, reply)

@@ -1,4 +1,4 @@
-"""Figures of replies whose figures are known."""
+"""MethodFigures of replies whose figures are known."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from edgespec.bench import Row, Way
-from edgespec.bench.figures import Figures, figures, hindsights
+from edgespec.bench import Measurement, MethodConfig
+from edgespec.bench.figures import MethodFigures, figures, oracle_comparisons
 from edgespec.reply import MethodReport
 from tests.bench.making import TOKENS, row
 
-PLAIN, AUTO, MODEL, SUFFIX = Way("none"), Way("auto"), Way("model", 4), Way("suffix")
+PLAIN, AUTO, MODEL, SUFFIX = (
+    MethodConfig("none"),
+    MethodConfig("auto"),
+    MethodConfig("model", 4),
+    MethodConfig("suffix"),
+)
 WAYS = (PLAIN, AUTO, MODEL, SUFFIX)
 
-# Seconds for a token of each way. The best fixed: model on a, suffix on b, plain on c.
+# Seconds for a token of each config. The best fixed: model on a, suffix on b, plain on c.
 SECONDS = {
     "a": {PLAIN: 1.0, AUTO: 0.5, MODEL: 0.25, SUFFIX: 1.0},
     "b": {PLAIN: 2.0, AUTO: 0.5, MODEL: 2.0, SUFFIX: 0.5},
@@ -23,24 +28,26 @@ SECONDS = {
 CATEGORIES = {"a": "code", "b": "code", "c": "story"}
 
 
-def rows(repeats: int = 2) -> list[Row]:
+def rows(repeats: int = 2) -> list[Measurement]:
     """Every reply twice, the second time on a machine that is three times as slow."""
     return [
-        row(prompt, way, seconds * 3**repeat, repeat=repeat, category=CATEGORIES[prompt])
+        row(prompt, config, seconds * 3**repeat, repeat=repeat, category=CATEGORIES[prompt])
         for repeat in range(repeats)
-        for prompt, ways in SECONDS.items()
-        for way, seconds in ways.items()
+        for prompt, configs in SECONDS.items()
+        for config, seconds in configs.items()
     ]
 
 
-def told(measured: list[Row], *, equal: bool = True) -> dict[tuple[str | None, Way], Figures]:
+def told(
+    measured: list[Measurement], *, equal: bool = True
+) -> dict[tuple[str | None, MethodConfig], MethodFigures]:
     found = figures(measured, WAYS, equal_tokens=lambda temperature: equal)
-    return {(each.category, each.way): each for each in found}
+    return {(each.category, each.config): each for each in found}
 
 
 def test_speeds_are_of_pairs_and_drift_does_not_matter() -> None:
     found = told(rows())
-    assert [key for key in found if key[0] is None] == [(None, way) for way in WAYS]
+    assert [key for key in found if key[0] is None] == [(None, config) for config in WAYS]
     assert [key[0] for key in found][:: len(WAYS)] == [None, "code", "story"]
     model = found[None, MODEL]
     assert (model.prompts, model.replies) == (3, 6)
@@ -56,8 +63,8 @@ def test_speeds_are_of_pairs_and_drift_does_not_matter() -> None:
     assert found["story", PLAIN].seconds["verify"] == pytest.approx(4.0 * TOKENS)
 
 
-def test_hindsight() -> None:
-    by_category = {each.category: each for each in hindsights(rows(), WAYS)}
+def test_oracle_comparison() -> None:
+    by_category = {each.category: each for each in oracle_comparisons(rows(), WAYS)}
     code = by_category["code"]
     assert (code.prompts, code.best) == (2, MODEL)
     assert code.best_speed_up == pytest.approx(2.0)
@@ -71,22 +78,22 @@ def test_hindsight() -> None:
 
 
 def test_without_auto_nothing_is_said_of_it() -> None:
-    ways = (PLAIN, MODEL)
-    (found, *_) = hindsights([each for each in rows() if each.way in ways], ways)
+    configs = (PLAIN, MODEL)
+    (found, *_) = oracle_comparisons([each for each in rows() if each.config in configs], configs)
     assert (found.auto_speed_up, found.share_of_best, found.share_of_oracle) == (None, None, None)
 
 
 def test_what_was_cut_short_is_compared_as_far_as_it_can_be() -> None:
     whole = rows(1)
-    found = told([each for each in whole if not (each.prompt == "b" and each.way == PLAIN)])
+    found = told([each for each in whole if not (each.prompt == "b" and each.config == PLAIN)])
     assert found["code", MODEL].replies == 2
     assert found["code", MODEL].speed_up == pytest.approx(4.0)  # of prompt a alone
-    only_a = [each for each in whole if each.prompt == "a" or (each.prompt == "c" and each.way == PLAIN)]
+    only_a = [each for each in whole if each.prompt == "a" or (each.prompt == "c" and each.config == PLAIN)]
     assert found[None, AUTO].prompts == 3
-    assert {each.category: each.prompts for each in hindsights(only_a, WAYS)} == {None: 1, "code": 1}
+    assert {each.category: each.prompts for each in oracle_comparisons(only_a, WAYS)} == {None: 1, "code": 1}
     cut = [row("a", MODEL, 1.0), row("a", SUFFIX, 1.0)]
     assert figures(cut, WAYS, equal_tokens=lambda temperature: True) == []
-    assert hindsights(cut, WAYS) == []
+    assert oracle_comparisons(cut, WAYS) == []
     alone = told([row("a", PLAIN, 1.0), row("b", MODEL, 1.0)])
     assert (alone[None, MODEL].speed_up, alone[None, MODEL].worst, alone[None, MODEL].low) == (None,) * 3
 
@@ -94,8 +101,8 @@ def test_what_was_cut_short_is_compared_as_far_as_it_can_be() -> None:
 def test_replies_that_are_not_plain_decodings_are_counted() -> None:
     measured = [row("a", PLAIN, 1.0), row("a", MODEL, 1.0), row("a", SUFFIX, 1.0, tokens=(1, 2))]
     found = told(measured)
-    assert (found[None, MODEL].compared, found[None, MODEL].same) == (1, 1)
-    assert (found[None, SUFFIX].compared, found[None, SUFFIX].same) == (1, 0)
+    assert (found[None, MODEL].compared, found[None, MODEL].identical) == (1, 1)
+    assert (found[None, SUFFIX].compared, found[None, SUFFIX].identical) == (1, 0)
     assert told(measured, equal=False)[None, SUFFIX].compared == 0
 
 
@@ -131,18 +138,18 @@ def test_why_a_way_is_silent_is_kept() -> None:
     ]
     pairs = zip(measured, reports, strict=True)
     found = told([replace(each, reply=replace(each.reply, method=method)) for each, method in pairs])
-    assert [found[None, way].said for way in WAYS] == ["", "nothing pays", "", "it was dear"]
+    assert [found[None, config].note for config in WAYS] == ["", "nothing pays", "", "it was dear"]
     assert found[None, AUTO].effective == ("none",)
 
 
 def test_each_temperature_by_itself() -> None:
     measured = [
-        row("a", way, seconds, temperature=temperature)
+        row("a", config, seconds, temperature=temperature)
         for temperature, fast in ((0.0, 0.5), (0.8, 0.25))
-        for way, seconds in ((PLAIN, 1.0), (MODEL, fast))
+        for config, seconds in ((PLAIN, 1.0), (MODEL, fast))
     ]
     found = figures(measured, (PLAIN, MODEL), equal_tokens=lambda temperature: temperature == 0)
-    speeds = {(each.temperature, each.way): each for each in found if each.category is None}
+    speeds = {(each.temperature, each.config): each for each in found if each.category is None}
     assert speeds[0.0, MODEL].speed_up == pytest.approx(2.0)
     assert speeds[0.8, MODEL].speed_up == pytest.approx(4.0)
     assert (speeds[0.0, MODEL].compared, speeds[0.8, MODEL].compared) == (1, 0)

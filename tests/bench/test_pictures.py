@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.bench import Report, Way
+from edgespec.bench import MethodConfig, Report
 from edgespec.bench.charts import Bar, bar_chart, charts
-from edgespec.bench.figures import figures, hindsights
+from edgespec.bench.figures import figures, oracle_comparisons
 from edgespec.bench.plots import check_plots, save_plots
 from edgespec.costs.curve import CostCurve
 from edgespec.errors import BackendMissingError
 from tests.bench.making import row
 
-WAYS = (Way("none"), Way("auto"), Way("model", 4))
+WAYS = (MethodConfig("none"), MethodConfig("auto"), MethodConfig("model", 4))
 DRAFTED: dict[str, Any] = {
     "drafted_tokens": 6,
     "accepted_tokens": 3,
@@ -32,15 +32,15 @@ def made() -> Report:
     rows = tuple(
         row(
             prompt,
-            way,
+            config,
             seconds * (1 + i),
             category=prompt[0],
             temperature=temperature,
-            **DRAFTED if way != WAYS[0] else {},
+            **DRAFTED if config != WAYS[0] else {},
         )
         for i, prompt in enumerate(("a1", "a2", "b1"))
         for temperature in (0.0, 0.8)
-        for way, seconds in zip(WAYS, (1.0, 0.5, 2.0), strict=True)
+        for config, seconds in zip(WAYS, (1.0, 0.5, 2.0), strict=True)
     )
     return Report(
         target="t",
@@ -52,12 +52,12 @@ def made() -> Report:
         seed=1,
         planned=len(rows),
         ending="complete",
-        trouble="",
+        error="",
         no_energy="the system tells no energy",
         curve=CostCurve((1, 2, 4, 8), (0.1, 0.12, 0.11, 0.4)),
         peak_memory_bytes=1000,
         figures=tuple(figures(rows, WAYS, equal_tokens=lambda temperature: True)),
-        hindsights=tuple(hindsights(rows, WAYS)),
+        oracle_comparisons=tuple(oracle_comparisons(rows, WAYS)),
         rows=rows,
     )
 
@@ -95,7 +95,7 @@ def test_every_picture_is_drawn_in_the_terminal(made: Report) -> None:
     assert all(len(line) <= 72 for line in lines if "(" not in line)  # but for the legends
     text = "\n".join(lines)
     for temperature in ("temperature 0", "temperature 0.8"):
-        for title in ("speed over plain", "guesses accepted", "time for a token"):
+        for title in ("speed-up over plain", "accepted draft tokens", "time per token"):
             assert any(line.startswith(title) and line.endswith(temperature) for line in lines)
     assert "2.00x" in text
     assert "50%" in text
@@ -121,13 +121,13 @@ def test_every_plot_is_a_picture_with_something_in_it(made: Report, tmp_path: Pa
 
 
 def test_a_report_with_nothing_in_it_is_drawn_too(made: Report, tmp_path: Path) -> None:
-    empty = replace(made, figures=(), hindsights=(), rows=())
+    empty = replace(made, figures=(), oracle_comparisons=(), rows=())
     assert len(save_plots(empty, tmp_path)) == 1
-    assert charts(empty, 72)[0].startswith("a pass of so many")
+    assert charts(empty, 72)[0].startswith("cost of a verify pass")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plots()
     monkeypatch.setattr("edgespec.bench.plots.find_spec", lambda name: None)
-    with pytest.raises(BackendMissingError, match=r"edgespec\[plots\]"):
+    with pytest.raises(BackendMissingError, match=r"\[plots\]"):
         check_plots()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec import Message
-from edgespec.bench import Plan, Way, bench_prompts, ways_of
+from edgespec.bench import BenchPlan, MethodConfig, bench_prompts, method_configs
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
 
@@ -25,47 +25,51 @@ def prompts(*categories: str) -> tuple[Prompt, ...]:
     )
 
 
-WAYS = ways_of(["auto", "suffix", "ngram", "model"])
+WAYS = method_configs(["auto", "suffix", "ngram", "model"])
 
 
 @given(st.integers(1, 5), st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
-def test_of_two_repeats_one_runs_backwards(count: int, ways: int, temperatures: int, pairs: int) -> None:
-    plan = Plan(
+def test_of_two_repeats_one_runs_backwards(count: int, configs: int, temperatures: int, pairs: int) -> None:
+    plan = BenchPlan(
         prompts(*"abcdefg"[:count]),
-        WAYS[:ways],
+        WAYS[:configs],
         temperatures=tuple(float(t) for t in range(temperatures)),
         repeats=2 * pairs,
     )
     places: dict[tuple[object, ...], list[int]] = defaultdict(list)
     rounds = list(plan.rounds())
     for each in rounds:
-        assert Counter(each.ways) == Counter(plan.ways)
-        for place, way in enumerate(each.ways):
-            places[each.prompt.name, each.temperature, each.repeat // 2, way].append(place)
+        assert Counter(each.configs) == Counter(plan.configs)
+        for place, config in enumerate(each.configs):
+            places[each.prompt.name, each.temperature, each.repeat // 2, config].append(place)
     # The same place on average in every two repeats: what grows steadily within a round cancels.
-    assert all(sum(both) == ways - 1 for both in places.values())
-    assert sum(len(each.ways) for each in rounds) == plan.replies
+    assert all(sum(both) == configs - 1 for both in places.values())
+    assert sum(len(each.configs) for each in rounds) == plan.replies
 
 
 def test_every_way_comes_first_equally_often() -> None:
-    plan = Plan(prompts(*"abcdefghij"), WAYS, repeats=1)
-    assert Counter(each.ways[0] for each in plan.rounds()) == dict.fromkeys(WAYS, 2)
+    plan = BenchPlan(prompts(*"abcdefghij"), WAYS, repeats=1)
+    assert Counter(each.configs[0] for each in plan.rounds()) == dict.fromkeys(WAYS, 2)
 
 
 def test_a_run_that_ends_early_has_every_category() -> None:
-    plan = Plan(prompts("a", "a", "b", "a", "c", "b"), WAYS, repeats=1)
+    plan = BenchPlan(prompts("a", "a", "b", "a", "c", "b"), WAYS, repeats=1)
     assert [each.prompt.category for each in plan.rounds()] == ["a", "b", "c", "a", "b", "a"]
 
 
 def test_draft_lengths_are_for_those_that_take_one() -> None:
-    assert ways_of(["auto", "model", "none", "model"], [2, 4]) == (
-        Way("none"),
-        Way("auto"),
-        Way("model", 2),
-        Way("model", 4),
+    assert method_configs(["auto", "model", "none", "model"], [2, 4]) == (
+        MethodConfig("none"),
+        MethodConfig("auto"),
+        MethodConfig("model", 2),
+        MethodConfig("model", 4),
     )
-    assert [way.name for way in ways_of(["model"], [2])] == ["none", "model k=2"]
-    assert [way.name for way in ways_of(["auto"], control=True)] == ["none", "none again", "auto"]
+    assert [config.name for config in method_configs(["model"], [2])] == ["none", "model k=2"]
+    assert [config.name for config in method_configs(["auto"], control=True)] == [
+        "none",
+        "none again",
+        "auto",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,8 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
     [
         {"prompts": ()},
         {"prompts": (*prompts("a"), *prompts("a"))},
-        {"ways": (Way("auto"),)},
-        {"ways": (*WAYS, WAYS[0])},
+        {"configs": (MethodConfig("auto"),)},
+        {"configs": (*WAYS, WAYS[0])},
         {"temperatures": ()},
         {"temperatures": (0.0, 0.0)},
         {"temperatures": (-1.0,)},
@@ -83,10 +87,10 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"prompts": prompts("a"), "ways": WAYS}
-    Plan(**good)
+    good: dict[str, Any] = {"prompts": prompts("a"), "configs": WAYS}
+    BenchPlan(**good)
     with pytest.raises(OptionError):
-        Plan(**good | wrong)
+        BenchPlan(**good | wrong)
 
 
 def test_the_prompts_that_come_along() -> None:

@@ -12,7 +12,7 @@ import pytest
 from edgespec import Message, Runtime
 from edgespec.backends.base import Progress
 from edgespec.backends.tabular import TabularModel
-from edgespec.bench import Measured, Plan, report, run, ways_of
+from edgespec.bench import BenchPlan, BenchRun, make_report, method_configs, run
 from edgespec.bench.energy import EnergyMeter
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
 from edgespec.losslessness import Prompt
@@ -21,7 +21,7 @@ from tests.tables import near, runtime, table
 PROMPTS = tuple(
     Prompt(f"p-{text}", (Message("user", text),), text[0]) for text in ("abcabc", "fedfed", "aab")
 )
-WAYS = ways_of(["auto", "model", "ngram"])
+WAYS = method_configs(["auto", "model", "ngram"])
 
 
 class Counting(TabularModel):
@@ -47,15 +47,15 @@ def pair(draft: Counting) -> Iterator[Runtime]:
         yield pair
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> BenchPlan:
     usual: dict[str, Any] = {
         "prompts": PROMPTS,
-        "ways": WAYS,
+        "configs": WAYS,
         "temperatures": (0.0, 0.8),
         "repeats": 2,
         "max_tokens": 12,
     }
-    return Plan(**usual | changes)
+    return BenchPlan(**usual | changes)
 
 
 def test_everything_is_measured_in_the_order_of_the_plan(pair: Runtime) -> None:
@@ -68,38 +68,38 @@ def test_everything_is_measured_in_the_order_of_the_plan(pair: Runtime) -> None:
     found = run(pair, wanted, progress=progress)
     assert shares == sorted(shares)
     assert 0.0 == shares[0] < shares[-1] < 1.0
-    assert (found.ending, found.trouble) == ("complete", "")
+    assert (found.ending, found.error) == ("complete", "")
     assert len(found.rows) == wanted.replies == 3 * 2 * 2 * 4
     in_order = [
-        (each.prompt.name, each.temperature, each.repeat, way, place)
+        (each.prompt.name, each.temperature, each.repeat, config, place)
         for each in wanted.rounds()
-        for place, way in enumerate(each.ways)
+        for place, config in enumerate(each.configs)
     ]
-    assert [(r.prompt, r.temperature, r.repeat, r.way, r.position) for r in found.rows] == in_order
-    told = report(pair, wanted, found)
+    assert [(r.prompt, r.temperature, r.repeat, r.config, r.position) for r in found.rows] == in_order
+    told = make_report(pair, wanted, found)
     assert told.differing == 0
-    assert all(each.same == each.compared == 6 for each in told.figures if each.category is None)
+    assert all(each.identical == each.compared == 6 for each in told.figures if each.category is None)
     assert {each.category for each in told.figures} == {None, "a", "f"}
     assert told.peak_memory_bytes > 0
 
 
 def test_every_reply_reads_its_prompt_anew(pair: Runtime, draft: Counting) -> None:
-    model = ways_of(["model", "model"], [2, 3])
-    found = run(pair, plan(prompts=PROMPTS[:1], ways=model, temperatures=(0.0,)))
+    model = method_configs(["model", "model"], [2, 3])
+    found = run(pair, plan(prompts=PROMPTS[:1], configs=model, temperatures=(0.0,)))
     assert {row.reply.stats.cached_prompt_tokens for row in found.rows} == {0}
     # The draft reads the prompt but its last token: once to warm up, and for every reply it guesses in.
-    drafted = [row for row in found.rows if row.way.method == "model"]
+    drafted = [row for row in found.rows if row.config.method == "model"]
     prompt_tokens = drafted[0].reply.stats.prompt_tokens
     assert draft.read.count(prompt_tokens - 1) == len(drafted) + 1
 
 
 def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
     wanted = plan(prompts=PROMPTS[:1], repeats=1)
-    told = json.loads(json.dumps(report(pair, wanted, run(pair, wanted)).to_json(rows=True)))
+    told = json.loads(json.dumps(make_report(pair, wanted, run(pair, wanted)).to_json(rows=True)))
     assert set(told) == {
         "target", "target_quantisation", "draft", "acceptance", "max_tokens", "repeats", "seed",
-        "planned_replies", "replies", "ending", "trouble", "no_energy", "curve", "peak_memory_bytes",
-        "differing_replies", "figures", "hindsights", "rows",
+        "planned_replies", "replies", "ending", "error", "no_energy", "curve", "peak_memory_bytes",
+        "differing_replies", "figures", "oracle_comparisons", "rows",
     }  # fmt: skip
     assert told["replies"] == told["planned_replies"] == len(told["rows"]) == 8
     first = told["rows"][0]
@@ -109,10 +109,10 @@ def test_the_rows_as_scripts_read_them(pair: Runtime) -> None:
     }  # fmt: skip
     assert first["reply"]["stats"]["generated_tokens"] == len(first["reply"]["tokens"])
     assert "text" not in first["reply"]
-    assert "rows" not in report(pair, wanted, run(pair, wanted)).to_json()
+    assert "rows" not in make_report(pair, wanted, run(pair, wanted)).to_json()
 
 
-def cut_after(count: int, pair: Runtime, wanted: Plan) -> Measured:
+def cut_after(count: int, pair: Runtime, wanted: BenchPlan) -> BenchRun:
     """A run that a person ends while the reply after so many is written."""
     done: list[str] = []
 
@@ -127,7 +127,7 @@ def test_what_was_measured_before_an_end_is_kept(pair: Runtime) -> None:
     wanted = plan()
     found = cut_after(9, pair, wanted)
     assert (found.ending, len(found.rows)) == ("cancelled", 10)
-    told = report(pair, wanted, found)
+    told = make_report(pair, wanted, found)
     assert told.figures
     assert (told.planned, len(told.rows)) == (48, 10)
     assert pair.generate("abc", max_tokens=2).tokens  # it can go on
@@ -159,7 +159,7 @@ def test_a_reply_that_is_being_written_is_cut_short(pair: Runtime) -> None:
 def test_no_reply_is_begun_after_the_time_is_over(pair: Runtime) -> None:
     found = run(pair, plan(), max_seconds=1e-9)
     assert (found.ending, found.rows) == ("time", ())
-    assert report(pair, plan(), found).figures == ()
+    assert make_report(pair, plan(), found).figures == ()
     assert run(pair, plan(), max_seconds=1e9).ending == "complete"
 
 
@@ -174,7 +174,7 @@ def test_what_fails_half_way_leaves_what_was_measured(pair: Runtime, monkeypatch
 
     monkeypatch.setattr(Runtime, "stream_tokens", stream_tokens)
     found = run(pair, plan())
-    assert (found.ending, found.trouble) == ("failed", "the device is gone; plug it in")
+    assert (found.ending, found.error) == ("failed", "the device is gone; plug it in")
     assert found.rows
     count[0] = 29
     with pytest.raises(BackendError):
@@ -190,7 +190,7 @@ def test_a_plan_that_cannot_be_served_is_refused_at_once(pair: Runtime) -> None:
 
     for changes, error in (
         ({"max_tokens": 100_000}, ContextFullError),
-        ({"ways": ways_of(["suffix"])}, OptionError),
+        ({"configs": method_configs(["suffix"])}, OptionError),
     ):
         with pytest.raises(error):
             run(pair, plan(**changes), progress=progress)

@@ -45,7 +45,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
     os.utime(pair[1][0], (1, 1))
     assert AcceptanceHistory().of(*pair) is None
-    assert edgespec.delete_data("learnt") > 0
+    assert edgespec.delete_data("learned") > 0
     assert not data.exists()
 
 
@@ -123,5 +123,5 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
     choice = choose_draft(target)
     assert choice.draft is None
     assert "plain decoding may be expected" in choice.why
-    edgespec.delete_data("learnt")
+    edgespec.delete_data("learned")
     assert choose_draft(target).draft is not None

@@ -26,7 +26,7 @@ def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     assert machine["folders"].keys() == {"models", "chats", "logs", "aliases"}
     demo = next(check for check in report["checks"] if check["name"] == "demo")
     assert demo["ok"]
-    assert "wrote 16 tokens" in demo["says"]
+    assert "generated 16 tokens" in demo["finding"]
 
 
 def test_mlx_is_told_with_its_versions_and_its_device() -> None:
@@ -54,7 +54,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "metal",
             MlxInfo("0.32", "0.32", "GPU (M4)", True, False, 8_000_000_000),
             True,
-            "GPU .M4., .* 7.5 GiB in place",
+            "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
         ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
@@ -65,7 +65,7 @@ def test_what_is_said_of_mlx(accelerator: str, mlx: MlxInfo, ok: bool, says: str
     machine = replace(inspect_machine(), accelerator=accelerator, mlx=mlx)
     (check,) = [check for check in _libraries(machine) if check.name == "mlx"]
     assert (check.ok, check.next_step) == (ok, next_step)
-    assert re.search(says, check.says)
+    assert re.search(says, check.finding)
 
 
 def test_each_check_is_a_line(run: Run) -> None:

@@ -74,7 +74,7 @@ def test_the_prompt_may_come_from_stdin(run: Run, args: list[str]) -> None:
 
 def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "is_terminal", lambda stream: True)
-    assert one_line_error(run("generate"), 2).startswith("there is no prompt; give one")
+    assert one_line_error(run("generate"), 2).startswith("no prompt was given")
 
 
 def test_an_unquoted_prompt_says_so(run: Run) -> None:
@@ -82,7 +82,7 @@ def test_an_unquoted_prompt_says_so(run: Run) -> None:
 
 
 def test_stdin_that_is_no_text(run: Run) -> None:
-    assert "not UTF-8 text: byte 3" in one_line_error(run("generate", "-", input=b"ab\xff"), 2)
+    assert "not valid UTF-8 at byte 3" in one_line_error(run("generate", "-", input=b"ab\xff"), 2)
 
 
 def test_unicode_goes_in_and_out(run: Run) -> None:

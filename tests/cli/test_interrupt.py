@@ -150,7 +150,7 @@ def test_the_work_runs_away_from_the_main_thread_and_its_errors_come_back() -> N
 def test_the_stop_is_asked_for_while_the_work_is_stuck() -> None:
     def work(stop: Stop) -> bool:
         asked = threading.Event()
-        stop.then(asked.set)
+        stop.on_request(asked.set)
         os.kill(os.getpid(), signal.SIGINT)
         return asked.wait(5)
 
@@ -160,6 +160,6 @@ def test_the_stop_is_asked_for_while_the_work_is_stuck() -> None:
 def test_a_stop_that_came_before_there_was_anything_to_do_is_not_lost() -> None:
     stop, done = Stop(), []
     stop.request()
-    stop.then(lambda: done.append(1))
+    stop.on_request(lambda: done.append(1))
     assert stop.requested
     assert done == [1]

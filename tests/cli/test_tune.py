@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import edgespec
 from edgespec.backends.tabular import TabularModel
-from edgespec.bench.tuning import DrafterFound, _found, _verdict, break_even, tune
+from edgespec.bench.tuning import DrafterResult, _drafter_result, _verdict, break_even, tune
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.stats import Stats
 from edgespec.errors import CancelledError
@@ -34,26 +34,26 @@ def test_at_break_even_a_pass_gives_what_it_costs(v: float, width: int) -> None:
         assert sum(agreement**i for i in range(width)) == pytest.approx(v, rel=1e-6)
 
 
-def found(name: str, expected: float, drafted: int = 50) -> DrafterFound:
-    return DrafterFound(name, 1.0, 0.8, 0.1, 3, expected, drafted)
+def found(name: str, expected: float, drafted: int = 50) -> DrafterResult:
+    return DrafterResult(name, 1.0, 0.8, 0.1, 3, expected, drafted)
 
 
 @pytest.mark.parametrize(
     ("limit", "drafters", "says"),
     [
-        (1.02, [found("model", 1.0)], "speculation cannot pay here"),
-        (3.0, [found("model", 0.9), found("suffix", 1.04)], "no drafter at hand pays here"),
+        (1.02, [found("model", 1.0)], "Speculation cannot help on this machine"),
+        (3.0, [found("model", 0.9), found("suffix", 1.04)], "No available method is faster"),
         (
             3.0,
             [found("model", 0.9), found("suffix", 1.5)],
-            "suffix pays here: --method suffix --draft-length 3",
+            "Use --method suffix --draft-length 3",
         ),
-        (3.0, [found("model", 1.0), found("suffix", 9.0, drafted=0)], "no drafter at hand pays here"),
-        (3.0, [found("suffix", 9.0, drafted=0)], "nothing was drafted"),
-        (3.0, [], "no drafter at hand pays here"),
+        (3.0, [found("model", 1.0), found("suffix", 9.0, drafted=0)], "No available method is faster"),
+        (3.0, [found("suffix", 9.0, drafted=0)], "Nothing was drafted"),
+        (3.0, [], "No available method is faster"),
     ],
 )
-def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterFound], says: str) -> None:
+def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterResult], says: str) -> None:
     assert _verdict(limit, drafters).startswith(says)
 
 
@@ -75,7 +75,7 @@ def reply(drafted: list[int], accepted: list[int], passes: int) -> Reply:
 def test_a_tree_is_reckoned_as_a_chain_that_is_right_as_often(children: int) -> None:
     flat = CostCurve((1, 2, 1000), (0.1, 0.1, 0.1))
     tried = [reply([10 * children, 10 * children, 10 * children, 10 * children], [8, 4, 2, 1], 10)]
-    told = _found("model", tried, [reply([], [], 10)], flat)
+    told = _drafter_result("model", tried, [reply([], [], 10)], flat)
     assert told.acceptance == pytest.approx(15 / 24)
     assert told.expected == pytest.approx(1 / (1 - 15 / 24), rel=0.01)
 
@@ -84,7 +84,8 @@ def test_a_broader_tree_pays_for_its_width() -> None:
     steep = CostCurve((1, 2, 3), (0.1, 0.12, 0.14))
     plain = [reply([], [], 10)]
     chain, tree = (
-        _found("model", [reply([10 * n] * 4, [8, 4, 2, 1], 10)], plain, steep).expected for n in (1, 3)
+        _drafter_result("model", [reply([10 * n] * 4, [8, 4, 2, 1], 10)], plain, steep).expected
+        for n in (1, 3)
     )
     assert chain > tree > 0.0
 
@@ -103,7 +104,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     )
     with Runtime(target, None, DrafterSet(target, None, why_no_draft="none")) as runtime:
         told = tune(runtime, read_prompts()[:1], max_tokens=4)
-    assert told.verdict == "speculation cannot be used here: its memory cannot be cut back"
+    assert told.verdict == "Speculation cannot be used with this model: its memory cannot be cut back."
     assert [each.width for each in told.passes] == [1]
 
 
@@ -156,11 +157,11 @@ def test_on_the_command_line(run: Run) -> None:
     args = ["tune", "--draft", "none", "--threads", "1", "--context", "256", "-n", "8"]
     told = run(*args)
     assert told.exit_code == 0, told.output
-    assert told.stdout.startswith("target demo, draft none, plain step ")
+    assert told.stdout.startswith("target demo, draft none, ")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
-    assert told.stdout.splitlines()[-1].split(" ")[0] in ("speculation", "no", "nothing", "suffix", "ngram")
+    assert told.stdout.splitlines()[-1].split(" ")[0] in ("Speculation", "No", "Nothing", "Use")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0
-    assert "auto, which chooses round by round: " in told.stdout
+    assert "The automatic mode reached " in told.stdout

@@ -7,32 +7,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.corpus.novelty import Seen
-from edgespec.drafters.token_buffer import Tokens
+from edgespec.corpus.novelty import NoveltyFilter
+from edgespec.drafters.token_buffer import TokenArray
 
 
-def words(seed: int, count: int) -> Tokens:
+def words(seed: int, count: int) -> TokenArray:
     """Random tokens of a large vocabulary: no two stretches are alike."""
     return np.random.default_rng(seed).integers(0, 1 << 30, count).astype(np.int32)
 
 
-def joined(*parts: Tokens) -> Tokens:
+def joined(*parts: TokenArray) -> TokenArray:
     return np.concatenate(parts)
 
 
-def new(seen: Seen, text: Tokens) -> list[list[int]]:
+def new(seen: NoveltyFilter, text: TokenArray) -> list[list[int]]:
     return [stretch.tolist() for stretch in seen.new(text)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 33, 200])
 def test_at_first_everything_is_new(count: int) -> None:
-    assert new(Seen(), words(1, count)) == [words(1, count).tolist()]
+    assert new(NoveltyFilter(), words(1, count)) == [words(1, count).tolist()]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6))
 def test_of_a_chat_that_goes_on_only_what_was_added_is_new(sizes: list[int]) -> None:
-    seen = Seen()
+    seen = NoveltyFilter()
     chat = words(0, 0)
     for turn, size in enumerate(sizes):
         added = words(turn + 1, size)
@@ -43,7 +43,7 @@ def test_of_a_chat_that_goes_on_only_what_was_added_is_new(sizes: list[int]) -> 
 
 
 def test_a_system_prompt_of_another_chat_is_known() -> None:
-    seen = Seen()
+    seen = NoveltyFilter()
     system, first, second = words(1, 150), words(2, 40), words(3, 40)
     seen.add(joined(system, first))
     (stretch,) = new(seen, joined(system, second))
@@ -52,14 +52,14 @@ def test_a_system_prompt_of_another_chat_is_known() -> None:
 
 
 def test_where_something_was_taken_out_nothing_much_is_new() -> None:
-    seen = Seen()
+    seen = NoveltyFilter()
     known = words(1, 400)
     seen.add(known)
     assert sum(map(len, new(seen, joined(known[:203], known[245:])))) < 16
 
 
 def test_what_was_put_between_is_new() -> None:
-    seen = Seen()
+    seen = NoveltyFilter()
     known = words(1, 400)
     seen.add(known)
     between = words(2, 100)
@@ -71,7 +71,7 @@ def test_what_was_put_between_is_new() -> None:
 
 
 def test_equal_tokens_in_another_order_are_new() -> None:
-    seen = Seen()
+    seen = NoveltyFilter()
     text = words(1, 200)
     seen.add(text)
     assert new(seen, text[::-1]) == [text[::-1].tolist()]
@@ -80,7 +80,7 @@ def test_equal_tokens_in_another_order_are_new() -> None:
 
 
 def test_its_memory_is_bounded_and_the_latest_stays_known() -> None:
-    seen = Seen(most_tokens=800)
+    seen = NoveltyFilter(most_tokens=800)
     for seed in range(30):
         text = words(seed, 300)
         seen.add(text)

@@ -17,14 +17,14 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.corpus import ReplyStore, forget_replies, saved_replies
+from edgespec.corpus import SavedReplies, delete_saved_replies, saved_replies
 
 MARK, OTHER = "ab" * 32, "cd" * 32
 SIZE = 100
 
 
-def store(folder: Path, mark: str = MARK, most_tokens: int = 1000, size: int = SIZE) -> ReplyStore:
-    return ReplyStore(mark, size, folder, most_tokens)
+def store(folder: Path, mark: str = MARK, most_tokens: int = 1000, size: int = SIZE) -> SavedReplies:
+    return SavedReplies(mark, size, folder, most_tokens)
 
 
 def kept(folder: Path, **options: Any) -> list[list[int]]:
@@ -117,7 +117,7 @@ class TestPrompts:
         running = store(folder)
         chat = words(1, size)
         running.add([1], chat)
-        forget_replies(folder)
+        delete_saved_replies(folder)
         chat += [1, *words(2, size)]
         assert running.add([2], chat) == []
         chat += [2, *words(3, size)]
@@ -332,8 +332,8 @@ def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.M
 
 def test_two_processes_at_once(folder: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from edgespec.corpus import ReplyStore\n"
-        "store = ReplyStore('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
+        "import sys; from pathlib import Path; from edgespec.corpus import SavedReplies\n"
+        "store = SavedReplies('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
         "for number in range(30): store.add([int(sys.argv[2]), number])\n"
         "assert not store.notice"
     )
@@ -347,17 +347,17 @@ def test_two_processes_at_once(folder: Path) -> None:
 def test_forgetting_forgets_everything(folder: Path) -> None:
     fill(folder)
     store(folder, OTHER).add([9])
-    forget_replies(folder)
+    delete_saved_replies(folder)
     assert kept(folder) == []
     assert {path.suffix for path in folder.iterdir()} == {".lock", ""}
     assert (folder / "forgotten").read_bytes() == b""
-    forget_replies(folder / "nowhere")
+    delete_saved_replies(folder / "nowhere")
 
 
 def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
     running, other = store(folder), store(folder, OTHER)
     fill(folder)
-    forget_replies(folder)
+    delete_saved_replies(folder)
     running.add([1, 2])
     other.add([3])
     assert kept(folder) == []
@@ -372,7 +372,7 @@ def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: py
     running = store(folder)
     with FileLock(f"{path}.lock"):
         running.add([1, 2])
-    forget_replies(folder)
+    delete_saved_replies(folder)
     running.add([3])
     running.add([4])
     assert kept(folder) == [[4]]
@@ -380,9 +380,9 @@ def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: py
 
 def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "mine"))
-    ReplyStore(MARK, SIZE).add([1])
+    SavedReplies(MARK, SIZE).add([1])
     assert list((tmp_path / "mine" / "replies").glob("*.replies"))
-    forget_replies()
+    delete_saved_replies()
     assert not list((tmp_path / "mine" / "replies").glob("*.replies"))
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from edgespec.backends.tabular import LetterVocabulary
-from edgespec.corpus import Corpus, fingerprint, read_corpus, suffix_drafter
+from edgespec.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, OptionError
 
 
@@ -41,19 +41,19 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-Read = Callable[..., Corpus]
+Read = Callable[..., UserFiles]
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    def reading(path: Path, vocabulary: LetterVocabulary | None = None, **options: object) -> Corpus:
+    def reading(path: Path, vocabulary: LetterVocabulary | None = None, **options: object) -> UserFiles:
         used = vocabulary or LetterVocabulary(26)
-        return read_corpus(path, used, fingerprint(used), cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
+        return read_user_files(path, used, vocabulary_fingerprint(used), cache=tmp_path / "cache", **options)  # type: ignore[arg-type]
 
     return reading
 
 
-def words(corpus: Corpus) -> list[str]:
+def words(corpus: UserFiles) -> list[str]:
     return ["".join(chr(ord("a") + token) for token in text.tolist()) for text in corpus.texts]
 
 
@@ -166,7 +166,7 @@ def test_the_cache_is_for_its_owner_only(folder: Path, read: Read, tmp_path: Pat
 def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
     vocabulary = LetterVocabulary(26)
     nowhere = folder / "b.txt" / "cache"
-    assert words(read_corpus(folder, vocabulary, fingerprint(vocabulary), cache=nowhere)) == [
+    assert words(read_user_files(folder, vocabulary, vocabulary_fingerprint(vocabulary), cache=nowhere)) == [
         "bbb",
         "aa",
         "c",
@@ -193,7 +193,7 @@ def test_a_pipe_is_not_waited_for(folder: Path, read: Read) -> None:
 
 def test_an_empty_folder_says_so(tmp_path: Path, read: Read) -> None:
     (tmp_path / "empty").mkdir()
-    assert read(tmp_path / "empty") == Corpus((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
+    assert read(tmp_path / "empty") == UserFiles((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
 
 
 def test_reading_can_be_cancelled_and_is_followed(folder: Path, read: Read) -> None:
@@ -215,9 +215,9 @@ def test_reading_can_be_cancelled_and_is_followed(folder: Path, read: Read) -> N
 
 
 def test_vocabularies_have_their_own_fingerprints() -> None:
-    marks = {fingerprint(LetterVocabulary(size)) for size in (5, 6, 26)}
+    marks = {vocabulary_fingerprint(LetterVocabulary(size)) for size in (5, 6, 26)}
     assert len(marks) == 3
-    assert fingerprint(LetterVocabulary(5)) == fingerprint(LetterVocabulary(5))
+    assert vocabulary_fingerprint(LetterVocabulary(5)) == vocabulary_fingerprint(LetterVocabulary(5))
 
 
 def guessed(drafter: SuffixDrafter) -> tuple[int, ...]:

@@ -92,7 +92,7 @@ class TestMeasuring:
         assert np.array_equal(rows(model), before)
 
     def test_no_wider_than_the_context_has_room(self, model: LanguageModel) -> None:
-        model.prefill([1] * (model.room - 5))
+        model.prefill([1] * (model.free_tokens - 5))
         assert measure(model, repeats=1).widths == (1, 2, 3, 4, 5)
 
     def test_an_interrupt_leaves_the_memory_as_it_was(self, model: LanguageModel) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Rule, SuffixAutomaton, TextIndex
-from edgespec.drafters.token_buffer import LONGEST, SEPARATOR
+from edgespec.drafters.suffix import SuffixArray, SuffixAutomaton, SuffixConfig
+from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS, SEPARATOR
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]
@@ -17,7 +17,7 @@ Paths = dict[tuple[int, ...], float]
 letters = st.integers(0, 2)
 texts = st.lists(letters, min_size=1, max_size=60)
 rules = st.builds(
-    Rule,
+    SuffixConfig,
     factor=st.sampled_from([0.5, 1.0, 2.0]),
     offset=st.sampled_from([0.0, 1.0]),
     min_probability=st.sampled_from([0.1, 0.3]),
@@ -36,8 +36,8 @@ def growing(text: Sequence[int]) -> SuffixAutomaton:
     return grown
 
 
-def index_of(*documents: Text) -> TextIndex:
-    return TextIndex(np.array(document, np.int32) for document in documents)
+def index_of(*documents: Text) -> SuffixArray:
+    return SuffixArray(np.array(document, np.int32) for document in documents)
 
 
 def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
@@ -73,10 +73,10 @@ def probabilities(following: Sequence[Text], depth: int) -> Paths:
     return paths
 
 
-def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: Rule) -> float:
+def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: SuffixConfig) -> float:
     """The highest score any match length earns."""
     best = 0.0
-    for length in range(1, min(len(recent), LONGEST) + 1):
+    for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = places(documents, recent, length)
         wanted = rule.nodes(length)
         probs = probabilities(following, min(depth, wanted))
@@ -89,7 +89,7 @@ def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: Rule
 
 def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[Text]]:
     found: dict[int, list[Text]] = {}
-    for length in range(1, min(len(recent), LONGEST) + 1):
+    for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = sorted(places(documents, recent, length))
         if following:
             # Of lengths with the same occurrences the longest stands for all.

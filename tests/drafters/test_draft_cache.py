@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.drafters.draft_cache import DraftMemory
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.engine.tree import TokenTree
 from tests.backends.tiny_models import write_llama
 from tests.tables import VOCAB, table
@@ -35,7 +35,7 @@ def text_of(model: LanguageModel, length: int) -> list[int]:
     return [int(token) for token in random.integers(3, model.facts.vocab_size, length)]
 
 
-def guess(memory: DraftMemory) -> NDArray[np.float32]:
+def guess(memory: DraftCache) -> NDArray[np.float32]:
     """The logits after the last token, of which nothing stays."""
     model = memory.model
     held = model.length
@@ -49,7 +49,7 @@ def guess(memory: DraftMemory) -> NDArray[np.float32]:
 def fresh(model: LanguageModel, shown: list[int]) -> NDArray[np.float32]:
     """The same, after a prefill of what is shown alone."""
     model.truncate(0)
-    memory = DraftMemory(model)
+    memory = DraftCache(model)
     memory.begin(shown)
     memory.read()
     return guess(memory)
@@ -59,7 +59,7 @@ class TestWithARealModel:
     def test_of_too_long_a_text_it_sees_the_first_tokens_and_the_end(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftMemory(model)
+        memory = DraftCache(model)
         memory.begin(text)
         assert (memory.unread, memory.unread_whole) == (88, 88)
         memory.read(20)
@@ -73,7 +73,7 @@ class TestWithARealModel:
     def test_catching_up_reads_no_more_than_what_is_new(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftMemory(model)
+        memory = DraftCache(model)
         memory.begin(text)
         memory.read(20)
         shown, held = list(memory.shown), model.length
@@ -86,7 +86,7 @@ class TestWithARealModel:
     def test_once_all_was_read_it_guesses_as_after_a_fresh_prefill(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftMemory(model)
+        memory = DraftCache(model)
         memory.begin(text)
         memory.read(20)
         memory.extend((5, 6, 7))
@@ -101,7 +101,7 @@ class TestWithARealModel:
     def test_the_next_turn_keeps_what_both_texts_begin_with(self, model: LanguageModel) -> None:
         text = text_of(model, 60)
         model.truncate(0)
-        memory = DraftMemory(model)
+        memory = DraftCache(model)
         memory.begin(text)
         memory.read()
         memory.begin([*text[:40], *text_of(model, 12)])
@@ -126,7 +126,7 @@ def test_what_is_shown_is_the_text_or_its_first_tokens_and_its_end(
 ) -> None:
     """Acts: tokens that come, reading of at most so many tokens, reading of all."""
     model, whole = table(1), list(text)
-    memory = DraftMemory(model)
+    memory = DraftCache(model)
     memory.begin(text)
     for act in acts:
         if isinstance(act, list):

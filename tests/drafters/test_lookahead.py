@@ -18,8 +18,8 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.lookahead_window import LookaheadWindow
 from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.tables import END, PROMPT, VOCAB, runtime, table, with_drafter

@@ -22,9 +22,9 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.lookahead_window import LookaheadWindow
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from tests.engine.exact import (
     AllChances,

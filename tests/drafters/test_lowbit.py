@@ -105,7 +105,7 @@ def test_borrowed_memory_guesses_as_well_as_its_own(target: LanguageModel, low_b
 
 def test_what_it_keeps_beside_the_target(target: LanguageModel, low_bit_copy: Path) -> None:
     drafter, windowed = (low_bit(target, low_bit_copy, how) for how in ("chain", "window 64"))
-    assert drafter.extra.weight_bytes == windowed.extra.weight_bytes < target.facts.weight_bytes
-    assert drafter.extra.cache_bytes == target.facts.kv_bytes == 3 * windowed.extra.cache_bytes
+    assert drafter.memory_use.weight_bytes == windowed.memory_use.weight_bytes < target.facts.weight_bytes
+    assert drafter.memory_use.cache_bytes == target.facts.kv_bytes == 3 * windowed.memory_use.cache_bytes
     drafter.close()
     windowed.close()

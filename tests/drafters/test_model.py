@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
 from tests.tables import END, VOCAB, near, runtime, table

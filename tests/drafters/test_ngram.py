@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.token_buffer import GrowingText
+from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 
 
 def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shortest: int = 2) -> list[int]:
@@ -70,7 +70,7 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
 def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
-    grown = GrowingText(most)
+    grown = TokenBuffer(most)
     grown.restart(start)
     everything = list(start)
     for emitted in rounds:
@@ -107,4 +107,4 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
     assert drafter.note() == "ngram costs 12 µs a token"
-    assert 0 < drafter.extra.other_bytes < 2_000_000
+    assert 0 < drafter.memory_use.other_bytes < 2_000_000

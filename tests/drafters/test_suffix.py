@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Rule
-from edgespec.drafters.suffix.scoring import Guess, combined, grow
-from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
-from edgespec.drafters.token_buffer import LONGEST
+from edgespec.drafters.suffix import SuffixConfig
+from edgespec.drafters.suffix.scoring import ScoredDraft, combined, grow
+from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
+from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS
 from tests.drafters.searching import (
     Paths,
     Text,
@@ -27,20 +27,22 @@ from tests.drafters.searching import (
 )
 
 
-def chat_of(text: Sequence[int], rule: Rule, is_end: Callable[[int], bool] = never) -> Chat:
-    chat = Chat(rule, is_end)
+def chat_of(text: Sequence[int], rule: SuffixConfig, is_end: Callable[[int], bool] = never) -> ChatSource:
+    chat = ChatSource(rule, is_end)
     chat.automaton.hold(text)
     return chat
 
 
-def guess_of(text: Sequence[int], depth: int, rule: Rule, is_end: Callable[[int], bool] = never) -> Guess:
+def guess_of(
+    text: Sequence[int], depth: int, rule: SuffixConfig, is_end: Callable[[int], bool] = never
+) -> ScoredDraft:
     """What is guessed from this chat alone."""
     chat = chat_of(text, rule, is_end)
     return chat.guess(chat, text[-1], depth)
 
 
-def others_of(documents: Sequence[Text], text: Text, rule: Rule) -> OtherChats:
-    others = OtherChats(rule, never)
+def others_of(documents: Sequence[Text], text: Text, rule: SuffixConfig) -> OtherChatsSource:
+    others = OtherChatsSource(rule, never)
     for document in documents:
         others.add(document)
     others.begin(text[:1])
@@ -48,22 +50,22 @@ def others_of(documents: Sequence[Text], text: Text, rule: Rule) -> OtherChats:
     return others
 
 
-def paths_of(guess: Guess) -> Paths:
+def paths_of(guess: ScoredDraft) -> Paths:
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(guess.tokens)):
         paths[node] = (*paths[guess.parents[node]], guess.tokens[node])
     return {paths[node]: guess.probs[node] for node in range(1, len(guess.tokens))}
 
 
-def by_definition(text: Text, depth: int, rule: Rule) -> Guess:
+def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
     """The same from nothing but the text: every match length, and every path below it, counted anew."""
 
     def following(pattern: tuple[int, ...]) -> tuple[int, list[tuple[int, int, int, tuple[int, ...]]]]:
         branches = [(*found, (*pattern, found[2])) for found in what_follows(text, pattern)]
         return sum(branch[0] for branch in branches), branches
 
-    best = Guess([text[-1]], [-1], [1.0])
-    for length in range(min(len(text), LONGEST), 0, -1):
+    best = ScoredDraft([text[-1]], [-1], [1.0])
+    for length in range(min(len(text), MAX_MATCH_TOKENS), 0, -1):
         pattern = tuple(text[-length:])
         if following(pattern)[0]:
             guess = grow(following, pattern, text[-1], depth, rule.nodes(length), rule, never)
@@ -76,7 +78,7 @@ class TestTrees:
 
     @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
-    def test_every_probability_is_a_count(self, text: Text, rule: Rule, depth: int) -> None:
+    def test_every_probability_is_a_count(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         chat = growing(text)
         for length, state in chat.matches(*chat.repeated()):
             nodes = rule.nodes(length)
@@ -91,16 +93,18 @@ class TestTrees:
 
     @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
-    def test_no_match_length_scores_higher(self, text: Text, rule: Rule, depth: int) -> None:
+    def test_no_match_length_scores_higher(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         guess = guess_of(text, depth, rule)
         if rule.can_branch:
             assert guess.score == pytest.approx(by_searching([text], text, depth, rule))
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
-    def test_nor_in_other_texts(self, documents: list[Text], text: Text, rule: Rule, depth: int) -> None:
+    def test_nor_in_other_texts(
+        self, documents: list[Text], text: Text, rule: SuffixConfig, depth: int
+    ) -> None:
         chat = chat_of(text, rule)
-        for source in (Indexed(index_of(*documents), rule, never), others_of(documents, text, rule)):
+        for source in (IndexedSource(index_of(*documents), rule, never), others_of(documents, text, rule)):
             for _ in range(2):
                 guess = source.guess(chat, text[-1], depth)
                 if rule.can_branch:
@@ -108,44 +112,44 @@ class TestTrees:
 
     @settings(max_examples=150, deadline=None)
     @given(texts, rules, st.integers(1, 8))
-    def test_the_tree_is_the_one_of_the_definition(self, text: Text, rule: Rule, depth: int) -> None:
+    def test_the_tree_is_the_one_of_the_definition(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
 
     def test_nothing_is_guessed_after_an_end(self) -> None:
-        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, Rule(factor=4), lambda token: token == 9)
+        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, SuffixConfig(factor=4), lambda token: token == 9)
         assert guess.tokens == [2, 9]
 
     def test_of_equal_scores_the_longest_match_wins(self) -> None:
         # After 1 2 came 7, after 2 alone 7 or 8: with one token to guess, both matches are tried.
-        guess = guess_of([1, 2, 7, 2, 8, 1, 2], 1, Rule())
+        guess = guess_of([1, 2, 7, 2, 8, 1, 2], 1, SuffixConfig())
         assert paths_of(guess) == {(7,): 1.0}
 
     def test_of_equal_uncertain_scores_too(self) -> None:
         # After 1 2 came 7 or 8, after any 2 mostly 9: half of the time each.
-        guess = guess_of([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2], 1, Rule(can_branch=False))
+        guess = guess_of([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2], 1, SuffixConfig(can_branch=False))
         assert paths_of(guess) == {(8,): 0.5}
 
     def test_a_path_just_probable_enough_is_followed(self) -> None:
         for least, followed in ((0.5, {(8,): 0.5, (7,): 0.5}), (0.51, {})):
-            rule = Rule(factor=2, min_probability=least)
+            rule = SuffixConfig(factor=2, min_probability=least)
             assert paths_of(guess_of([2, 7, 2, 8, 2], 1, rule)) == followed
 
     def test_the_draft_grows_with_the_match(self) -> None:
         text = list(range(30))
         for length in range(1, 12):
-            guess = guess_of([*text, 99, *text[:length]], 16, Rule())
+            guess = guess_of([*text, 99, *text[:length]], 16, SuffixConfig())
             assert guess.tokens == text[length - 1 : 2 * length]
 
     @pytest.mark.parametrize("period", [1, 2, 3])
     def test_a_loop_is_followed(self, period: int) -> None:
-        guess = guess_of([7, *(list(range(period)) * 400)], 9, Rule())
+        guess = guess_of([7, *(list(range(period)) * 400)], 9, SuffixConfig())
         assert guess.tokens[1:] == [i % period for i in range(9)]
 
 
 class TestCombining:
     """The best-scoring source first; others fill what it leaves open."""
 
-    def guess(self, paths: Paths) -> Guess:
+    def guess(self, paths: Paths) -> ScoredDraft:
         nodes: dict[tuple[int, ...], int] = {(): 0}
         tokens, parents, probs = [9], [-1], [1.0]
         for path, prob in sorted(paths.items(), key=lambda item: len(item[0])):
@@ -153,35 +157,39 @@ class TestCombining:
             tokens.append(path[-1])
             parents.append(nodes[path[:-1]])
             probs.append(prob)
-        return Guess(tokens, parents, probs)
+        return ScoredDraft(tokens, parents, probs)
 
     def test_a_certain_guess_is_not_widened(self) -> None:
         sure = self.guess({(1,): 1.0, (1, 2): 1.0})
-        assert paths_of(combined([self.guess({(3,): 0.9}), sure], Rule())) == paths_of(sure)
+        assert paths_of(combined([self.guess({(3,): 0.9}), sure], SuffixConfig())) == paths_of(sure)
 
     def test_what_is_open_is_shared(self) -> None:
         first = self.guess({(1,): 0.6, (1, 2): 0.6})
         other = self.guess({(3,): 0.5, (3, 4): 0.5})
-        assert paths_of(combined([other, first], Rule())) == pytest.approx(
+        assert paths_of(combined([other, first], SuffixConfig())) == pytest.approx(
             {(1,): 0.6, (1, 2): 0.6, (3,): 0.2, (3, 4): 0.2}
         )
 
     def test_a_longer_path_of_another_goes_on(self) -> None:
         first = self.guess({(1,): 0.8, (2,): 0.2})
         other = self.guess({(1,): 0.45, (1, 5): 0.45})
-        assert paths_of(combined([first, other], Rule()))[1, 5] == pytest.approx(0.8)
+        assert paths_of(combined([first, other], SuffixConfig()))[1, 5] == pytest.approx(0.8)
 
     def test_chains_stay_chains(self) -> None:
         first, other = self.guess({(1,): 0.6}), self.guess({(3,): 0.5})
-        assert paths_of(combined([first, other], Rule(can_branch=False))) == {(1,): 0.6}
+        assert paths_of(combined([first, other], SuffixConfig(can_branch=False))) == {(1,): 0.6}
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
     def test_the_merged_tree_is_one_of_paths_that_occurred(
-        self, some: list[Text], more: list[Text], text: Text, rule: Rule, depth: int
+        self, some: list[Text], more: list[Text], text: Text, rule: SuffixConfig, depth: int
     ) -> None:
         chat = chat_of(text, rule)
-        sources: list[Source] = [chat, others_of(some, text, rule), Indexed(index_of(*more), rule, never)]
+        sources: list[DraftSource] = [
+            chat,
+            others_of(some, text, rule),
+            IndexedSource(index_of(*more), rule, never),
+        ]
         guesses = [source.guess(chat, text[-1], depth) for source in sources]
         merged = combined(guesses, rule)
         paths = paths_of(merged)

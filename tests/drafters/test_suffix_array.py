@@ -8,15 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import TextIndex
-from edgespec.drafters.suffix.suffix_array import SAMPLE, Range
-from edgespec.drafters.token_buffer import DEEPEST, SEPARATOR
+from edgespec.drafters.suffix import SuffixArray
+from edgespec.drafters.suffix.suffix_array import MAX_SAMPLED_OCCURRENCES, SuffixRange
+from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, SEPARATOR
 from tests.drafters.searching import Text, expected_matches, index_of, places, texts
 
 
-def following(index: TextIndex, where: Range) -> list[Text]:
+def following(index: SuffixArray, where: SuffixRange) -> list[Text]:
     """What is read after each place of a range, up to the end of its text."""
-    rows = index.rows(where, DEEPEST)
+    rows = index.rows(where, MAX_CONTINUATION_TOKENS)
     return [[*row, SEPARATOR][: [*row, SEPARATOR].index(SEPARATOR)] for row in rows]
 
 
@@ -29,13 +29,13 @@ def test_every_match_length_with_its_places(documents: list[Text], text: Text) -
         matches = list(index.matches(text))
         assert [length for length, _ in matches] == sorted(expected, reverse=True)
         for length, where in matches:
-            there = sorted(after[:DEEPEST] for after in expected[length])
+            there = sorted(after[:MAX_CONTINUATION_TOKENS] for after in expected[length])
             assert where[1] - where[0] == len(there)
             found = following(index, where)
-            if len(there) <= SAMPLE:
+            if len(there) <= MAX_SAMPLED_OCCURRENCES:
                 assert sorted(found) == there
             else:
-                assert SAMPLE // 2 <= len(found) <= SAMPLE
+                assert MAX_SAMPLED_OCCURRENCES // 2 <= len(found) <= MAX_SAMPLED_OCCURRENCES
                 assert all(after in there for after in found)
 
 
@@ -68,9 +68,9 @@ def test_long_phrases_that_occur_everywhere() -> None:
     assert max(distinct) == 23
     for length, where in matches.items():
         assert where[1] - where[0] == counts[length]
-        possible = Counter(tuple(after[:DEEPEST]) for after in places([text], recent, length))
+        possible = Counter(tuple(after[:MAX_CONTINUATION_TOKENS]) for after in places([text], recent, length))
         found = Counter(map(tuple, following(index, where)))
-        assert min(counts[length], SAMPLE // 2) <= found.total() <= SAMPLE
+        assert min(counts[length], MAX_SAMPLED_OCCURRENCES // 2) <= found.total() <= MAX_SAMPLED_OCCURRENCES
         assert found <= possible
 
 

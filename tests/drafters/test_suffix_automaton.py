@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Follower, SuffixAutomaton
-from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR
+from edgespec.drafters.suffix import SuffixAutomaton, SuffixMatcher
+from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts, what_follows
 
 
@@ -30,7 +30,7 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
     text = automaton.text.tolist()
     found = dict(automaton.matches(state, length))
     assert list(found) == sorted(found, reverse=True)
-    for size in range(1, min(len(recent), LONGEST) + 1):
+    for size in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         pattern = recent[len(recent) - size :]
         longer = [length for length in found if length >= size]
         expected = what_follows(text, pattern)
@@ -91,7 +91,7 @@ class TestItsOwnText:
         text = [9, *(list(range(period)) * (1200 // period))]
         automaton = growing(text)
         state, length = automaton.repeated()
-        assert length == LONGEST
+        assert length == MAX_MATCH_TOKENS
         matches = list(automaton.matches(state, length))
         assert [length for length, _ in matches] == sorted(expected_matches([text], text), reverse=True)
         for length, state in matches[:3] + matches[-3:]:
@@ -99,16 +99,16 @@ class TestItsOwnText:
 
     def test_deep_after_a_long_match_counts_are_still_exact(self) -> None:
         random = np.random.default_rng(3)
-        phrase = random.integers(0, 9, LONGEST + DEEPEST + 10).tolist()
+        phrase = random.integers(0, 9, MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS + 10).tolist()
         text: Text = []
         for cut in (100, 70, 60, 50, 74, 66):
             text += [*phrase[:cut], *random.integers(0, 9, 4).tolist()]
-        text += phrase[: LONGEST + 5]
+        text += phrase[: MAX_MATCH_TOKENS + 5]
         automaton = growing(text)
         state, length = automaton.repeated()
-        assert length == LONGEST
-        pattern = text[-LONGEST:]
-        for _ in range(DEEPEST - 1):
+        assert length == MAX_MATCH_TOKENS
+        pattern = text[-MAX_MATCH_TOKENS:]
+        for _ in range(MAX_CONTINUATION_TOKENS - 1):
             total, branches = automaton.following(state)
             expected = what_follows(text, pattern)
             assert [branch[:3] for branch in branches] == expected
@@ -145,22 +145,24 @@ class TestAnotherText:
         automaton = SuffixAutomaton()
         for document in documents:
             automaton.extend([*document, SEPARATOR])
-        follower = Follower(automaton)
+        follower = SuffixMatcher(automaton)
         follower.restart(start)
         text = list(start)
         for emitted in [[], *rounds]:
             follower.follow(emitted)
             text += emitted
-            assert follower.length <= LONGEST
+            assert follower.length <= MAX_MATCH_TOKENS
             check_matches(automaton, text, follower.state, follower.length)
-            followed = {length for length in range(1, LONGEST + 1) if places(documents, text, length)}
+            followed = {
+                length for length in range(1, MAX_MATCH_TOKENS + 1) if places(documents, text, length)
+            }
             assert followed <= set(range(1, follower.length + 1))
 
     def test_nothing_is_found_across_texts(self) -> None:
         automaton = SuffixAutomaton()
         for document in ([1, 2, 3], [4, 5, 6]):
             automaton.extend([*document, SEPARATOR])
-        follower = Follower(automaton)
+        follower = SuffixMatcher(automaton)
         follower.restart([2, 3, 4])
         assert follower.length == 1
         follower.follow([5])

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import Known, Rule, SuffixDrafter, TextIndex
+from edgespec.drafters.suffix import SuffixArray, SuffixConfig, SuffixCorpus, SuffixDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.drafters.searching import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter
@@ -54,7 +54,7 @@ class TestSeveralChats:
 
     def test_replies_help_other_chats_only_where_they_are_remembered(self) -> None:
         for replies, guessed in ((Kept(), (3, 4, 5)), (None, (3,))):
-            drafter = SuffixDrafter(partial(Known, None, replies))
+            drafter = SuffixDrafter(partial(SuffixCorpus, None, replies))
             drafter.begin([7, 8])
             drafter.commit((1, 2, 3, 4, 5))
             drafter.begin([9, 1, 2, 3])
@@ -62,7 +62,7 @@ class TestSeveralChats:
 
     def test_a_reply_is_kept_when_it_is_over(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
         drafter.begin([1, 2])
         drafter.commit((3,))
         drafter.commit((4, 5))
@@ -77,7 +77,7 @@ class TestSeveralChats:
 
     def test_a_prompt_helps_other_chats_like_a_reply(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: Known(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
         drafter.begin([1, 2, 3, 4, 5])
         drafter.commit((6,))
         drafter.begin([1, 2, 3, 4, 5, 6, 7])
@@ -88,7 +88,7 @@ class TestSeveralChats:
 
 
 def test_texts_given_beforehand_are_guessed_from() -> None:
-    drafter = SuffixDrafter(lambda: Known(index_of(list(range(10, 40)), list(range(50, 90)))))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(index_of(list(range(10, 40)), list(range(50, 90)))))
     drafter.begin([1, 2, 60, 61, 62, 63])
     assert tree(drafter, 8).tokens == (63, 64, 65, 66, 67)
     assert tree(drafter, 2).tokens == (63, 64, 65)
@@ -97,9 +97,9 @@ def test_texts_given_beforehand_are_guessed_from() -> None:
 def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
     asked: list[int] = []
 
-    def known() -> Known:
+    def known() -> SuffixCorpus:
         asked.append(1)
-        return Known(index_of([1, 2, 3, 4, 5]))
+        return SuffixCorpus(index_of([1, 2, 3, 4, 5]))
 
     drafter = SuffixDrafter(known)
     assert (asked, drafter.note()) == ([], "")
@@ -115,7 +115,7 @@ def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
 
 def test_what_is_wrong_with_remembering_is_told() -> None:
     kept = Kept()
-    drafter = SuffixDrafter(lambda: Known(replies=kept))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
     kept.notice = "replies are not remembered"
     assert drafter.note() == ""
     drafter.begin([1])
@@ -129,7 +129,7 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
 
 def test_what_it_costs_and_holds_is_told() -> None:
     index = index_of(list(range(1000)))
-    drafter = SuffixDrafter(lambda: Known(index))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(index))
     assert SuffixDrafter().cost.microseconds_per_token is None
     drafter.begin([1, 2, 3])
     tree(drafter, 4)
@@ -142,10 +142,10 @@ def test_what_it_costs_and_holds_is_told() -> None:
         "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
     )
     assert index.size_bytes < 9_000
-    assert 100 < drafter.extra.other_bytes - index.size_bytes < 2_000
+    assert 100 < drafter.memory_use.other_bytes - index.size_bytes < 2_000
 
 
-def half_known(seed: int) -> TextIndex:
+def half_known(seed: int) -> SuffixArray:
     """Random texts, some longer than a reply."""
     random = np.random.default_rng(seed)
     return index_of(*(random.integers(0, VOCAB, 200).tolist() for _ in range(5)))
@@ -167,8 +167,8 @@ def test_replies_are_those_of_plain_decoding(
     drafted = 0
     for seed in range(6):
         target = table(seed, spread=3.0, tree=branching)
-        known = partial(Known, half_known(seed), Kept())
-        drafter = SuffixDrafter(known, rule=Rule(**rule), is_end=target.vocabulary.is_end)
+        known = partial(SuffixCorpus, half_known(seed), Kept())
+        drafter = SuffixDrafter(known, rule=SuffixConfig(**rule), is_end=target.vocabulary.is_end)
         with with_drafter(target, drafter) as runtime:
             for prompt in ("abcab", "dddd", "a"):
                 options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 60}
@@ -193,12 +193,12 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
 def test_what_is_known_beforehand_is_asked_for_once_and_before_the_first_reply() -> None:
     asked: list[int] = []
 
-    def known() -> Known:
+    def known() -> SuffixCorpus:
         asked.append(1)
-        return Known()
+        return SuffixCorpus()
 
     drafter = SuffixDrafter(known)
-    drafter.warm()
+    drafter.warm_up()
     assert asked == [1]
     drafter.begin([1, 2, 3])
     assert asked == [1]

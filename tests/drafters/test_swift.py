@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.swift import MOST_IN_A_REST, MOST_TRIED, SwiftDrafter
-from edgespec.drafters.swift_search import BAYESIAN_EVERY, Layers, SkipSearch, speed_up
+from edgespec.drafters.swift_search import BAYESIAN_EVERY, Layers, SwiftSearch, speed_up
 from edgespec.errors import CapabilityError, OptionError
 from tests.tables import PROMPT, table, with_drafter
 
@@ -33,14 +33,14 @@ class Skippable(TabularModel):
     def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
         super().__init__(table(1)._table)
         self.facts = replace(
-            self.facts, capabilities=Capabilities(True, True, self_drafts=frozenset({"swift"}))
+            self.facts, capabilities=Capabilities(True, True, self_draft_methods=frozenset({"swift"}))
         )
         self.layer_count = LAYERS
         self.harm, self.base = harm, base
         self.asked: list[Layers] = []
         self.left = 0
 
-    def agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
+    def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         if not 0 < min(layers) <= max(layers) < LAYERS - 1:
             raise OptionError(f"{layers} cannot be skipped")
         assert list(tokens) == self._tokens[-len(tokens) :]
@@ -89,7 +89,7 @@ class TestTheSearch:
         """After as many sets as the paper tries before one, on a landscape of 24 layers."""
         random = np.random.default_rng(seed)
         harm = np.append(0.0, random.uniform(0.0, 0.12, 22))
-        search = SkipSearch(24, free_pass, seed)
+        search = SwiftSearch(24, free_pass, seed)
 
         def quality(layers: Layers) -> float:
             return max(0.0, 1.0 - float(harm[list(layers)].sum()))
@@ -104,7 +104,7 @@ class TestTheSearch:
     @settings(max_examples=100, deadline=None)
     @given(st.integers(3, 80), st.integers(0, 1000))
     def test_first_and_last_layer_stay_and_about_the_ratio_goes(self, count: int, seed: int) -> None:
-        search = SkipSearch(count, free_pass, seed)
+        search = SwiftSearch(count, free_pass, seed)
         for _ in range(30):
             layers = search.next()
             assert 0 < min(layers) <= max(layers) < count - 1
@@ -113,7 +113,7 @@ class TestTheSearch:
             search.count(layers, seed % 64, 64)
 
     def test_many_sets_are_bounded_and_the_best_stay(self) -> None:
-        search = SkipSearch(40, free_pass, 0)
+        search = SwiftSearch(40, free_pass, 0)
         search.count((1, 2, 3), 64, 64)
         for _ in range(600):
             search.count(search._drawn(), 20, 64)
@@ -130,21 +130,21 @@ class TestTheSearch:
             weighed.append(width)
             return 1.0 + 0.1 * width
 
-        search = SkipSearch(LAYERS, pass_cost, 0)
+        search = SwiftSearch(LAYERS, pass_cost, 0)
         for which, right in counted:
             weighed.clear()
             search.count((1, which + 2), right, 64)
             once = len(weighed)
             assert search.best == search.best
             assert len(weighed) == once <= 2 * 8
-        fresh = SkipSearch(LAYERS, pass_cost, 0)
+        fresh = SwiftSearch(LAYERS, pass_cost, 0)
         fresh.take_over(search.to_keep())
         assert fresh.best == search.best
 
     def test_a_round_ranks_nothing_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
-        def best(search: SkipSearch, look: Any = SkipSearch.best.fget) -> Any:  # type: ignore[attr-defined]
+        def best(search: SwiftSearch, look: Any = SwiftSearch.best.fget) -> Any:  # type: ignore[attr-defined]
             asked.append(search)
             return look(search)
 
@@ -152,7 +152,7 @@ class TestTheSearch:
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 2)
             monkeypatch.setattr(SwiftDrafter, "run_idle_work", lambda drafter, should_continue: None)
-            monkeypatch.setattr(SkipSearch, "best", property(best))
+            monkeypatch.setattr(SwiftSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
         assert len(asked) <= 2, "when the reply began, and for the note on it"
@@ -245,10 +245,10 @@ class TestKeeping:
             assert runtime._session.report("swift").note.endswith("· the disk is full")
 
     def test_what_belongs_to_another_model_is_left_out(self) -> None:
-        search = SkipSearch(LAYERS, free_pass, 0)
+        search = SwiftSearch(LAYERS, free_pass, 0)
         search.count((1, 2), 60, 64)
         kept = search.to_keep()
-        other = SkipSearch(LAYERS + 1, free_pass, 0)
+        other = SwiftSearch(LAYERS + 1, free_pass, 0)
         other.take_over(kept)
         assert other.best is None
         broken: list[dict[str, Any]] = [
@@ -260,7 +260,7 @@ class TestKeeping:
             {**kept, "sets": np.ones_like(kept["sets"])},
         ]
         for values in broken:
-            fresh = SkipSearch(LAYERS, free_pass, 0)
+            fresh = SwiftSearch(LAYERS, free_pass, 0)
             fresh.take_over(values)
             assert fresh.best is None
 

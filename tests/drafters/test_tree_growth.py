@@ -18,8 +18,8 @@ from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
@@ -50,7 +50,7 @@ def taught(growth: AdaptiveTreeGrowth, rank: int | None, rounds: int = 300) -> A
     """A growth that has seen only this rank come true, whatever the draft's probabilities were."""
     for prob in np.linspace(0.01, 0.99, 30):
         for _ in range(rounds // 30):
-            growth.learn(np.full(4, prob), rank)
+            growth.record_outcome(np.full(4, prob), rank)
     return growth
 
 
@@ -82,7 +82,7 @@ class TestItsShape:
         growth = taught(grown(), None)
         assert draft(growth).drafted == 0
         for _ in range(1000):
-            growth.idle()
+            growth.record_skipped_round()
         assert draft(growth).drafted > 0
 
     def test_where_rows_cost_nothing_a_tree_is_wide_and_where_they_cost_a_step_there_is_none(self) -> None:
@@ -123,7 +123,7 @@ class TestItsShape:
         costs = np.maximum(np.cumsum([1.0, *rises]) - np.arange(21) * 1.2, 1.0)
         growth = grown(PassLimits(width, leaves), lambda rows: float(costs[rows - 1]))
         for rank in seen:
-            growth.learn(np.full(4, 0.5), rank)
+            growth.record_outcome(np.full(4, 0.5), rank)
         tree = draft(growth, table(seed), depth)
         assert tree.width <= width
         assert tree.leaves <= leaves
@@ -158,10 +158,10 @@ class TestItsCosts:
                 PassLimits(16, 1), gentle, clock=iter([*moments, *[0.0] * 9]).__next__
             )
             for _ in range(5):
-                growth.begins(8)
-                growth.level([1.0], lambda i: np.array([0.9]))
-                growth.ends()
-                growth.verified(2)
+                growth.begin_round(8)
+                growth.grow_level([1.0], lambda i: np.array([0.9]))
+                growth.finish_draft()
+                growth.record_verify_pass(2)
             assert growth.pass_cost == pytest.approx(seconds)
             depths.append(draft(growth).drafted)
         assert depths[0] > depths[1]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.windowed import AttentionWindow, WindowedModel, window_for
+from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
     BackendError,
@@ -38,7 +38,7 @@ VOCAB = 11
 class Forgetless(TabularModel):
     """A table whose tokens can be dropped from the end only."""
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError("not this one")
 
 
@@ -123,7 +123,7 @@ def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds:
             text += [tree.tokens[0], *(tree.tokens[node] for node in path)]
             check_cache(inner, text, at_least=4)
         assert model.length == len(text)
-        assert model.room == CONTEXT - len(text)
+        assert model.free_tokens == CONTEXT - len(text)
         assert inner.length <= INNER
 
 
@@ -183,7 +183,7 @@ class TestWhatIsRefused:
             model.prefill([1, 2])
         with pytest.raises(ContextFullError):
             model.verify(TokenTree.chain(1, [2]))
-        assert (model.length, model.room) == (399, 1)
+        assert (model.length, model.free_tokens) == (399, 1)
         step(model, 1)
 
     def test_a_tree_wider_than_a_round_may_be(self) -> None:
@@ -232,7 +232,7 @@ def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
 def test_who_gets_a_window(
     context: int, trained: int, asked: int | None, expected: AttentionWindow | None
 ) -> None:
-    assert window_for(context, trained, asked) == expected
+    assert choose_draft_window(context, trained, asked) == expected
 
 
 def test_a_context_larger_than_the_window_is_left_empty() -> None:
@@ -274,7 +274,7 @@ def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None
     window = AttentionWindow(4, 24)
     with runtime(
         llama(demo_target, 512),
-        WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, draft=True), window, 512),
+        WindowedModel(llama(demo_draft, window.context_tokens, kv_type=kv_type, is_draft=True), window, 512),
     ) as pair:
         assert pair.draft is not None
         kv_bytes = pair.draft.kv_bytes
@@ -301,7 +301,7 @@ def test_on_mlx() -> None:
             mlx.load(
                 str(folder / "demo-mlx-draft"),
                 "demo-mlx-draft",
-                LoadOptions(context_tokens=window.context_tokens, draft=True),
+                LoadOptions(context_tokens=window.context_tokens, is_draft=True),
             ),
             window,
             320,

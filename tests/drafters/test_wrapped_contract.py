@@ -10,7 +10,7 @@ import pytest
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import LetterVocabulary, TabularModel
-from edgespec.drafters.vocabularies import TranslatedModel, Translation
+from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
 from tests.backends import test_contract
 from tests.backends.contract import Rows
@@ -43,7 +43,7 @@ def translated_table(folder: Path) -> LanguageModel:
     """Every token is shared, under another id. Two tokens might have been spelt, with 16 each."""
     letters = LetterVocabulary(11)
     inner = speaking(Pieces([*"jihgfedcba", "k"]), 0, end=0.0, context_tokens=CONTEXT + 30)
-    return TranslatedModel(inner, letters, Translation(letters, inner.vocabulary))
+    return TranslatedModel(inner, letters, TokenTranslation(letters, inner.vocabulary))
 
 
 MODELS: dict[str, Callable[[Path], LanguageModel]] = {

@@ -1,6 +1,6 @@
 """Exact arithmetic for the rules of acceptance: every branch of chance, with its weight as a fraction.
 
-The production code runs on Distributions whose probabilities are fractions, with a Chance that goes
+The production code runs on Distributions whose probabilities are fractions, with a RandomSource that goes
 through all outcomes instead of throwing dice. What comes out is the law of the emitted tokens, exactly.
 """
 
@@ -30,7 +30,7 @@ Table = Callable[[Path], Law]
 
 
 class AllChances:
-    """A Chance that visits every branch, one after another."""
+    """A RandomSource that visits every branch, one after another."""
 
     def __init__(self) -> None:
         self._choices: list[int] = []
@@ -97,12 +97,12 @@ class ExactLogits:
         self.paths = list(paths)
         self.table = table
         self.vocab_size = len(table(()))
-        self.waited_seconds = self.begun_seconds = 0.0
+        self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def limited(self, vocab_size: int) -> ExactLogits:
+    def limit_vocab(self, vocab_size: int) -> ExactLogits:
         return self
 
     def greedy(self, row: int) -> int:
@@ -169,7 +169,7 @@ class ExactModel:
         return len(self._tokens)
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return 100 - self.length
 
     def prefill(self, tokens: Sequence[int], progress: object = None) -> None:
@@ -190,13 +190,13 @@ class ExactModel:
         self._tokens += self._round[path[-1] if path else 0]
         self._round = []
 
-    def run_ahead(self, wanted: bool) -> None:
+    def run_ahead(self, enabled: bool) -> None:
         pass
 
-    def follow(self, draft: LanguageModel | None) -> None:
+    def pipeline_with(self, draft: LanguageModel | None) -> None:
         pass
 
-    def interrupt(self, wanted: bool) -> None:
+    def interrupt(self, enabled: bool) -> None:
         pass
 
     def close(self) -> None:

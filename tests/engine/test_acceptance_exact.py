@@ -12,7 +12,7 @@ import pytest
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engine.acceptance import Acceptance, Chance, Rejection
+from edgespec.engine.acceptance import Acceptance, RandomSource, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
@@ -28,14 +28,14 @@ from tests.engine.exact import (
 )
 
 ROOT = (0,)
-Rule = Callable[[Chance], Any]
+Rule = Callable[[RandomSource], Any]
 
 
-def token_wise(chance: Chance) -> Rejection:
+def token_wise(chance: RandomSource) -> Rejection:
     return Rejection(chance, block=False)
 
 
-def block_wise(chance: Chance) -> Rejection:
+def block_wise(chance: RandomSource) -> Rejection:
     return Rejection(chance, block=True)
 
 
@@ -330,7 +330,7 @@ class TestTheProofCanFail:
             tree = proposal(lambda: CombinedDrafter(drafters, can_branch=True), 2)(sampler, acceptance)
             if not tree.is_chain:
                 return tree
-            return TokenTree.chain(tree.tokens[0], tree.tokens[1:], tree.laws[1:])
+            return TokenTree.chain(tree.tokens[0], tree.tokens[1:], tree.draft_probs[1:])
 
         assert self.refuted(propose)
 

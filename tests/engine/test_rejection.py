@@ -21,11 +21,11 @@ from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from tests.tables import Saying, table

@@ -13,10 +13,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.noise import Stream, uniform
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BackendError, OptionError
 
 VOCAB = 200

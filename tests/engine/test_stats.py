@@ -7,10 +7,10 @@ import pytest
 
 from edgespec.engine import loop
 from edgespec.engine.acceptance import Acceptance, Invariant
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits, Logits
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.stats import Phase, RoundClock, Stats
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.stats import Phase, RoundTimer, Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
@@ -30,7 +30,7 @@ class Hand:
 class Slow:
     """A target that always says 1 and a drafter that guesses so; each step takes a time of its own."""
 
-    room = 100
+    free_tokens = 100
 
     def __init__(self, hand: Hand) -> None:
         self._hand = hand
@@ -45,7 +45,7 @@ class Slow:
         if self.cancelled:
             raise CancelledError("the reply was cancelled")
         logits = HostLogits(np.tile(np.array([0.0, 1.0], np.float32), (tree.width, 1)))
-        logits.begun_seconds, logits.waited_seconds = 0.25, 0.5
+        logits.overlapped_seconds, logits.waited_seconds = 0.25, 0.5
         return logits
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
@@ -71,7 +71,7 @@ def phases(stats: Stats) -> tuple[float, ...]:
 
 def test_each_step_of_a_round_is_timed_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     hand = Hand()
-    monkeypatch.setattr(loop, "RoundClock", lambda: RoundClock(hand))
+    monkeypatch.setattr(loop, "RoundTimer", lambda: RoundTimer(hand))
     slow, stats = Slow(hand), Stats()
     steps = loop.decode(
         slow,
@@ -98,7 +98,7 @@ def test_each_step_of_a_round_is_timed_as_what_it_is(monkeypatch: pytest.MonkeyP
 
 def test_no_second_is_lost_and_only_booked_rounds_count() -> None:
     hand, stats = Hand(), Stats()
-    clock = RoundClock(hand)
+    clock = RoundTimer(hand)
     hand.seconds += 50.0
     clock.lap("draft")
     clock.start()
@@ -107,6 +107,6 @@ def test_no_second_is_lost_and_only_booked_rounds_count() -> None:
         hand.seconds += 2.0**i
         clock.lap(phase)
     assert phases(stats) == (0.0,) * 5
-    clock.book(stats, begun_seconds=0.5, waited_seconds=1.0)
+    clock.book(stats, overlapped_seconds=0.5, waited_seconds=1.0)
     assert phases(stats) == (8.5, 3.5, 3.0, 32.0, 80.0)
     assert stats.decode_seconds == hand.seconds - began

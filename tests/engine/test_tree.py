@@ -142,9 +142,9 @@ class TestPruning:
     ) -> None:
         """Only the tokens outside the vocabulary do; a law never covers them."""
         tokens = tuple(abs(token) % 8 for token in tree.tokens)
-        tree = TokenTree(tokens, tree.parents, tree.laws)
+        tree = TokenTree(tokens, tree.parents, tree.draft_probs)
         changed = TokenTree(
-            (tokens[0], *(data.draw(st.integers(0, 7)) for _ in tokens[1:])), tree.parents, tree.laws
+            (tokens[0], *(data.draw(st.integers(0, 7)) for _ in tokens[1:])), tree.parents, tree.draft_probs
         )
         assert (
             tree.pruned(8, depth, width, branches).parents

@@ -125,14 +125,14 @@ class TestTheContext:
     def test_half_of_it_is_freed_at_least(self, blocks: int, acts: list[tuple[bool, int]]) -> None:
         limit = blocks * 256
         model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
-        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        model.facts = dataclasses.replace(model.facts, requested_context_tokens=limit)
         context = ResizableContext(model)
         for grow, tokens in acts:
             before = model.facts.context_tokens
             if grow:
                 context.hold(tokens)
                 model.truncate(0)
-                model.prefill([1] * min(tokens, model.room))
+                model.prefill([1] * min(tokens, model.free_tokens))
                 continue
             model.truncate(min(tokens, model.length))
             held, gives = list(model._tokens), context.gives

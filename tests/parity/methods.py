@@ -153,7 +153,7 @@ def prove(tiny: Tiny, rows: Sequence[Row]) -> dict[Row, Cell]:
         return {rows[0]: Cell()}
     with rows_for_nothing() as patch:
         if rows[0].text:
-            patch.setattr("edgespec.drafters.vocabularies.comparison._TRANSLATED_FROM", 2.0)
+            patch.setattr("edgespec.drafters.vocabularies.comparison._MIN_TRANSLATED_FRACTION", 2.0)
         try:
             runtime = load(tiny, rows)
         except EdgespecError as error:
@@ -168,7 +168,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if tiny.backend == "llama.cpp":
         if "layerskip" in how.itself:
             prepare_layerskip(tiny.path, _EXITS.get(tiny.name, 1))
-        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_drafts:
+        if "lowbit" in how.itself and "lowbit" in tiny.target.facts.capabilities.self_draft_methods:
             prepare_lowbit(tiny.path)
     names = {name for row in rows for name in row.drafters} | set(how.beside)
     options: dict[str, Any] = {}

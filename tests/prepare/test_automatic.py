@@ -11,8 +11,8 @@ import pytest
 import edgespec
 from edgespec.errors import ModelFileError
 from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import copy_path, prepare_lowbit
-from edgespec.prepare.store import find
+from edgespec.prepare.lowbit import lowbit_file, prepare_lowbit
+from edgespec.prepare.store import find_prepared
 from tests.backends.tiny_models import write_llama
 
 
@@ -52,7 +52,7 @@ def test_a_copy_with_fewer_bits_comes_first(model: Path) -> None:
 
 def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> None:
     prepare_layerskip(model, 2)
-    prepared = find("layerskip", model)
+    prepared = find_prepared("layerskip", model)
     assert prepared is not None
     next(prepared.folder.glob("upper*.gguf")).write_bytes(b"no model")
     with loaded(model) as runtime:
@@ -63,7 +63,7 @@ def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> Non
 
 def test_a_copy_that_was_cut_short_is_left_alone_by_auto_only(model: Path) -> None:
     prepare_layerskip(model, 2)
-    copy = copy_path(prepare_lowbit(model, "Q8_0"))
+    copy = lowbit_file(prepare_lowbit(model, "Q8_0"))
     whole = copy.read_bytes()
     for size in (0, 3, 1000, len(whole) // 2, len(whole) - 1):
         copy.write_bytes(whole[:size])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgespec.costs.curve import CostCurve, gentle
-from edgespec.engine.payoff import best_chain
+from edgespec.engine.draft_length import best_draft_length
 from edgespec.prepare.exit_table import EXIT_WIDTHS, exit_table
 
 LAYERS = [10, 10, 10, 10, 10]
@@ -48,7 +48,7 @@ class TestWhatAnExitIsWorth:
                 read = k * (lower + head) + lower + (upper + head) * v(k + 1)
                 return read / (lower + upper + head)
 
-            expected = best_chain(agreements[one.exit_layer], cost, EXIT_WIDTHS[-1] - 1)[1]
+            expected = best_draft_length(agreements[one.exit_layer], cost, EXIT_WIDTHS[-1] - 1)[1]
             assert one.speed_up == pytest.approx(expected)
         assert table.best.speed_up == max(one.speed_up for one in table.exits)
         assert table.pays == (table.best.speed_up > 1.0)

@@ -22,9 +22,9 @@ from edgespec.backends.llamacpp.layerskip_files import LOWER, LOWER_FIRST, SHARE
 from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
 from edgespec.prepare.exit_measurement import measure_exits
-from edgespec.prepare.gguf_parts import Source, write_first, write_part
+from edgespec.prepare.gguf_parts import GgufModel, write_metadata_part, write_tensor_part
 from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.store import check, find, store_folder
+from edgespec.prepare.store import check_prepared, find_prepared, store_folder
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_jamba, write_llama, write_mamba
 
 FILES = {SHARED, LOWER, UPPER, LOWER_FIRST, UPPER_FIRST}
@@ -68,7 +68,7 @@ class TestParts:
             np.testing.assert_array_equal(found[name], data)
 
     def test_a_split_model_is_prepared_from_its_parts(self, tmp_path: Path, demo_target: Path) -> None:
-        source = Source([demo_target])
+        source = GgufModel([demo_target])
         names = [tmp_path / f"demo-0000{i}-of-00002.gguf" for i in (1, 2)]
         _split(demo_target, names)
         prepared = prepare_layerskip(names[0], 4)
@@ -76,7 +76,7 @@ class TestParts:
         assert prepared.facts["layer_count"] == source.layer_count
         names[1].write_bytes(names[1].read_bytes()[:-1])
         with pytest.raises(ModelFileError, match="no longer the file"):
-            check(prepared, names[0])
+            check_prepared(prepared, names[0])
 
     def test_arrays_of_layers_are_cut_too(self, tmp_path: Path) -> None:
         path = tmp_path / "arrays.gguf"
@@ -91,7 +91,7 @@ class TestParts:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        source = Source([path])
+        source = GgufModel([path])
         lower, upper = source.metadata(0, 1), source.metadata(1, 4)
         for part, heads, dense, count in ((lower, [1], 1, 1), (upper, [2, 3, 4], 2, 3)):
             assert part["llama.attention.head_count_kv"][0] == heads
@@ -102,8 +102,8 @@ class TestParts:
         for exit_layer in (1, 2, 3):
             halves = []
             for name, begin, end in (("lower", 0, exit_layer), ("upper", exit_layer, 4)):
-                write_first(tmp_path / name, "llama", source.metadata(begin, end), {}, 0, 1)
-                halves.append(Source([tmp_path / name]))
+                write_metadata_part(tmp_path / name, "llama", source.metadata(begin, end), {}, 0, 1)
+                halves.append(GgufModel([tmp_path / name]))
             whole = halves[0].metadata_with(halves[1])
             assert whole == source.metadata(0, 4)
 
@@ -171,7 +171,7 @@ class TestInterruptions:
                 assert not list(store_folder().rglob("edgespec.json"))
                 written |= {path.name for path in store_folder().rglob("*.gguf")}
         prepared = prepare_layerskip(demo, 4)
-        check(prepared, demo, full=True)
+        check_prepared(prepared, demo, full=True)
         assert written
 
     def test_killed_at_any_moment_it_goes_on(self, demo: Path) -> None:
@@ -189,11 +189,11 @@ class TestInterruptions:
             time.sleep(pause)
             process.send_signal(signal.SIGKILL)
             process.wait()
-            there = find("layerskip", demo)
+            there = find_prepared("layerskip", demo)
             if there is not None:
-                check(there, demo, full=True)
+                check_prepared(there, demo, full=True)
         prepared = prepare_layerskip(demo, 4)
-        check(prepared, demo, full=True)
+        check_prepared(prepared, demo, full=True)
         assert not list(store_folder().rglob("*.partial"))
 
 
@@ -210,7 +210,7 @@ class TestPreparedModels:
             path.write_bytes(data[:-1] if damage == "cut" else data[:50] + b"\xff" + data[51:])
         with pytest.raises(ModelFileError, match=name):
             resolve(str(prepared.folder))
-        check(prepare_layerskip(three_layers, 1), three_layers, full=True)
+        check_prepared(prepare_layerskip(three_layers, 1), three_layers, full=True)
 
     def test_its_folder_is_a_model(self, three_layers: Path, tmp_path: Path) -> None:
         prepared = prepare_layerskip(three_layers, 1, to=tmp_path / "halves")
@@ -235,14 +235,14 @@ class TestPreparedModels:
         first = prepare_layerskip(three_layers, 1)
         write_llama(three_layers, layers=3, seed=1)
         with pytest.raises(ModelFileError, match="no longer the file"):
-            check(first, three_layers)
+            check_prepared(first, three_layers)
         second = prepare_layerskip(three_layers, 1)
-        check(second, three_layers, full=True)
+        check_prepared(second, three_layers, full=True)
         assert second.files != first.files
 
 
 def test_exits_of_a_model_that_was_trained_for_them_agree(demo_target: Path) -> None:
-    table = measure_exits(demo_target, Source([demo_target]))
+    table = measure_exits(demo_target, GgufModel([demo_target]))
     exits = table.exits
     assert table.layer_count == 12
     costs = [found.cost for found in exits]
@@ -256,8 +256,8 @@ def test_exits_of_a_model_that_was_trained_for_them_agree(demo_target: Path) -> 
 
 def _split(path: Path, parts: list[Path]) -> None:
     """Write a model as split files, as llama.cpp's own tool does."""
-    source = Source([path])
-    write_first(
+    source = GgufModel([path])
+    write_metadata_part(
         parts[0],
         source.architecture,
         source.metadata(0, source.layer_count),
@@ -265,4 +265,4 @@ def _split(path: Path, parts: list[Path]) -> None:
         len(source.tensors),
         len(parts),
     )
-    write_part(parts[1], source.architecture, source.tensors, 1, len(parts))
+    write_tensor_part(parts[1], source.architecture, source.tensors, 1, len(parts))

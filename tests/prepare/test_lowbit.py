@@ -19,8 +19,8 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp import quantise as quantise_module
 from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise, quantised_size
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.lowbit import copy_path, find_lowbit, prepare_lowbit
-from edgespec.prepare.store import check, store_folder
+from edgespec.prepare.lowbit import find_lowbit, lowbit_file, prepare_lowbit
+from edgespec.prepare.store import check_prepared, store_folder
 from tests.backends.tiny_models import write_jamba, write_lfm2, write_mamba
 
 
@@ -45,15 +45,15 @@ def test_a_copy_is_made_once_found_and_smaller(source: Path) -> None:
     assert made.facts["saved_bytes"] == made.facts["source_weight_bytes"] - made.facts["weight_bytes"] > 0
     assert find_lowbit(source) == find_lowbit(source, "Q2_K") == made
     assert find_lowbit(source, "Q4_0") is None
-    check(made, source, full=True)
-    loaded = llamacpp.load(str(copy_path(made)), "copy", LoadOptions(context_tokens=256))
+    check_prepared(made, source, full=True)
+    loaded = llamacpp.load(str(lowbit_file(made)), "copy", LoadOptions(context_tokens=256))
     # Known to a hundredth of a megabyte.
     assert abs(loaded.facts.weight_bytes - made.facts["weight_bytes"]) < 20_000
     assert loaded.facts.quantisation.startswith("Q2_K")
     loaded.close()
-    written = copy_path(made).stat().st_mtime_ns
+    written = lowbit_file(made).stat().st_mtime_ns
     assert prepare_lowbit(source, "Q2_K") == made
-    assert copy_path(made).stat().st_mtime_ns == written
+    assert lowbit_file(made).stat().st_mtime_ns == written
     # Of several, the one made last.
     other = prepare_lowbit(source, "Q4_0")
     assert find_lowbit(source) == other
@@ -123,14 +123,14 @@ def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
         file.seek(-100, os.SEEK_END)
         file.write(b"changed")
     with pytest.raises(ModelFileError, match="no longer the file"):
-        check(made, source)
+        check_prepared(made, source)
     again = prepare_lowbit(source, "Q4_0")
-    check(again, source)
+    check_prepared(again, source)
     assert again.source_records != made.source_records
-    os.truncate(copy_path(again), 100_000)
+    os.truncate(lowbit_file(again), 100_000)
     with pytest.raises(ModelFileError, match="is damaged"):
-        check(again, source)
-    check(prepare_lowbit(source, "Q4_0"), source, full=True)
+        check_prepared(again, source)
+    check_prepared(prepare_lowbit(source, "Q4_0"), source, full=True)
 
 
 def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_cancelled_and_gone_on_with(source: Path) -> None:
     assert in_store() == []
     assert list(store_folder().rglob("*.tmp")) == []
     assert find_lowbit(source) is None
-    check(prepare_lowbit(source, "Q2_K"), source, full=True)
+    check_prepared(prepare_lowbit(source, "Q2_K"), source, full=True)
 
 
 _PREPARES = """
@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_leaves_no_copy_and_no_process(source: Path, kind: 
     while _group_lives(run.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _group_lives(run.pid)
-    check(prepare_lowbit(source, "Q3_K_M"), source, full=True)
+    check_prepared(prepare_lowbit(source, "Q3_K_M"), source, full=True)
 
 
 def _group_lives(group: int) -> bool:

@@ -15,11 +15,11 @@ from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
-from edgespec.prepare.gguf_parts import Source
+from edgespec.prepare.gguf_parts import GgufModel
 from edgespec.prepare.layerskip import prepare_layerskip
-from edgespec.prepare.lowbit import check_lowbit, copy_path, find_lowbit, prepare_lowbit
-from edgespec.prepare.store import Prepared, check, store_folder
-from edgespec.prepare.whole import whole_file
+from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prepare_lowbit
+from edgespec.prepare.store import PreparedModel, check_prepared, store_folder
+from edgespec.prepare.whole import merged_file
 from tests.backends.contract import step, tokens_for
 from tests.backends.tiny_models import write_gemma3, write_llama
 
@@ -35,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def halves(source: Path) -> Prepared:
+def halves(source: Path) -> PreparedModel:
     return prepare_layerskip(source, 1)
 
 
@@ -50,7 +50,7 @@ def demo(tmp_path: Path, demo_target: Path) -> Path:
 
 def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, bytes]]]:
     """What a GGUF file says, and its tensors' types and bytes."""
-    model = Source([path])
+    model = GgufModel([path])
     said = {key: field.contents() for key, field in model._fields.items() if not key.startswith("GGUF.")}
     return said, {
         tensor.name: (tensor.source.tensor_type, np.asarray(tensor.source.data).tobytes())
@@ -68,36 +68,36 @@ def test_halves_together_are_the_file_they_were(
     source = write(tmp_path / "model.gguf")
     halves = prepare_layerskip(source, exit_layer)
     path = tmp_path / "whole.gguf"
-    with whole_file(halves.folder, path):
+    with merged_file(halves.folder, path):
         assert contents(path) == contents(source)
-    with whole_file(halves.folder, path, outline=True):
+    with merged_file(halves.folder, path, header_only=True):
         assert contents(path)[0] == contents(source)[0]
         assert path.stat().st_size >= source.stat().st_size
     assert not path.exists()
 
 
-def test_the_copy_is_the_one_of_the_file(source: Path, halves: Prepared) -> None:
+def test_the_copy_is_the_one_of_the_file(source: Path, halves: PreparedModel) -> None:
     expected = prepare_lowbit(source, "Q2_K")
-    bytes_of_it = contents(copy_path(expected))
+    bytes_of_it = contents(lowbit_file(expected))
     shutil.rmtree(expected.folder)
     source.unlink()
     made = prepare_lowbit(halves.folder, "Q2_K")
-    assert contents(copy_path(made)) == bytes_of_it
+    assert contents(lowbit_file(made)) == bytes_of_it
     assert (made.facts, made.settings) == (expected.facts, expected.settings)
     assert made.source == halves.folder
     assert [path.name for path in made.folder.iterdir() if path.suffix == ".gguf"] == ["copy.gguf"]
     assert find_lowbit(halves.folder) == find_lowbit(halves.folder, "q2_k") == made
-    check(made, halves.folder, full=True)
+    check_prepared(made, halves.folder, full=True)
     assert prepare_lowbit(halves.folder, "Q2_K") == made
     model = load_layerskip(str(halves.folder), "halves", LoadOptions(context_tokens=256))
     model.prefill(tokens_for(model, 20))
-    view = model.self_draft(LowBit(str(copy_path(made))))
+    view = model.self_draft(LowBit(str(lowbit_file(made))))
     assert np.isfinite(step(view, 3)).all()
     view.close()
     model.close()
 
 
-def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: Prepared) -> None:
+def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: PreparedModel) -> None:
     made = prepare_lowbit(halves.folder)
     assert made.source == source
     assert prepare_lowbit(source) == made
@@ -105,7 +105,7 @@ def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: Prep
     assert find_lowbit(halves.folder) == prepare_lowbit(halves.folder) == made
     check_lowbit(made, halves.folder)
     # As it was, and no longer is.
-    os.truncate(copy_path(made), 1000)
+    os.truncate(lowbit_file(made), 1000)
     with pytest.raises(ModelFileError, match="is damaged"):
         check_lowbit(made, halves.folder)
     again = prepare_lowbit(halves.folder)
@@ -113,7 +113,7 @@ def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: Prep
     assert find_lowbit(halves.folder) == again
 
 
-def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves: Prepared) -> None:
+def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves: PreparedModel) -> None:
     data = source.read_bytes()
     source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     prepare_lowbit(source)
@@ -136,7 +136,7 @@ def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     check_lowbit(prepare_lowbit(folder), folder)
 
 
-def test_damaged_halves(source: Path, halves: Prepared) -> None:
+def test_damaged_halves(source: Path, halves: PreparedModel) -> None:
     source.unlink()
     os.truncate(halves.path("upper.gguf"), 1000)
     with pytest.raises(ModelFileError, match=r"upper\.gguf is damaged"):
@@ -160,7 +160,7 @@ def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
-def test_cancelled_and_made_again(source: Path, halves: Prepared, at: str) -> None:
+def test_cancelled_and_made_again(source: Path, halves: PreparedModel, at: str) -> None:
     source.unlink()
     there: list[list[str]] = []
 

@@ -14,8 +14,15 @@ from typing import Any, NoReturn
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.builder import Workbench, make
-from edgespec.prepare.store import MANIFEST, Prepared, check, find, read, store_folder
+from edgespec.prepare.builder import BuildFolder, make
+from edgespec.prepare.store import (
+    MANIFEST,
+    PreparedModel,
+    check_prepared,
+    find_prepared,
+    read_prepared,
+    store_folder,
+)
 
 _SETTINGS = {"exit_layer": 3}
 
@@ -39,7 +46,7 @@ class Writer:
         self.written: list[str] = []
         self._stop_at, self._error = stop_at, error
 
-    def __call__(self, bench: Workbench) -> Mapping[str, Any]:
+    def __call__(self, bench: BuildFolder) -> Mapping[str, Any]:
         for name in ("first", "second"):
             if name == self._stop_at and self._error:
                 raise self._error
@@ -51,19 +58,19 @@ class Writer:
         path.write_bytes(path.name.encode() * 100_000)
 
 
-def _made(source: Path, write: Writer | None = None, **options: Any) -> Prepared:
+def _made(source: Path, write: Writer | None = None, **options: Any) -> PreparedModel:
     return make("layerskip", source, _SETTINGS, write or Writer(), needed_bytes=1000, **options)
 
 
 def test_what_was_made_is_found_and_right(source: Path) -> None:
     made = _made(source)
-    assert find("layerskip", source, _SETTINGS) == read(made.folder) == made
-    assert find("layerskip", source) == made
-    assert find("layerskip", source, {"exit_layer": 4}) is None
-    assert find("lowbit", source) is None
+    assert find_prepared("layerskip", source, _SETTINGS) == read_prepared(made.folder) == made
+    assert find_prepared("layerskip", source) == made
+    assert find_prepared("layerskip", source, {"exit_layer": 4}) is None
+    assert find_prepared("lowbit", source) is None
     assert made.folder.is_relative_to(store_folder())
     assert {path.name for path in made.folder.iterdir()} == {"first", "second", "edgespec.json"}
-    check(made, source, full=True)
+    check_prepared(made, source, full=True)
 
 
 def test_it_is_made_once(source: Path) -> None:
@@ -76,15 +83,15 @@ def test_it_is_made_once(source: Path) -> None:
 def test_a_folder_of_ones_own_is_found_too(source: Path, tmp_path: Path) -> None:
     made = _made(source, to=tmp_path / "mine")
     assert made.folder == tmp_path / "mine"
-    assert find("layerskip", source, _SETTINGS) == made
+    assert find_prepared("layerskip", source, _SETTINGS) == made
     shutil.rmtree(made.folder)
-    assert find("layerskip", source, _SETTINGS) is None
+    assert find_prepared("layerskip", source, _SETTINGS) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode here")
 def test_a_folder_may_have_a_name_that_is_no_unicode(source: Path, tmp_path: Path) -> None:
     made = _made(source, to=tmp_path / os.fsdecode(b"mine\xff"))
-    assert find("layerskip", source, _SETTINGS) == made
+    assert find_prepared("layerskip", source, _SETTINGS) == made
 
 
 def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path) -> None:
@@ -95,7 +102,7 @@ def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path
     assert not (tmp_path / "link.partial").exists()
     (tmp_path / "mine").mkdir()
     assert _made(source, to=link).folder == tmp_path / "mine"
-    assert find("layerskip", source, _SETTINGS)
+    assert find_prepared("layerskip", source, _SETTINGS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
@@ -176,9 +183,9 @@ def test_what_an_interrupted_run_with_other_settings_had_finished_is_not_used(
 def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseException) -> None:
     with pytest.raises((KeyboardInterrupt, CancelledError, ModelFileError)):
         _made(source, Writer("second", error))
-    assert find("layerskip", source) is None
+    assert find_prepared("layerskip", source) is None
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["second"]
 
 
@@ -195,9 +202,9 @@ def test_a_run_that_was_killed_at_the_very_end_is_ended_by_the_next(
         patch.setattr(Path, step, killed)
         with pytest.raises(KeyboardInterrupt):
             _made(source, to=to)
-    assert find("layerskip", source) is None
+    assert find_prepared("layerskip", source) is None
     again = Writer()
-    check(_made(source, again, to=to), source, full=True)
+    check_prepared(_made(source, again, to=to), source, full=True)
     assert again.written == []
 
 
@@ -214,7 +221,7 @@ def test_what_was_being_put_away_when_a_run_was_killed_is_ours(
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             _made(source)
-    check(_made(source), source, full=True)
+    check_prepared(_made(source), source, full=True)
 
 
 def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) -> None:
@@ -223,7 +230,7 @@ def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) 
     (kept,) = store_folder().rglob("first")
     kept.write_bytes(b"x" * kept.stat().st_size)
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
 
 
@@ -232,7 +239,7 @@ def test_nothing_is_kept_when_the_source_changed_meanwhile(source: Path) -> None
         _made(source, Writer("second", CancelledError("cancelled")))
     source.write_bytes(b"GGUF" + b"other" * 1000)
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
 
 
@@ -247,7 +254,7 @@ def test_what_was_made_of_a_source_that_was_written_to_since_is_made_again(sourc
     _made(source)
     overwritten(source)
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
 
 
@@ -256,7 +263,7 @@ def test_no_byte_of_the_source_may_change_meanwhile(source: Path) -> None:
         _made(source, Writer("second", CancelledError("cancelled")))
     overwritten(source)
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
 
 
@@ -265,7 +272,7 @@ def test_a_source_that_was_only_touched_is_read_again_and_gone_on_with(source: P
         _made(source, Writer("second", CancelledError("cancelled")))
     os.utime(source, (1e9, 1e9))
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["second"]
 
 
@@ -280,9 +287,9 @@ def test_a_source_that_changes_while_it_is_read_is_told(
 
     with pytest.raises(ModelFileError, match="changed while it was read; run it again"):
         _made(source, Changing())
-    assert find("layerskip", source) is None
+    assert find_prepared("layerskip", source) is None
     again = Writer()
-    check(_made(source, again), source, full=True)
+    check_prepared(_made(source, again), source, full=True)
     assert again.written == ["first", "second"]
 
 
@@ -304,9 +311,9 @@ def test_a_damaged_file_is_refused_and_made_again(source: Path, damage: str, ful
     else:
         path.unlink()
     with pytest.raises(ModelFileError, match="damaged|missing") as failure:
-        check(made, full=full)
+        check_prepared(made, full=full)
     assert "run `edgespec prepare` again" in str(failure.value)
-    check(_made(source), source, full=True)
+    check_prepared(_made(source), source, full=True)
 
 
 def test_one_byte_anywhere_is_seen_by_a_full_check(source: Path) -> None:
@@ -316,15 +323,15 @@ def test_one_byte_anywhere_is_seen_by_a_full_check(source: Path) -> None:
     data[len(data) // 3] ^= 1
     path.write_bytes(data)
     with pytest.raises(ModelFileError, match="damaged"):
-        check(made, full=True)
+        check_prepared(made, full=True)
 
 
 def test_a_changed_source_is_refused(source: Path) -> None:
     made = _made(source)
     source.write_bytes(b"GGUF" + source.read_bytes()[4:][::-1])
-    check(made)
+    check_prepared(made)
     with pytest.raises(ModelFileError, match="no longer the file"):
-        check(made, source)
+        check_prepared(made, source)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(
@@ -369,5 +376,5 @@ def test_a_manifest_that_is_none_is_refused(source: Path, manifest: str) -> None
     made = _made(source)
     (made.folder / "edgespec.json").write_text(manifest)
     with pytest.raises(ModelFileError, match="delete"):
-        read(made.folder)
-    assert find("layerskip", source) is None
+        read_prepared(made.folder)
+    assert find_prepared("layerskip", source) is None

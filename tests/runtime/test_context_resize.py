@@ -296,7 +296,7 @@ class TestTheBudget:
     def test_no_more_than_half_is_copied(self, limit_blocks: int, texts: list[int]) -> None:
         limit = limit_blocks * 256
         model = TabularModel(np.zeros((11, 11), np.float32), context_tokens=256)
-        model.facts = dataclasses.replace(model.facts, grows_to_tokens=limit)
+        model.facts = dataclasses.replace(model.facts, requested_context_tokens=limit)
         context = ResizableContext(model)
         for tokens in texts:
             before = model.facts.context_tokens

@@ -11,7 +11,7 @@ import pytest
 
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.errors import ModelFileError
-from edgespec.prepare.lowbit import copy_path, prepare_lowbit
+from edgespec.prepare.lowbit import lowbit_file, prepare_lowbit
 from tests.backends.tiny_models import write_llama
 
 SCRIPT = """
@@ -56,7 +56,7 @@ def test_a_copy_that_drafts_is_looked_at_as_well(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
     # A type that no processor's kernels have in another order: nothing of it is read but through the map.
-    copy = copy_path(prepare_lowbit(demo_target, "Q5_0"))
+    copy = lowbit_file(prepare_lowbit(demo_target, "Q5_0"))
     command = [sys.executable, "-c", COPY, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -14,7 +14,7 @@ from edgespec import Reply, Runtime
 from edgespec.assembly import exact
 from edgespec.assembly.exact import hold_to_exact
 from edgespec.assembly.loading import eagerly
-from edgespec.backends.bit_exactness import Agreement
+from edgespec.backends.bit_exactness import BitExactPasses
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.engine.logits import HostLogits
@@ -74,7 +74,7 @@ def test_where_all_agrees_texts_go_on_and_drafts_are_verified() -> None:
     runtime, replies = day("demo", draft="auto", methods=("auto", "model", "suffix"))
     able = runtime.target.capabilities
     assert able.exact
-    assert able.continues
+    assert able.prefix_reuse_exact
     assert able.max_width > 8
     assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
     # The third chat begins as the second one does; the fourth turn goes on with all of the first.
@@ -86,7 +86,7 @@ def test_where_what_was_written_rounds_otherwise_it_is_read_again() -> None:
     """An f16 cache, which llama.cpp's attention reads by several kernels."""
     runtime, replies = day("demo", draft="auto", methods=("auto", "model"), kv_type="f16")
     assert runtime.target.capabilities.exact
-    assert not runtime.target.capabilities.continues
+    assert not runtime.target.capabilities.prefix_reuse_exact
     went_on = [reply.stats.cached_prompt_tokens for reply in replies]
     assert went_on == [0, 0, *(2 * PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
 
@@ -97,7 +97,7 @@ def test_without_it_so_is_a_small_model_with_such_a_cache() -> None:
     runtime, replies = day("demo", draft="auto", methods=methods, kv_type="f16", exact=False, turns=12)
     able = runtime.target.capabilities
     assert not able.exact
-    assert not able.continues
+    assert not able.prefix_reuse_exact
     assert replies[2].stats.cached_prompt_tokens == 2 * PIECE
     assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
 
@@ -141,7 +141,7 @@ def test_what_a_failing_commit_leaves_behind_is_in_no_later_text(monkeypatch: py
             with pytest.raises(MemoryError):
                 model.commit((2,))
         model.truncate(0)
-        model.prefill([9] * model.room)
+        model.prefill([9] * model.free_tokens)
         assert model.length == 512
 
 
@@ -203,10 +203,10 @@ def test_what_was_found_of_other_ways_to_compute_is_not_believed(
     small = hold_to_exact(table(3, context_tokens=20), "", None)
     assert small == "exact: nothing is guessed, what was written is read again"
     assert "17 tokens" in hold_to_exact(table(3), "", None)
-    monkeypatch.setattr(exact, "find_agreement", lambda *_: Agreement(5, True, True))
+    monkeypatch.setattr(exact, "find_bit_exact_passes", lambda *_: BitExactPasses(5, True, True))
     assert "17 tokens" in hold_to_exact(table(3), "", None)
     split = table(3)
-    able = replace(split.facts.capabilities, self_drafts=frozenset({"lowbit"}))
+    able = replace(split.facts.capabilities, self_draft_methods=frozenset({"lowbit"}))
     split.facts = replace(split.facts, capabilities=able)
     assert "5 tokens" in hold_to_exact(split, "", None)
     monkeypatch.setattr(exact, "usable_cores", lambda: 1000)

@@ -19,7 +19,12 @@ from edgespec.backends.llamacpp.kv_types import (
 )
 from edgespec.backends.llamacpp.loading import threads_for
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large, context_wanted, in_blocks
+from edgespec.backends.memory_check import (
+    BLOCK_TOKENS,
+    cache_too_large_error,
+    requested_context,
+    round_up_to_block,
+)
 from edgespec.backends.replay import MAX_CHECKPOINTS
 
 __all__ = [
@@ -68,7 +73,7 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
     states = _measured(weights, options) if remembers_by_state(weights) else None
     plan = choose_context(weights, options, states)
     fixed = _fixed_bytes(states, plan)
-    asked = context_wanted(options, library().llama_model_n_ctx_train(weights))
+    asked = requested_context(options, library().llama_model_n_ctx_train(weights))
     _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
     return plan
 
@@ -84,20 +89,20 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     Raises OptionError for an unknown kv_type.
     """
     # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
-    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(weights)))
+    wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         alike = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
         # One sequence for each branch, and a spare one for moving cells.
-        plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.rows)
-        if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.draft:
+        plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.max_logit_rows)
+        if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
             plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
         return replace(
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
     # The sequence that runs, and the checkpoints.
-    plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.rows)
+    plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
     per_token = types.bytes_per_token(states.f16_bytes_per_token)
@@ -116,7 +121,7 @@ def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
     """What keys and values of so many tokens take: whole blocks, sliding windows kept whole, no states."""
-    return in_blocks(tokens) * kv_bytes_per_token(weights, types)
+    return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
 
 def plan_split_contexts(
@@ -128,7 +133,7 @@ def plan_split_contexts(
     """
     plans = choose_split_contexts(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
-    asked = context_wanted(options, library().llama_model_n_ctx_train(lower))
+    asked = requested_context(options, library().llama_model_n_ctx_train(lower))
     beside = weight_bytes + work_bytes(lower, options)
     _check_room(total, asked, total // wanted, 0, beside, options)
     return plans
@@ -136,7 +141,7 @@ def plan_split_contexts(
 
 def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
     """`choose_context` for both halves of a model."""
-    wanted = in_blocks(context_wanted(options, library().llama_model_n_ctx_train(lower)))
+    wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
         ContextPlan(
@@ -181,7 +186,7 @@ def _check_room(
     left = max(0, limit - weight_bytes)
     if kv_bytes > left:
         fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
-        raise cache_too_large(asked, kv_bytes, left, fits)
+        raise cache_too_large_error(asked, kv_bytes, left, fits)
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:

@@ -29,5 +29,5 @@ class EarlyExitView(SelfDraftView["LayerSkipModel"]):
         self._check()
         return self._target.draft(tree, first)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._target.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._target.interrupt(enabled)

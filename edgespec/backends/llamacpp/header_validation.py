@@ -81,20 +81,20 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
 
 
 def _wrong_count(header: GgufHeader) -> str:
-    layers = header.of_architecture("block_count")
+    layers = header.architecture_value("block_count")
     if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
         return f"it says it has {layers:,} layers"
-    more = header.of_architecture("nextn_predict_layers", 0)
+    more = header.architecture_value("nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(more, int) and more > layers:
         return f"it says that {more:,} of {layers:,} layers predict further tokens"
     for key, most in _COUNTS.items():
-        said = header.of_architecture(key)
+        said = header.architecture_value(key)
         if isinstance(said, int) and said > most:
             return f"its {key} is {said:,}"
-    scaling = header.of_architecture("rope.scaling.type", "none")
+    scaling = header.architecture_value("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         return f"its rope.scaling.type is {scaling[:40]!r}, which this llama.cpp does not know"
-    inner, size = header.of_architecture("ssm.inner_size"), header.of_architecture("embedding_length")
+    inner, size = header.architecture_value("ssm.inner_size"), header.architecture_value("embedding_length")
     if header.architecture in _TWICE_AS_WIDE and isinstance(inner, int) and inner != 2 * size:
         return f"its ssm.inner_size is {inner:,}, and not twice its embedding_length"
     return ""
@@ -116,7 +116,7 @@ def _wrong_experts(header: GgufHeader) -> str:
 
 def _most(header: GgufHeader, key: str) -> int:
     """A count, or the largest of those of all layers; 0 where none is said."""
-    said: Any = header.of_architecture(key, 0)
+    said: Any = header.architecture_value(key, 0)
     if isinstance(said, np.ndarray):
         return int(said.max()) if said.size and said.dtype.kind in "iub" else 0
     return said if isinstance(said, int) else 0
@@ -124,7 +124,7 @@ def _most(header: GgufHeader, key: str) -> int:
 
 def _wrong_epsilon(header: GgufHeader) -> str:
     for key in _EPSILONS:
-        said = header.of_architecture(key)
+        said = header.architecture_value(key)
         if isinstance(said, float) and not 0 <= said < math.inf:
             return f"its {key} is {said}"
     return ""

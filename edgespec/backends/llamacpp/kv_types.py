@@ -87,7 +87,7 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False
     """
     if options.kv_type == "auto":
         # A draft may round as it likes.
-        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.draft
+        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         can = on_cpu(options) and options.flash_attention != "off" and not alike
         return KvTypes("f16", "bf16") if wanted and can else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)

@@ -50,11 +50,16 @@ from edgespec.backends.llamacpp.lower_split import LowerSplit
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult, probe
-from edgespec.backends.llamacpp.resizing import cache_form, check_resize_fits, initial_plan, rebuild_context
+from edgespec.backends.llamacpp.resizing import (
+    cache_variant,
+    check_resize_fits,
+    initial_plan,
+    rebuild_context,
+)
 from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.llamacpp.snapshots import snapshot_from_bytes, snapshot_to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import check_weights_fit, in_blocks
+from edgespec.backends.memory_check import check_weights_fit, round_up_to_block
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -141,7 +146,7 @@ class LayerSkipModel(BaseModel):
                 # What a copy may take is reckoned from this.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 self._options = replace(options, memory_bytes=left)
-            able = replace(found.capabilities, self_drafts=frozenset({"layerskip"}))
+            able = replace(found.capabilities, self_draft_methods=frozenset({"layerskip"}))
             self.facts: ModelFacts = replace(
                 facts,
                 path=folder,
@@ -151,13 +156,13 @@ class LayerSkipModel(BaseModel):
                 weight_bytes=weight_bytes,
                 context_tokens=plans[0].tokens,
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
-                grown_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
+                requested_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
                 capabilities=able,
-                cache_form=cache_form(lower, wholes[0]),
+                cache_variant=cache_variant(lower, wholes[0]),
             )
             self._merge_error = self._why_cells_stay_apart()
             if self._merge_error is None:
-                able = replace(able, self_drafts=able.self_drafts | {"lowbit"})
+                able = replace(able, self_draft_methods=able.self_draft_methods | {"lowbit"})
                 self.facts = replace(self.facts, capabilities=able)
             undo.pop_all()
 
@@ -188,7 +193,7 @@ class LayerSkipModel(BaseModel):
         return self._cells.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return min(self._lower.context.tokens, self._context.tokens) - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -251,7 +256,7 @@ class LayerSkipModel(BaseModel):
         self._lower.end_round()
         self._cells.end_round()
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if self._cells.is_tracked:
             raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
@@ -299,7 +304,7 @@ class LayerSkipModel(BaseModel):
         self.end_round()
         contexts = (self._lower.context, self._context)
         before = [context.plan for context in contexts]
-        after = [plan.with_tokens(in_blocks(context_tokens)) for plan in before]
+        after = [plan.with_tokens(round_up_to_block(context_tokens)) for plan in before]
         check_resize_fits(before, after, self.facts.weight_bytes, self._options)
         try:
             for context, plan in zip(contexts, after, strict=True):
@@ -316,30 +321,30 @@ class LayerSkipModel(BaseModel):
                 self._now_sized(0, 0)
         self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        if isinstance(how, LowBit):
+        if isinstance(method, LowBit):
             if self._merge_error is not None:
                 raise self._merge_error
-            copy = load_low_bit_view(self._shared_target(), how)
+            copy = load_low_bit_view(self._shared_target(), method)
             self._views.add(copy)
             return copy
-        if isinstance(how, SkippedLayers):
+        if isinstance(method, SkippedLayers):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        if how.exit_layer != self.exit_layer:
+        if method.exit_layer != self.exit_layer:
             raise CapabilityError(
-                f"{self.facts.name} was prepared to exit after layer {self.exit_layer}, not {how.exit_layer}",
-                f"run `edgespec prepare layerskip --exit {how.exit_layer}` on the model",
+                f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {method.exit_layer}",
+                f"run `edgespec prepare layerskip --exit {method.exit_layer}` on the model",
             )
         view = EarlyExitView(self)
         self._views.add(view)
         return view
 
-    def interrupt(self, wanted: bool) -> None:
-        self._lower.context.interrupt.requested = self._context.interrupt.requested = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._lower.context.interrupt.requested = self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:

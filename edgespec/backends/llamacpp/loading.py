@@ -226,8 +226,8 @@ def describe(
         capabilities=found.capabilities,
         notice=notice,
         rollback=found.rollback,
-        grows_to_tokens=plan.tokens,
-        grown_kv_bytes=plan.kv_bytes,
+        requested_context_tokens=plan.tokens,
+        requested_kv_bytes=plan.kv_bytes,
     )
 
 

@@ -32,10 +32,10 @@ from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_conte
 from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
-    cache_too_large,
+    cache_too_large_error,
     check_tokens_fit,
     check_weights_fit,
-    in_blocks,
+    round_up_to_block,
 )
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
@@ -92,14 +92,14 @@ def load_low_bit_view(target: SharedTarget, how: LowBit) -> LowBitView:
             f"a window of {how.window_tokens} tokens after {how.sink_tokens} cannot be drafted from",
             "a window has at least 1 token",
         )
-    if "lowbit" not in target.facts.capabilities.self_drafts:
+    if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} cannot lend its memory: {target.facts.capabilities.reason or 'it failed'}",
             "choose another method",
         )
     options = target.options
     if options.memory_bytes is not None:
-        left = options.memory_bytes - target.facts.weight_bytes - target.facts.most_kv_bytes
+        left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
     # Before minutes of loading, not after.
@@ -118,14 +118,14 @@ def _plan(target: SharedTarget, weights: Any, how: LowBit, options: LoadOptions)
     tokens = target.plan.tokens
     if how.window_tokens is not None:
         looked_at = how.sink_tokens + how.window_tokens + WINDOW_EXTRA_TOKENS
-        tokens = min(tokens, in_blocks(looked_at))
+        tokens = min(tokens, round_up_to_block(looked_at))
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     if plan.kv_bytes > left:
         fitting = left // per_token // BLOCK_TOKENS * BLOCK_TOKENS
-        raise cache_too_large(tokens, plan.kv_bytes, left, fitting)
+        raise cache_too_large_error(tokens, plan.kv_bytes, left, fitting)
     return plan
 
 
@@ -166,20 +166,20 @@ class LowBitView(SelfDraftView[SharedTarget]):
             if whole
             else plan.tokens - self._sinks - self._window - _WINDOW_STEP_TOKENS
         )
-        able = replace(able, max_width=min(width, able.max_width), self_drafts=frozenset())
+        able = replace(able, max_width=min(width, able.max_width), self_draft_methods=frozenset())
         facts = describe(weights, path, name, plan, self.vocabulary, ProbeResult(able, "overwritten"))
         self.facts = replace(
             facts,
             context_tokens=target.facts.context_tokens,
-            grows_to_tokens=target.plan.tokens,
+            requested_context_tokens=target.plan.tokens,
             kv_bytes=now.kv_bytes,
             notice="",
         )
         self._options = options
 
     @property
-    def room(self) -> int:
-        room = self._target.room
+    def free_tokens(self) -> int:
+        room = self._target.free_tokens
         return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
 
     def resized(self) -> None:
@@ -275,8 +275,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
                 )
             self._cells.length = stop
 
-    def interrupt(self, wanted: bool) -> None:
-        self._context.interrupt.requested = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:

@@ -28,11 +28,16 @@ from edgespec.backends.llamacpp.loading import describe, load_weights, threads_f
 from edgespec.backends.llamacpp.lowbit import load_low_bit_view
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult, probe
-from edgespec.backends.llamacpp.resizing import cache_form, check_resize_fits, initial_plan, rebuild_context
+from edgespec.backends.llamacpp.resizing import (
+    cache_variant,
+    check_resize_fits,
+    initial_plan,
+    rebuild_context,
+)
 from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.llamacpp.snapshots import snapshot_from_bytes, snapshot_to_bytes
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
-from edgespec.backends.memory_check import in_blocks
+from edgespec.backends.memory_check import round_up_to_block
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -96,7 +101,7 @@ class LlamaCppModel(BaseModel):
             facts,
             context_tokens=plan.tokens,
             kv_bytes=plan.kv_bytes,
-            cache_form=cache_form(weights, whole),
+            cache_variant=cache_variant(weights, whole),
         )
         self._options, self._whole = options, whole
         self._recurrent = plan.recurrent
@@ -109,7 +114,7 @@ class LlamaCppModel(BaseModel):
         return self._cells.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return self._context.tokens - self.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -156,7 +161,7 @@ class LlamaCppModel(BaseModel):
         self._cells.truncate(min(length, self.length))
         self._chosen = self._chosen and self.length > 0
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if not self._forgets:
             raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
@@ -217,7 +222,7 @@ class LlamaCppModel(BaseModel):
         self._check_size(context_tokens)
         self._cells.end_round()
         context = self._context
-        plan = context.plan.with_tokens(in_blocks(context_tokens))
+        plan = context.plan.with_tokens(round_up_to_block(context_tokens))
         check_resize_fits([context.plan], [plan], self.facts.weight_bytes, self._options)
         self._take_up()
         try:
@@ -230,19 +235,19 @@ class LlamaCppModel(BaseModel):
                 self._now_sized(0, 0)
         self._now_sized(plan.tokens, plan.kv_bytes)
 
-    def self_draft(self, how: SelfDraft) -> LanguageModel:
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        if isinstance(how, EarlyExit):
+        if isinstance(method, EarlyExit):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself by early exit: it is loaded in one piece",
                 "run `edgespec prepare layerskip` on its file",
             )
-        if isinstance(how, SkippedLayers):
+        if isinstance(method, SkippedLayers):
             raise CapabilityError(
                 f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
                 "choose another method",
             )
-        view = load_low_bit_view(self._shared_target(), how)
+        view = load_low_bit_view(self._shared_target(), method)
         self._views.add(view)
         return view
 
@@ -257,8 +262,8 @@ class LlamaCppModel(BaseModel):
             self.check_open,
         )
 
-    def interrupt(self, wanted: bool) -> None:
-        self._context.interrupt.requested = wanted
+    def interrupt(self, enabled: bool) -> None:
+        self._context.interrupt.requested = enabled
 
     def close(self) -> None:
         if self._closed:

@@ -67,7 +67,9 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
     reason = "" if tree else "it was loaded for one branch"
     continues = not prefill_kernel_differs(plan.kv_types, options, context.threads)
     # A draft of as many would be read as a text is; a draft model may round as it likes.
-    width = context.max_width if continues or options.draft else min(context.max_width, SMALL_KERNEL_MAX_ROWS)
+    width = (
+        context.max_width if continues or options.is_draft else min(context.max_width, SMALL_KERNEL_MAX_ROWS)
+    )
     return ProbeResult(
         Capabilities(
             True,
@@ -76,8 +78,8 @@ def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) ->
             width,
             options.max_branches,
             # A copy with fewer bits drafts on cells that were moved to it.
-            self_drafts=frozenset({"lowbit"}) if movable else frozenset(),
-            continues=continues,
+            self_draft_methods=frozenset({"lowbit"}) if movable else frozenset(),
+            prefix_reuse_exact=continues,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )
@@ -108,12 +110,12 @@ def _replayed(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckp
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent memory takes chains only"
-    able = Capabilities(False, False, reason, context.max_width, 1, cuts=False)
+    able = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
     return ProbeResult(able, rollback, True, undo_tokens)
 
 
 def _plain(reason: str) -> ProbeResult:
-    return ProbeResult(Capabilities(False, False, reason, cuts=False), "none")
+    return ProbeResult(Capabilities(False, False, reason, partial_truncate=False), "none")
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:

@@ -15,22 +15,24 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.memory_check import BLOCK_TOKENS, begun_with, cache_too_large
+from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
 
-__all__ = ["cache_form", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
+__all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
 
 
 def initial_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
     """The context to begin with, of one that is to become as large as `whole`."""
-    if options.first_tokens is None:
+    if options.initial_context_tokens is None:
         return whole
-    return whole.with_tokens(begun_with(whole.tokens, options.first_tokens, longrope_switch_tokens(weights)))
+    return whole.with_tokens(
+        initial_context(whole.tokens, options.initial_context_tokens, longrope_switch_tokens(weights))
+    )
 
 
-def cache_form(weights: Any, whole: ContextPlan) -> str:
+def cache_variant(weights: Any, whole: ContextPlan) -> str:
     """What a context that is to become as large as `whole` holds in another form than one of another size."""
     turning = longrope_switch_tokens(weights)
     return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
@@ -58,7 +60,9 @@ def check_resize_fits(
         left = max(0, options.memory_bytes - weight_bytes)
         per_token = sum(plan.token_bytes for plan in after)
         fits = after[0].tokens - -(-(wanted - left) // per_token) if per_token else 0
-        raise cache_too_large(after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS)
+        raise cache_too_large_error(
+            after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS
+        )
     # What is saved meanwhile is no more than what is freed. Cards with memory of their own say so themselves.
     available = int(psutil.virtual_memory().available)
     if wanted > available and in_main_memory(options):

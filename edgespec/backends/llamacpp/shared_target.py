@@ -41,9 +41,9 @@ class SharedTarget:
         return self.model.length
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """How many more tokens its context takes."""
-        return self.model.room
+        return self.model.free_tokens
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
         """The cells of positions [start, end) in all layers, as `LlamaContext.export_cells` gives them.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from edgespec.backends.base_model import MOST_PIECES
+from edgespec.backends.base_model import MAX_CACHED_PIECES
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ClosedError
 
@@ -27,8 +27,8 @@ class LlamaVocabulary:
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)
         self.chat_template = template.decode("utf-8", "replace") if template else None
-        self.start_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
-        self.end_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
+        self.bos_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
+        self.eos_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
         self._adds_start: bool = self._lib.llama_vocab_get_add_bos(self._vocab)
         self._pieces: dict[int, bytes] = {}
 
@@ -55,7 +55,7 @@ class LlamaVocabulary:
         """The bytes a token adds to the text; control tokens add none."""
         piece = self._pieces.get(token)
         if piece is None:
-            if len(self._pieces) >= MOST_PIECES:
+            if len(self._pieces) >= MAX_CACHED_PIECES:
                 self._pieces.clear()
             piece = self._pieces[token] = self._text(token, special=False)
         return piece

@@ -166,7 +166,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return what a snapshot of positions [first, end) stores: [start, end], and the arrays of the rows."""
+        """Return [start, end] and the arrays of rows [first, end), for a snapshot."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 

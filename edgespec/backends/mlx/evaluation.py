@@ -1,4 +1,4 @@
-"""Evaluation of MLX arrays with MLX's exceptions translated, and cleanup of MLX's buffers and thread state."""
+"""Evaluation of MLX arrays with translated exceptions, and cleanup of MLX's buffers and thread state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from edgespec.errors import BackendError, NoMemoryError
+from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = [
     "evaluate",
@@ -32,7 +32,9 @@ def translate_errors(failure: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
         text = " ".join(str(error).split())
         if "alloc" in text.lower() or "memory" in text.lower():
-            raise NoMemoryError(f"{failure}: {text}", "free some memory or use a smaller --context") from error
+            raise OutOfMemoryError(
+                f"{failure}: {text}", "free some memory or use a smaller --context"
+            ) from error
         raise BackendError(f"{failure}: {text}", "try another model, or report this one") from error
 
 

@@ -141,8 +141,8 @@ class LayerCaches:
         # The current recurrent state, and one for each checkpoint.
         fixed *= MAX_CHECKPOINTS + 1
         known = not self.unknown_kinds
-        return lambda tokens: known * (
-            fixed + sum(size * cache_rows(window, tokens) for size, window in rows)
+        return lambda tokens: (
+            known * (fixed + sum(size * cache_rows(window, tokens) for size, window in rows))
         )
 
     def can_rewind(self, length: int) -> bool:
@@ -181,9 +181,7 @@ class LayerCaches:
 
     def can_restore(self, checkpoint: CacheCheckpoint) -> bool:
         """Return whether the attention layers still hold the rows that the checkpoint needs."""
-        return not self.unknown_kinds and all(
-            cache.can_rewind(checkpoint.length) for cache in self.attention
-        )
+        return not self.unknown_kinds and all(cache.can_rewind(checkpoint.length) for cache in self.attention)
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
         """Roll back to a checkpoint. No token before it may have been dropped since."""

@@ -1,4 +1,4 @@
-"""Access to the list of layers of any mlx-lm model: record hidden states, skip layers, or resume at a layer."""
+"""Access to the layers of any mlx-lm model: record hidden states, skip layers, or resume at a layer."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation
-from edgespec.engine.chain import Candidates, SamplingParams
 from edgespec.engine.logits import HostLogits, best_drawn
 from edgespec.engine.noise import Stream, key
+from edgespec.engine.sampling_params import Candidates, SamplingParams
 
 __all__ = ["DeviceLogits"]
 
@@ -44,7 +44,7 @@ class DeviceLogits:
         self._started = started
         self._fetched: dict[Any, Any] = {}
         self.vocab_size: int = rows.shape[1]
-        self.waited_seconds = self.begun_seconds = 0.0
+        self.waited_seconds = self.overlapped_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._depths)
@@ -118,7 +118,7 @@ class DeviceLogits:
         values: NDArray[np.float64] = self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
         return values
 
-    def limited(self, vocab_size: int) -> DeviceLogits:
+    def limit_vocab(self, vocab_size: int) -> DeviceLogits:
         if vocab_size >= self.vocab_size:
             return self
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._started)

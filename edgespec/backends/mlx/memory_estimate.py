@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.memory_check import context_wanted
+from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
@@ -118,7 +118,7 @@ class MlxMemoryEstimator:
         """See `MemoryEstimator`. Where the processor computes, halves become float32 if that fits."""
         check_options(options)
         figures = self._figures
-        tokens = context_wanted(options, self.trained_context_tokens)
+        tokens = requested_context(options, self.trained_context_tokens)
         widened = figures.sizes.widens(options)
         bits = KV_BITS[options.kv_type]
         if (bits, widened) not in figures.caches:

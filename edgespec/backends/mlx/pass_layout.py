@@ -1,4 +1,4 @@
-"""Positions and visibility of the tokens of a pass, which attention masks and rotary embeddings are built from."""
+"""Positions and visibility of the tokens of a pass, for attention masks and rotary embeddings."""
 
 from __future__ import annotations
 

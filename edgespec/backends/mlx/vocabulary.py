@@ -12,7 +12,7 @@ import threading
 from functools import cache
 from typing import Any
 
-from edgespec.backends.base_model import MOST_PIECES
+from edgespec.backends.base_model import MAX_CACHED_PIECES
 from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
@@ -79,10 +79,10 @@ class MlxVocabulary:
         if isinstance(template, dict):
             template = template.get("default")
         self.chat_template: str | None = template if isinstance(template, str) else None
-        self.start_text: str = tokenizer.bos_token or ""
-        self.end_text: str = tokenizer.eos_token or ""
+        self.bos_text: str = tokenizer.bos_token or ""
+        self.eos_text: str = tokenizer.eos_token or ""
         begin: list[int] = tokenizer.encode("a", add_special_tokens=True)[:1]
-        self._start = begin if self.start_text and begin == [tokenizer.bos_token_id] else []
+        self._start = begin if self.bos_text and begin == [tokenizer.bos_token_id] else []
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
@@ -112,7 +112,7 @@ class MlxVocabulary:
         self._open()
         piece = self._pieces.get(token)
         if piece is None:
-            if len(self._pieces) >= MOST_PIECES:
+            if len(self._pieces) >= MAX_CACHED_PIECES:
                 self._pieces.clear()
             raw = self.raw_piece(token)
             piece = self._pieces[token] = raw if token not in self._control else b""

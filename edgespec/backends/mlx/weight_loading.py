@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from edgespec.backends.base import LoadOptions, Progress
-from edgespec.backends.memory_check import check_weights_fit, context_wanted
+from edgespec.backends.memory_check import check_weights_fit, requested_context
 from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils
 from edgespec.backends.mlx.model_folder import (
     StoredWeights,
@@ -86,7 +86,7 @@ class Sizes:
         mx = mlx_core()
         if mx.default_device() != mx.cpu:
             return False
-        context = context_wanted(options, self.trained_context_tokens)
+        context = requested_context(options, self.trained_context_tokens)
         more = self.half_bytes + context * self.kv_elements_per_token * mx.float32.size
         limit = (
             options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
@@ -168,7 +168,10 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
             model.eval()
     with _translated(path):
         vocab_size, kv_elements = _try_one_token(model)
-        quantisation, parameters = _quantisation(model, config, weights), mlx_lm_utils().get_total_parameters(model)
+        quantisation, parameters = (
+            _quantisation(model, config, weights),
+            mlx_lm_utils().get_total_parameters(model),
+        )
         low_bits = _install_low_bit_weights(model) if options.low_bits else None
     return ModelSkeleton(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
 

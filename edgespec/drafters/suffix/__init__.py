@@ -1,8 +1,16 @@
 """Suffix decoding: trees of what followed the last tokens before."""
 
-from edgespec.drafters.suffix.automaton import Follower, SuffixAutomaton
-from edgespec.drafters.suffix.drafter import Known, Replies, SuffixDrafter
-from edgespec.drafters.suffix.scoring import Rule
-from edgespec.drafters.suffix.suffix_array import TextIndex
+from edgespec.drafters.suffix.automaton import SuffixAutomaton, SuffixMatcher
+from edgespec.drafters.suffix.drafter import ReplyRecorder, SuffixCorpus, SuffixDrafter
+from edgespec.drafters.suffix.scoring import SuffixConfig
+from edgespec.drafters.suffix.suffix_array import SuffixArray
 
-__all__ = ["Follower", "Known", "Replies", "Rule", "SuffixAutomaton", "SuffixDrafter", "TextIndex"]
+__all__ = [
+    "ReplyRecorder",
+    "SuffixArray",
+    "SuffixAutomaton",
+    "SuffixConfig",
+    "SuffixCorpus",
+    "SuffixDrafter",
+    "SuffixMatcher",
+]

@@ -9,15 +9,15 @@ from array import array
 from collections.abc import Iterator, Sequence
 from sys import getsizeof
 
-from edgespec.drafters.token_buffer import DEEPEST, LONGEST, SEPARATOR
+from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 
-__all__ = ["Branch", "Follower", "SuffixAutomaton"]
+__all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
 
 # How often, what decides between equals (the greater first), which token, and the state it leads to.
-Branch = tuple[int, int, int, int]
+StateContinuation = tuple[int, int, int, int]
 
 # Occurrences are counted of substrings of up to so many tokens: a match, and what is guessed after it.
-_COUNTED = LONGEST + DEEPEST
+_COUNTED = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
 # From so many continuations on, the frequent ones are noted down.
 _WIDE = 16
 # What a number takes in a dict.
@@ -149,13 +149,13 @@ class SuffixAutomaton:
         self._last, self._near, self._near_length = last, near, near_length
 
     def repeated(self) -> tuple[int, int]:
-        """Of the longest ending, up to LONGEST tokens, that stood there before: its state and its length."""
+        """Return the state and length of the longest suffix that occurred before in the text."""
         state = self._near
-        while self._lengths[self._links[state]] >= LONGEST:
+        while self._lengths[self._links[state]] >= MAX_MATCH_TOKENS:
             state = self._links[state]
         if self._counts[state] == 1:
             state = self._links[state]
-        return state, min(self._lengths[state], LONGEST)
+        return state, min(self._lengths[state], MAX_MATCH_TOKENS)
 
     def matches(self, state: int, length: int) -> Iterator[tuple[int, int]]:
         """The endings of a state's substring, each with its length and state, the longest first.
@@ -167,7 +167,7 @@ class SuffixAutomaton:
             state = self._links[state]
             length = self._lengths[state]
 
-    def following(self, state: int) -> tuple[int, list[Branch]]:
+    def following(self, state: int) -> tuple[int, list[StateContinuation]]:
         """What follows: how often anything does, and each token, the most frequent first, then the latest.
 
         Exact for substrings of less than _COUNTED tokens.
@@ -186,7 +186,7 @@ class SuffixAutomaton:
         branches.sort(reverse=True)
         return sum([branch[0] for branch in branches]), branches
 
-    def _following_often(self, state: int) -> tuple[int, list[Branch]]:
+    def _following_often(self, state: int) -> tuple[int, list[StateContinuation]]:
         """The same for a state with many transitions; those below the rarest share may be missing.
 
         All are looked at only when the total has grown so much that one left out, had it got all of the
@@ -221,9 +221,9 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def narrowed(self, state: int, length: int) -> tuple[int, int]:
-        """The state of a substring's last LONGEST tokens, where it has one token more."""
-        if length > LONGEST:
-            length = LONGEST
+        """The state of a substring's last MAX_MATCH_TOKENS tokens, where it has one token more."""
+        if length > MAX_MATCH_TOKENS:
+            length = MAX_MATCH_TOKENS
             if self._lengths[self._links[state]] >= length:
                 state = self._links[state]
         return state, length
@@ -234,11 +234,11 @@ class SuffixAutomaton:
         return state, self._lengths[state]
 
 
-class Follower:
+class SuffixMatcher:
     """The longest ending of another text that stands in an automaton's, kept up token by token.
 
-    state, length: where in the automaton, and how many tokens of it, LONGEST at most. Both hold until the
-    automaton grows.
+    state, length: where in the automaton, and how many tokens of it, MAX_MATCH_TOKENS at most. Both hold
+    until the automaton grows.
     """
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
@@ -248,7 +248,7 @@ class Follower:
     def restart(self, tokens: Sequence[int]) -> None:
         """Begin anew with the last tokens of a text."""
         self.state = self.length = 0
-        self.follow(tokens[-LONGEST:])
+        self.follow(tokens[-MAX_MATCH_TOKENS:])
 
     def follow(self, tokens: Sequence[int]) -> None:
         """The text goes on."""

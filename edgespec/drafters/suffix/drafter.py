@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
-from edgespec.drafters.base import Drafter, Extra
+from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.suffix.scoring import Guess, Rule, combined
-from edgespec.drafters.suffix.sources import Chat, Indexed, OtherChats, Source
-from edgespec.drafters.suffix.suffix_array import TextIndex
+from edgespec.drafters.suffix.scoring import ScoredDraft, SuffixConfig, combined
+from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
+from edgespec.drafters.suffix.suffix_array import SuffixArray
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Known", "Replies", "SuffixDrafter"]
+__all__ = ["ReplyRecorder", "SuffixCorpus", "SuffixDrafter"]
 
-_RULE = Rule()
+_DEFAULT_CONFIG = SuffixConfig()
 
 
-class Replies(Protocol):
+class ReplyRecorder(Protocol):
     """Where chats are kept for later. notice: what went wrong with that; empty when nothing did."""
 
     notice: str
@@ -34,15 +34,15 @@ class Replies(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class SuffixCorpus:
     """What there is beside the chat.
 
     index: texts that are known beforehand. replies: told of every prompt and its reply when the next begins
     or at the end; the chats of this process then help each other as well.
     """
 
-    index: TextIndex | None = None
-    replies: Replies | None = None
+    index: SuffixArray | None = None
+    replies: ReplyRecorder | None = None
 
 
 class SuffixDrafter(Drafter):
@@ -57,36 +57,36 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
-    lookup = True
+    is_lookup = True
 
     def __init__(
         self,
-        known: Callable[[], Known] = Known,
+        known: Callable[[], SuffixCorpus] = SuffixCorpus,
         *,
-        rule: Rule = _RULE,
+        rule: SuffixConfig = _DEFAULT_CONFIG,
         is_end: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.cost, self.reading = HostCost(), HostCost()
         self._rule = rule
         self._is_end = lru_cache(1 << 14)(is_end)
-        self._make_known: Callable[[], Known] | None = known
-        self._known = Known()
-        self._chat = Chat(rule, self._is_end)
-        self._others: OtherChats | None = None
-        self._sources: list[Source] = [self._chat]
+        self._make_known: Callable[[], SuffixCorpus] | None = known
+        self._known = SuffixCorpus()
+        self._chat = ChatSource(rule, self._is_end)
+        self._others: OtherChatsSource | None = None
+        self._sources: list[DraftSource] = [self._chat]
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
         # What this chat holds and other chats are to find once it is over.
         self._said: list[Sequence[int]] = []
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         if self._make_known is not None:
             self._take(self._make_known())
             self._make_known = None
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._keep_turn()
-        self.warm()
+        self.warm_up()
         self._prompt = tokens
         with self.reading:
             read = self._chat.automaton.hold(tokens)
@@ -99,21 +99,21 @@ class SuffixDrafter(Drafter):
         self.reading.tokens += read
 
     @property
-    def extra(self) -> Extra:
-        return Extra(other_bytes=sum(source.size_bytes for source in self._sources))
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(other_bytes=sum(source.size_bytes for source in self._sources))
 
-    def _take(self, known: Known) -> None:
+    def _take(self, known: SuffixCorpus) -> None:
         self._known = known
         if known.replies is not None:
-            self._others = OtherChats(self._rule, self._is_end)
+            self._others = OtherChatsSource(self._rule, self._is_end)
             self._sources.append(self._others)
         if known.index is not None:
-            self._sources.append(Indexed(known.index, self._rule, self._is_end))
+            self._sources.append(IndexedSource(known.index, self._rule, self._is_end))
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
             root = self._chat.automaton.text[-1]
-            guesses: list[Guess] = []
+            guesses: list[ScoredDraft] = []
             for source in self._sources:
                 guesses.append(source.guess(self._chat, root, draft_length))
                 if guesses[-1].score >= draft_length:
@@ -155,6 +155,6 @@ class SuffixDrafter(Drafter):
 
     def close(self) -> None:
         self._keep_turn()
-        self._known, self._make_known = Known(), None
-        self._chat = Chat(self._rule, self._is_end)
+        self._known, self._make_known = SuffixCorpus(), None
+        self._chat = ChatSource(self._rule, self._is_end)
         self._others, self._sources, self._said = None, [self._chat], []

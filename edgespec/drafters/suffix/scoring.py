@@ -7,20 +7,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from edgespec.drafters.token_buffer import DEEPEST
+from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS
 from edgespec.engine.tree import TreeBuilder
 
-__all__ = ["Branch", "Following", "Guess", "Rule", "best_guess", "combined", "grow"]
+__all__ = [
+    "Continuation",
+    "ContinuationLookup",
+    "ScoredDraft",
+    "SuffixConfig",
+    "best_draft",
+    "combined",
+    "grow",
+]
 
 Place = TypeVar("Place")
 # How often, what decides between equals (the greater first), which token, and the place after it.
-Branch: TypeAlias = tuple[int, int, int, Place]
+Continuation: TypeAlias = tuple[int, int, int, Place]
 # How often anything follows a place, and each token that does, the most frequent first.
-Following: TypeAlias = Callable[[Place], tuple[int, list[Branch[Place]]]]
+ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SuffixConfig:
     """How much a match is believed, as ArcticInference has it.
 
     A match of m tokens earns factor * m + offset guesses, `most_nodes` at most and none below `shortest`.
@@ -42,7 +50,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class ScoredDraft:
     """A tree whose node 0 is the root; `probs[i]` is the probability of the path to node i by counting."""
 
     tokens: list[int]
@@ -55,18 +63,18 @@ class Guess:
         return sum(self.probs[1:])
 
 
-def best_guess(
+def best_draft(
     matches: Iterable[tuple[int, Place]],
-    grown: Callable[[int, Place], Guess],
+    grown: Callable[[int, Place], ScoredDraft],
     root: int,
     depth: int,
-    rule: Rule,
-) -> Guess:
+    rule: SuffixConfig,
+) -> ScoredDraft:
     """The tree with the highest score over all matches (longest first); of equals, the longest match's.
 
     matches: the length of each, and where it is. grown: makes the tree of one.
     """
-    best, score = Guess([root], [-1], [1.0]), 0.0
+    best, score = ScoredDraft([root], [-1], [1.0]), 0.0
     for length, place in matches:
         guess = grown(length, place)
         if (its_score := guess.score) > score:
@@ -78,16 +86,16 @@ def best_guess(
 
 
 def grow(
-    following: Following[Place],
+    following: ContinuationLookup[Place],
     place: Place,
     root: int,
     depth: int,
     nodes: int,
-    rule: Rule,
+    rule: SuffixConfig,
     is_end: Callable[[int], bool],
-) -> Guess:
+) -> ScoredDraft:
     """The most probable continuations of a place, best first: up to `nodes` tokens on `depth` levels."""
-    depth = min(depth, nodes, DEEPEST)
+    depth = min(depth, nodes, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
     # (-probability, when found, parent, token, depth of the token, the place after it)
     frontier: list[tuple[float, int, int, int, int, Place]] = []
@@ -102,7 +110,7 @@ def grow(
                 heapq.heappush(frontier, (-probability, found, node, token, at + 1, there))
                 found += 1
         if not frontier or len(tokens) > nodes:
-            return Guess(tokens, parents, probs)
+            return ScoredDraft(tokens, parents, probs)
         negative, _, parent, token, at, place = heapq.heappop(frontier)
         node = len(tokens)
         tokens.append(token)
@@ -110,7 +118,7 @@ def grow(
         probs.append(-negative)
 
 
-def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
+def combined(guesses: Sequence[ScoredDraft], rule: SuffixConfig) -> ScoredDraft:
     """The best-scoring guess with what the others know of its open ends; of equals, the first.
 
     Where a node's children have less than all of its probability, another guess's children share the
@@ -141,4 +149,4 @@ def combined(guesses: Sequence[Guess], rule: Rule) -> Guess:
                 place = built.add(parent, other.tokens[node])
                 probs.append(probability)
             places[node] = place
-    return Guess(built.tokens, built.parents, probs)
+    return ScoredDraft(built.tokens, built.parents, probs)

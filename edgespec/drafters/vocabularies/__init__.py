@@ -4,9 +4,15 @@ Source: "Accelerating LLM inference with lossless speculative decoding for heter
 (arXiv 2502.05202).
 """
 
-from edgespec.drafters.vocabularies.comparison import Comparison, compare
+from edgespec.drafters.vocabularies.comparison import VocabularyComparison, compare_vocabularies
 from edgespec.drafters.vocabularies.retokenised import RetokenisedDrafter
 from edgespec.drafters.vocabularies.translated import TranslatedModel
-from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 
-__all__ = ["Comparison", "RetokenisedDrafter", "TranslatedModel", "Translation", "compare"]
+__all__ = [
+    "RetokenisedDrafter",
+    "TokenTranslation",
+    "TranslatedModel",
+    "VocabularyComparison",
+    "compare_vocabularies",
+]

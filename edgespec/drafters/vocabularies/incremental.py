@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import Vocabulary
-from edgespec.drafters.vocabularies.translation import Translation
-from edgespec.engine.prefix import common_prefix
+from edgespec.drafters.vocabularies.translation import TokenTranslation
+from edgespec.engine.prefix import common_prefix_length
 
-__all__ = ["Reading"]
+__all__ = ["IncrementalRetokeniser"]
 
 # The end of the text is tokenized again as it grows: at least so many bytes, at most the larger number.
 _OPEN_BYTES, _MOST_OPEN_BYTES = 64, 256
 
 
-class Reading:
+class IncrementalRetokeniser:
     """The draft's tokens of the text.
 
     Control tokens cut the text in parts that are tokenized on their own. Of the last part, the end may
@@ -24,7 +24,7 @@ class Reading:
     takes yet.
     """
 
-    def __init__(self, vocabulary: Vocabulary, translation: Translation) -> None:
+    def __init__(self, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
         self._vocabulary = vocabulary
         self._translation = translation
         self.tokens: list[int] = list(translation.draft_start)
@@ -65,7 +65,7 @@ class Reading:
 
     def _end_with(self, found: Sequence[int]) -> None:
         """Let these tokens follow those that are settled."""
-        kept = self._settled + common_prefix(self.tokens[self._settled :], found)
+        kept = self._settled + common_prefix_length(self.tokens[self._settled :], found)
         self._unchanged = min(self._unchanged, kept)
         self.tokens[kept:] = found[kept - self._settled :]
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
-from edgespec.drafters.base import Drafter, Extra, check_rollback
+from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_model import is_sure
-from edgespec.drafters.vocabularies.incremental import Reading
-from edgespec.drafters.vocabularies.translation import Translation
+from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
-from edgespec.engine.chain import SamplingParams
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
@@ -27,7 +27,7 @@ _CONTEXT_TOKENS = 8
 _WITH_A_GUESS = 16
 
 
-class RetokenisedDrafter(Drafter):
+class RetokenisedDrafter(BudgetedDrafter):
     """Drafts chains for certain: the draft's best text, in the target's tokens.
 
     Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
@@ -42,7 +42,7 @@ class RetokenisedDrafter(Drafter):
         self,
         model: LanguageModel,
         vocabulary: Vocabulary,
-        translation: Translation,
+        translation: TokenTranslation,
         *,
         min_confidence: float = 0.0,
     ) -> None:
@@ -59,8 +59,8 @@ class RetokenisedDrafter(Drafter):
         self._behind = 0
 
     @property
-    def extra(self) -> Extra:
-        return Extra.of(self._model.facts)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
@@ -72,22 +72,22 @@ class RetokenisedDrafter(Drafter):
         self._behind = len(self._lag())
 
     def _begin_reading(self) -> None:
-        self._reading, self._whole = Reading(self._vocabulary, self._translation), True
+        self._reading, self._whole = IncrementalRetokeniser(self._vocabulary, self._translation), True
 
     @property
-    def unread(self) -> int:
+    def pending_tokens(self) -> int:
         return self._behind if self._behind > _WITH_A_GUESS else 0
 
     @property
-    def unread_whole(self) -> int:
-        return self.unread if self._whole else len(self._tokens)
+    def full_pending_tokens(self) -> int:
+        return self.pending_tokens if self._whole else len(self._tokens)
 
-    def read(self, at_most: int) -> None:
-        if not self._whole and at_most >= self.unread_whole:
+    def prefill(self, max_tokens: int) -> None:
+        if not self._whole and max_tokens >= self.full_pending_tokens:
             self._begin_reading()
             self._reading.add(self._tokens)
-        elif self.unread > at_most:
-            share = at_most / len(self._reading.tokens)
+        elif self.pending_tokens > max_tokens:
+            share = max_tokens / len(self._reading.tokens)
             self._begin_reading()
             self._reading.add(self._tokens[-max(1, int(share * len(self._tokens))) :])
             self._whole = False
@@ -106,7 +106,7 @@ class RetokenisedDrafter(Drafter):
         # Only what was said or read since is compared: a text may be long.
         self._read = min(self._read, self._reading.take_unchanged())
         same = min(self._read, self._model.length)
-        same += common_prefix(self._run[same : self._model.length], wanted[same:])
+        same += common_prefix_length(self._run[same : self._model.length], wanted[same:])
         self._model.truncate(min(same, len(wanted) - 1))
         self._read = held = self._model.length
         del self._run[held:]
@@ -115,7 +115,7 @@ class RetokenisedDrafter(Drafter):
     def _catch_up(self) -> bool:
         """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
         lag = self._lag()
-        if not self._reading.tokens or len(lag) >= self._model.room:
+        if not self._reading.tokens or len(lag) >= self._model.free_tokens:
             return False
         if lag:
             self._model.prefill(lag)
@@ -135,7 +135,7 @@ class RetokenisedDrafter(Drafter):
         """What the draft goes on with for up to `count` of its tokens, and whether it ended its reply."""
         said, ended = b"", False
         chain = [self._reading.tokens[-1]]
-        most = min(count, self._model.room, self._model.facts.capabilities.max_width)
+        most = min(count, self._model.free_tokens, self._model.facts.capabilities.max_width)
         for done in range(most):
             self._model.run_ahead(done + 1 < most)
             logits = self._model.verify(TokenTree.chain(chain[0], chain[1:]), done)
@@ -182,8 +182,8 @@ class RetokenisedDrafter(Drafter):
         self._tokens, self._run, self._read = [], [], 0
         self._begin_reading()
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._model.close()

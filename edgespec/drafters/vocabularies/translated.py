@@ -9,7 +9,7 @@ from dataclasses import replace
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
 from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
-from edgespec.drafters.vocabularies.translation import LONGEST_SPELLING, Translation
+from edgespec.drafters.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError
 
@@ -25,21 +25,23 @@ class TranslatedModel(BaseModel):
     ahead: the draft's best token may be one that the target lacks.
     """
 
-    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: Translation) -> None:
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
         self._model = model
         self._translation = translation
         self.vocabulary = vocabulary
         able = model.facts.capabilities
         # The root and the token before it, which a drafter may run with it, can take several tokens each.
-        self._longest = max(1, min(LONGEST_SPELLING, able.max_width // 4))
+        self._longest = max(1, min(MAX_SPELLING_TOKENS, able.max_width // 4))
         self._margin = 2 * (self._longest - 1)
         self.facts: ModelFacts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
-            grows_to_tokens=max(0, model.facts.max_context_tokens - self._margin),
+            requested_context_tokens=max(0, model.facts.max_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
-            capabilities=replace(able, max_width=able.max_width - self._margin, cuts=False, learns=False),
+            capabilities=replace(
+                able, max_width=able.max_width - self._margin, partial_truncate=False, trainable=False
+            ),
         )
         # The text in both vocabularies; the first i tokens of the target are `_ends[i]` of the draft.
         self._text: list[int] = []
@@ -55,10 +57,10 @@ class TranslatedModel(BaseModel):
         return len(self._text)
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """What is left if what follows is shared, but for the first two tokens."""
         lag = len(self._translated) - self._model.length
-        left = self._model.room - lag - self._margin
+        left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._text), left))
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
@@ -67,7 +69,7 @@ class TranslatedModel(BaseModel):
         before = len(self._text)
         self._add(tokens)
         try:
-            if len(self._translated) - self._model.length <= self._model.room:
+            if len(self._translated) - self._model.length <= self._model.free_tokens:
                 self._bring_up(progress)
         except BaseException:
             if not self._closed:
@@ -141,12 +143,12 @@ class TranslatedModel(BaseModel):
         del self._translated[self._ends[-1] :]
         self._model.truncate(min(self._model.length, len(self._translated)))
 
-    def forget(self, start: int, end: int) -> None:
+    def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         start, end = min(start, len(self._text)), min(end, len(self._text))
         begin, stop = self._ends[start], self._ends[end]
         self._forget_round()
-        self._model.forget(begin, min(stop, self._model.length))
+        self._model.remove_range(begin, min(stop, self._model.length))
         rest = self._text[end:]
         ends = [at - (stop - begin) for at in self._ends[end + 1 :]]
         del self._translated[begin:stop]
@@ -180,8 +182,8 @@ class TranslatedModel(BaseModel):
         inner = self._model.facts
         self._now_sized(max(0, inner.context_tokens - self._margin), inner.kv_bytes)
 
-    def interrupt(self, wanted: bool) -> None:
-        self._model.interrupt(wanted)
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
 
     def close(self) -> None:
         self._closed = True

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.vocabularies.translation import Translation
-from edgespec.engine.chain import Candidates, SamplingParams
+from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.logits import Logits, best_drawn
+from edgespec.engine.sampling_params import Candidates, SamplingParams
 
 __all__ = ["TranslatedLogits"]
 
@@ -26,7 +26,7 @@ class TranslatedLogits:
     __slots__ = ("_logits", "_rows", "_translation", "vocab_size")
 
     def __init__(
-        self, logits: Logits, rows: Sequence[int], translation: Translation, vocab_size: int
+        self, logits: Logits, rows: Sequence[int], translation: TokenTranslation, vocab_size: int
     ) -> None:
         self._logits = logits
         self._rows = rows
@@ -38,8 +38,8 @@ class TranslatedLogits:
         return self._logits.waited_seconds
 
     @property
-    def begun_seconds(self) -> float:
-        return self._logits.begun_seconds
+    def overlapped_seconds(self) -> float:
+        return self._logits.overlapped_seconds
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -79,7 +79,7 @@ class TranslatedLogits:
         values = self._logits.at(self._rows[row], np.maximum(ids, 0))
         return np.where(ids >= 0, values, -np.inf)
 
-    def limited(self, vocab_size: int) -> TranslatedLogits:
+    def limit_vocab(self, vocab_size: int) -> TranslatedLogits:
         if vocab_size >= self.vocab_size:
             return self
         return TranslatedLogits(self._logits, self._rows, self._translation, vocab_size)

@@ -8,13 +8,13 @@ import numpy as np
 
 from edgespec.backends.base import Vocabulary
 
-__all__ = ["Speller", "Translation"]
+__all__ = ["ByteTokenizer", "TokenTranslation"]
 
 # A token the draft lacks is read to it as no more than its last so many tokens.
-LONGEST_SPELLING = 16
+MAX_SPELLING_TOKENS = 16
 
 
-class _Tokens:
+class _TokenTable:
     """What every token of a vocabulary is: the first id by bytes, text and control tokens apart; the ends.
 
     alike: all ids of a text that several tokens have.
@@ -45,7 +45,7 @@ class _Tokens:
         return self.control.get(text.encode())
 
 
-class Speller:
+class ByteTokenizer:
     """Writes bytes in the tokens of a vocabulary, as they would be in the middle of a text."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
@@ -96,7 +96,7 @@ class Speller:
         return tokens
 
 
-class Translation:
+class TokenTranslation:
     """The tokens that two vocabularies share, by their bytes, and how the others are read to the draft.
 
     Text is matched with text, control tokens with control tokens, and the token that ends a reply in one
@@ -110,10 +110,10 @@ class Translation:
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self._target = target
         self._draft = draft
-        mine, its = _Tokens(target), _Tokens(draft)
+        mine, its = _TokenTable(target), _TokenTable(draft)
         self.target_tokens = mine.count
-        self.target_text = Speller(target, mine.text)
-        self.draft_text = Speller(draft, its.text)
+        self.target_text = ByteTokenizer(target, mine.text)
+        self.draft_text = ByteTokenizer(draft, its.text)
         pairs = dict(_pairs(mine.control, its.control))
         pairs |= dict(self._text_pairs(mine, its))
         self._instead: dict[int, int] = {}
@@ -128,7 +128,7 @@ class Translation:
         self.target_of[self.drafts] = self.targets
         self._spelled: dict[int, tuple[int, ...]] = {}
 
-    def _text_pairs(self, mine: _Tokens, its: _Tokens) -> list[tuple[int, int]]:
+    def _text_pairs(self, mine: _TokenTable, its: _TokenTable) -> list[tuple[int, int]]:
         """Where several tokens have the same bytes, the ones that the tokenizers use."""
         pairs = []
         for raw, token in mine.text.items():
@@ -138,7 +138,7 @@ class Translation:
                 pairs.append((_used(self._target, raw, ids), _used(self._draft, raw, others)))
         return pairs
 
-    def _join_ends(self, pairs: dict[int, int], mine: _Tokens, its: _Tokens) -> None:
+    def _join_ends(self, pairs: dict[int, int], mine: _TokenTable, its: _TokenTable) -> None:
         """What ends a reply of one ends one of the other."""
         self.target_end = _reply_end(self._target, mine.ends)
         end = _reply_end(self._draft, its.ends)
@@ -148,10 +148,10 @@ class Translation:
             pairs[self.target_end] = end
         self._instead |= {token: end for token in mine.ends if token not in pairs}
 
-    def _join_starts(self, mine: _Tokens, its: _Tokens) -> None:
+    def _join_starts(self, mine: _TokenTable, its: _TokenTable) -> None:
         """A text begins with the draft's start, whatever the target begins it with."""
-        start = mine.named(self._target.start_text)
-        its_start = its.named(self._draft.start_text)
+        start = mine.named(self._target.bos_text)
+        its_start = its.named(self._draft.bos_text)
         if start is not None and its_start is not None:
             self._instead.setdefault(start, its_start)
 
@@ -178,7 +178,7 @@ class Translation:
             return (int(self.draft_of[token]),)
         if token in self._instead:
             return (self._instead[token],)
-        return tuple(self.draft_text.spell(self._target.raw_piece(token))[-LONGEST_SPELLING:]) or (0,)
+        return tuple(self.draft_text.spell(self._target.raw_piece(token))[-MAX_SPELLING_TOKENS:]) or (0,)
 
 
 def _pairs(mine: Mapping[bytes, int], its: Mapping[bytes, int]) -> list[tuple[int, int]]:
@@ -207,5 +207,5 @@ def _reply_end(vocabulary: Vocabulary, ends: list[int]) -> int | None:
     written = [token for token in ends if places[token] >= 0]
     if written:
         return max(written, key=places.__getitem__)
-    named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.end_text.encode()]
+    named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.eos_text.encode()]
     return next(iter([*named, *ends]), None)

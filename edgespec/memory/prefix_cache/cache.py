@@ -52,7 +52,7 @@ class PrefixCache:
         self.worth = worth
         self.hits = self.reused_tokens = 0
         self._model = model
-        self._cuts = model.facts.capabilities.cuts
+        self._cuts = model.facts.capabilities.partial_truncate
         self._most_copied_bytes = max_copied_bytes
         self.store = SegmentStore(most_bytes, disk, available, worth)
         self._notice = notice
@@ -118,7 +118,7 @@ class PrefixCache:
         if known:
             return sum(size for size, _ in known) / sum(count for _, count in known)
         facts = self._model.facts
-        return facts.most_kv_bytes / facts.max_context_tokens
+        return facts.max_kv_bytes / facts.max_context_tokens
 
     def _add(self, text: Tokens, base: Segment | None, shared: int) -> None:
         end = len(text)

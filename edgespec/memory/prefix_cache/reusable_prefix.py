@@ -15,6 +15,6 @@ def reusable_tokens(able: Capabilities, length: int) -> int:
 
     None in a memory that is brought back to a length by running tokens again.
     """
-    if able.continues:
+    if able.prefix_reuse_exact:
         return length
-    return length - length % REUSE_BLOCK_TOKENS if able.cuts else 0
+    return length - length % REUSE_BLOCK_TOKENS if able.partial_truncate else 0

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.sampling_params import SamplingParams
 
 VOCAB = 500
 
@@ -129,10 +129,10 @@ class TestCandidates:
         rows = some_rows(1, 3.0, coarse=False)
         device = DeviceLogits(mx.array(rows), [0, 1, 2])
         assert device.at(1, np.array([4, 2, 499])).tolist() == rows[1][[4, 2, 499]].tolist()
-        few = device.limited(10)
+        few = device.limit_vocab(10)
         assert (len(few), few.vocab_size) == (3, 10)
         assert few.best(2, 1, SamplingParams(temperature=0.0), 0, 0)[0] == [int(rows[2][:10].argmax())]
-        assert device.limited(VOCAB) is device
+        assert device.limit_vocab(VOCAB) is device
 
     def test_half_precision_is_widened_not_rounded(self) -> None:
         rows = mx.array(some_rows(2, 3.0, coarse=False)).astype(mx.bfloat16)

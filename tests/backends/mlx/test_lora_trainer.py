@@ -30,7 +30,7 @@ from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
-from edgespec.saved_arrays import SavedArrays, forget_learnt
+from edgespec.saved_arrays import SavedArrays, delete_saved_arrays
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.tables import Chosen
 
@@ -41,7 +41,7 @@ ASKED = ("How do I list files by size?", "How do I list files by name?", "How do
 def load(path: Path) -> MlxModel:
     model = mlx.load(str(path), path.name, OPTIONS)
     assert isinstance(model, MlxModel)
-    assert model.facts.capabilities.learns
+    assert model.facts.capabilities.trainable
     return model
 
 
@@ -249,25 +249,27 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
-        assert (usual.adapts, grown.adapts) == (False, True)
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        assert (usual.chooses_length, grown.chooses_length) == (False, True)
         assert grown.pupil is usual.pupil
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
         grown.begin(text)
-        assert grown.unread == grown.unread_whole == len(text) - 2
-        grown.read(40)
-        assert (grown.unread, grown.unread_whole) == (0, len(text))
+        assert grown.pending_tokens == grown.full_pending_tokens == len(text) - 2
+        grown.prefill(40)
+        assert (grown.pending_tokens, grown.full_pending_tokens) == (0, len(text))
         assert 30 < draft.length <= 40
-        grown.read(len(text))
-        assert (grown.unread, grown.unread_whole, draft.length) == (0, 0, len(text) - 1)
+        grown.prefill(len(text))
+        assert (grown.pending_tokens, grown.full_pending_tokens, draft.length) == (0, 0, len(text) - 1)
         with Runtime(target, None, Chosen(target, grown)) as runtime:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.run_idle_work(lambda: True)
             assert usual.note().startswith("the draft took")
-            kept = grown.kept()
+            kept = grown.saved_statistics()
             assert kept
-            usual.growing(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore(kept)
+            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
+                kept
+            )
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
@@ -285,7 +287,7 @@ class TestReplies:
         adapted = [later.pupil._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
-        forget_learnt(tmp_path)
+        delete_saved_arrays(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
         anew = online(target, loaded, notes)
         adapted.append(anew.pupil._trainer.adapted)

@@ -16,7 +16,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx import memory_estimate
 from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -41,7 +41,7 @@ def _check(path: Path, **how: object) -> None:
     model.close()
     assert planned.context_tokens == facts.context_tokens
     assert planned.of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
-    assert planned.of("cache") == pytest.approx(facts.most_kv_bytes, rel=0.01)
+    assert planned.of("cache") == pytest.approx(facts.max_kv_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -107,7 +107,7 @@ import gc, sys
 from pathlib import Path
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
 

@@ -20,7 +20,7 @@ from edgespec.backends.mlx import loading
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
-from edgespec.engine.chain import SamplingParams
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -41,7 +41,7 @@ class TestProbe:
         assert can.rollback == (kind not in PLAIN_ONLY)
         assert can.tree == (kind not in CHAINS_ONLY | PLAIN_ONLY)
         assert bool(can.reason) == (kind in CHAINS_ONLY | PLAIN_ONLY)
-        assert can.taps
+        assert can.hidden_states
         assert model.length == 0
         model.close()
 
@@ -70,7 +70,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("lie", "rollback", "reason"),
         [
-            ("wide", False, "passes of several tokens"),
+            ("wide", False, "a pass of several tokens"),
             ("positions", True, "a token tree"),
             ("raises", True, "the model could not be run"),
         ],
@@ -93,7 +93,7 @@ class TestProbe:
 
     def test_hidden_states_can_be_read(self, folder: Path, llama: LanguageModel) -> None:
         model: Any = mlx.load(str(folder / "llama"), "llama", LoadOptions(context_tokens=64))
-        taps = model.taps()
+        taps = model.hidden_state_hooks()
         with taps.on([1]):
             expected = row(model, TokenTree.chain(5, [6, 7]), 2)
         assert list(taps.outputs) == [1]
@@ -196,8 +196,8 @@ class TestLoading:
             model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
             model.prefill([5] * 1024)
             inner: Any = getattr(model, "_inner", model)
-            states = sum(cache.nbytes for cache in inner.memory.recurrent)
-            held = inner.memory.nbytes + MAX_CHECKPOINTS * states
+            states = sum(cache.nbytes for cache in inner.caches.recurrent)
+            held = inner.caches.nbytes + MAX_CHECKPOINTS * states
             assert held <= model.facts.kv_bytes
             if kind != "gemma3":  # windows have not used all they may
                 assert held == model.facts.kv_bytes

@@ -18,9 +18,9 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -83,11 +83,11 @@ class TestRunAhead:
         llama.run_ahead(True)
         greedy = SamplingParams(temperature=0.0)
         for room in (2, 1):
-            assert llama.room == room
+            assert llama.free_tokens == room
             logits = llama.verify(TokenTree.chain(5))
             logits.best(0, 1, greedy, 0, 0)
             llama.commit(())
-        assert llama.room == 0
+        assert llama.free_tokens == 0
         llama.run_ahead(False)
 
 
@@ -138,7 +138,7 @@ class TestFollowing:
             return [token for step in steps for token in step.tokens], stats
 
         plain, _ = reply(None)
-        target.follow(draft)
+        target.pipeline_with(draft)
         runs = count_forwards(target)
         said, stats = reply(ModelDrafter(draft, target.facts.vocab_size, min_confidence=min_confidence))
         assert said == plain
@@ -155,16 +155,16 @@ class TestFollowing:
         others: list[Callable[[], object]] = [
             lambda: target.truncate(3),
             lambda: target.restore(target.snapshot()),
-            lambda: target.follow(None),
+            lambda: target.pipeline_with(None),
             lambda: row(target, TokenTree((9, 10, 11), (-1, 0, 0), (None,) * 3)),
             lambda: target.verify(TokenTree.chain(9)),
         ]
         for other in others:
-            target.follow(draft)
+            target.pipeline_with(draft)
             draft.truncate(0)
             draft.prefill([5, 6, 7])
             Sampler(SamplingParams(temperature=0.0), 1, [0] * 4).token(draft.verify(TokenTree.chain(9)), 0)
-            assert target.memory.length == 5
+            assert target.caches.length == 5
             other()
             target.truncate(3)
             np.testing.assert_array_equal(row(target, TokenTree.chain(9, [10]), 1), expected)
@@ -174,7 +174,7 @@ class TestFollowing:
 def count_forwards(model: Any) -> list[int]:
     """A list that grows by one for each pass the model runs."""
     runs: list[int] = []
-    passes = model._passes
+    passes = model._runner
     forward = passes._forward
 
     def counted(tokens: mx.array) -> mx.array:

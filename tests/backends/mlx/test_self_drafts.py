@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
-from edgespec.backends.mlx.exits import exit_facts
+from edgespec.backends.mlx.model import measure_exits
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.loop import decode
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
@@ -114,7 +114,7 @@ class TestReplies:
             assert said == reply(model, None, temperature)[0]
             accepted += stats.accepted_tokens
         assert accepted > 0
-        assert chains.extra.cache_bytes == 0
+        assert chains.memory_use.cache_bytes == 0
 
     def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
         plain, _ = reply(model, None)
@@ -127,7 +127,7 @@ class TestEveryKind:
     @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
     def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
         model = loaded(tmp_path, kind)
-        can = model.facts.capabilities.self_drafts
+        can = model.facts.capabilities.self_draft_methods
         if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
             "granitemoehybrid"
         }:
@@ -169,11 +169,11 @@ class TestDemo:
     def test_what_the_lower_layers_computed_is_not_computed_again(self, demo: Any) -> None:
         rows: dict[int, int] = {0: 0, 11: 0}
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         demo.truncate(0)
         demo.prefill(PROMPT)
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         view = demo.self_draft(EarlyExit(6))
         for width in (1, 2, 3):
             view.verify(TokenTree.chain(9, [10, 11][: width - 1]), width - 1)
@@ -191,9 +191,9 @@ class TestDemo:
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
         ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         demo.truncate(len(PROMPT))
 
 
@@ -258,7 +258,7 @@ class TestHistories:
                 model.commit(())
                 tokens.append(token)
             elif what == "draft tree":
-                view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.laws[:3]))
+                view.verify(TokenTree(tree.tokens[:3], tree.parents[:3], tree.draft_probs[:3]))
                 view.verify(tree, 3)
             elif what == "stopped":
                 view.verify(chain)
@@ -282,7 +282,7 @@ class TestHistories:
                 model.prefill([token] * 9)
                 tokens += [token] * 9
             else:
-                assert 0 <= model.agreement((1, 2), tokens[-9:]) <= 1
+                assert 0 <= model.top1_agreement((1, 2), tokens[-9:]) <= 1
             assert model.length == len(tokens)
         got = row(model, TokenTree.chain(9, [10, 11]), 2)
         model.truncate(0)
@@ -315,7 +315,7 @@ class TestViews:
         view.commit(())
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
-        for call in (lambda: view.restore(llama.snapshot()), lambda: view.forget(1, 2)):
+        for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
             with pytest.raises(CapabilityError, match="no memory of its own"):
                 call()
         with pytest.raises(CapabilityError, match="already"):
@@ -365,13 +365,13 @@ class TestInterrupted:
                 view = model.self_draft(way)
                 view.run_ahead(True)
                 view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
-                interrupt_at(model.memory.attention[layer])
+                interrupt_at(model.caches.attention[layer])
                 with contextlib.suppress(KeyboardInterrupt):
                     if mine:
                         view.verify(TokenTree.chain(9, [10]), 1)
                     else:
                         model.verify(tree)
-                vars(model.memory.attention[layer]).pop("update_and_fetch")
+                vars(model.caches.attention[layer]).pop("update_and_fetch")
                 np.testing.assert_array_equal(row(model, tree, 2), expected)
                 model.truncate(len(PROMPT))
         model.close()
@@ -394,8 +394,8 @@ class TestAgreement:
         tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
         model.prefill(tokens)
         before = model.snapshot().data
-        assert model.agreement((), tokens[-20:]) == 1.0
-        shares = {layers: model.agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
+        assert model.top1_agreement((), tokens[-20:]) == 1.0
+        shares = {layers: model.top1_agreement(layers, tokens[-20:]) for layers in ((1,), (1, 2, 3))}
         assert model.snapshot().data == before
         assert model.length == 60
         for layers, share in shares.items():
@@ -408,7 +408,7 @@ class TestAgreement:
             model.prefill(tokens[40:])
             assert share == np.mean(np.array(drafted) == np.array(said))
         with pytest.raises(CapabilityError, match="look back"):
-            model.agreement((1,), [*tokens, 5])
+            model.top1_agreement((1,), [*tokens, 5])
         model.close()
 
 
@@ -419,7 +419,7 @@ class TestExits:
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
         model.prefill(PROMPT)
         before = model.snapshot().data
-        agreements, layer_bytes, head_bytes = exit_facts(model, tokens)
+        agreements, layer_bytes, head_bytes = measure_exits(model, tokens)
         assert model.snapshot().data == before
         assert list(agreements) == list(range(1, 12))
         assert len(layer_bytes) == 12
@@ -435,7 +435,7 @@ class TestExits:
 
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
+        table = exit_table(*measure_exits(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.pays
         assert "was not trained for early exit, so it will not pay here" in table.verdict
         model.close()

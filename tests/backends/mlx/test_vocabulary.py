@@ -21,7 +21,7 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.catalog.catalogue import models_folder
-from edgespec.drafters.vocabularies import compare
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import BackendError, ClosedError, EdgespecError
 from tests.backends.mlx.tiny_checkpoints import CHATML, ROWS, TOKENS, write_tokenizer
 from tests.backends.tiny_models import WORDS, write_llama
@@ -94,8 +94,8 @@ def _assert_same_tokens(ours: Vocabulary, theirs: Vocabulary) -> None:
         assert ours.raw_piece(token) == theirs.raw_piece(token), token
         assert ours.piece(token) == theirs.piece(token), (token, ours.raw_piece(token))
         assert ours.is_end(token) == theirs.is_end(token), (token, ours.raw_piece(token))
-    assert compare(ours, theirs, "mlx", "gguf").way == "same"
-    assert compare(theirs, ours, "gguf", "mlx").way == "same"
+    assert compare_vocabularies(ours, theirs, "mlx", "gguf").mapping == "same"
+    assert compare_vocabularies(theirs, ours, "gguf", "mlx").mapping == "same"
 
 
 def _assert_same_reading(ours: Vocabulary, theirs: Vocabulary, text: str) -> None:
@@ -118,7 +118,7 @@ def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary
     ours, theirs = demo
     _assert_same_tokens(ours, theirs)
     assert ours.chat_template == theirs.chat_template
-    assert ours.end_text == theirs.end_text == "<|im_end|>"
+    assert ours.eos_text == theirs.eos_text == "<|im_end|>"
 
 
 @SETTINGS
@@ -211,7 +211,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vo
 def test_sentencepiece_tokens_are_the_same(sentencepiece: tuple[Vocabulary, Vocabulary]) -> None:
     ours, theirs = sentencepiece
     _assert_same_tokens(ours, theirs)
-    assert (ours.start_text, ours.end_text) == (theirs.start_text, theirs.end_text) == ("<s>", "</s>")
+    assert (ours.bos_text, ours.eos_text) == (theirs.bos_text, theirs.eos_text) == ("<s>", "</s>")
 
 
 @SETTINGS

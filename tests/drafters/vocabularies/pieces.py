@@ -19,19 +19,19 @@ class Pieces:
     """
 
     chat_template: str | None = None
-    start_text = ""
+    bos_text = ""
 
     def __init__(self, pieces: Sequence[str | bytes], control: int = 1) -> None:
         self._raw = [piece.encode() if isinstance(piece, str) else piece for piece in pieces]
         self.size = len(pieces)
         self.text_tokens = self.size - control
-        self.end_text = self._raw[-1].decode()
+        self.eos_text = self._raw[-1].decode()
         self._starts = False
 
     def starting(self) -> Pieces:
         """The first control token begins every text."""
         self._starts = True
-        self.start_text = self._raw[self.text_tokens].decode()
+        self.bos_text = self._raw[self.text_tokens].decode()
         return self
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:

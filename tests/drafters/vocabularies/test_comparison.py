@@ -8,7 +8,7 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.drafters.vocabularies import compare
+from edgespec.drafters.vocabularies import compare_vocabularies
 from edgespec.errors import VocabularyMismatchError
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces
@@ -23,17 +23,17 @@ class TestOfFiles:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
         for target, draft in ((mine, other), (other, mine)):
-            found = compare(target.vocabulary, draft.vocabulary, "mine", "other")
-            assert (found.way, found.explanation, found.translation) == ("same", "", None)
+            found = compare_vocabularies(target.vocabulary, draft.vocabulary, "mine", "other")
+            assert (found.mapping, found.explanation, found.translation) == ("same", "", None)
 
     def test_one_other_word(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
         other = load(write_llama(tmp_path / "other.gguf", words=words))
-        found = compare(mine.vocabulary, other.vocabulary, "mine", "other")
-        assert found.way == "translated"
+        found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
+        assert found.mapping == "translated"
         assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
-        assert found.shared_share == pytest.approx(266 / 267)
+        assert found.shared_fraction == pytest.approx(266 / 267)
         assert found.explanation.endswith(
             "all but 1 of mine's tokens, under other ids: only those are drafted"
         )
@@ -45,7 +45,7 @@ class TestOfFiles:
         """The token that the tokenizer uses is the one that counts."""
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=("a", *WORDS)))
-        found = compare(mine.vocabulary, other.vocabulary, "mine", "other").translation
+        found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other").translation
         assert found is not None
         target = mine.vocabulary.tokenize("a", special=False, start=False)[-1]
         used = other.vocabulary.tokenize("a", special=False, start=False)[-1]
@@ -55,9 +55,9 @@ class TestOfFiles:
     def test_the_demo_and_a_stranger(self, tmp_path: Path, demo_target: Path) -> None:
         target = load(demo_target)
         draft = load(write_llama(tmp_path / "stranger.gguf"))
-        found = compare(target.vocabulary, draft.vocabulary, "demo", "stranger")
-        assert found.way == "retokenised"
-        assert 0.0 < found.shared_share < 0.1
+        found = compare_vocabularies(target.vocabulary, draft.vocabulary, "demo", "stranger")
+        assert found.mapping == "retokenised"
+        assert 0.0 < found.shared_fraction < 0.1
         assert "expect fewer of them to be accepted" in found.explanation
         assert found.translation is not None
         ends = [token for token in range(target.facts.vocab_size) if target.vocabulary.is_end(token)]
@@ -68,13 +68,13 @@ class TestOfFiles:
 
 class TestOfPieces:
     def test_less_than_half(self) -> None:
-        found = compare(Pieces([*"abcdef", "!"]), Pieces([*"bcxyzw", "!"]), "one", "two")
-        assert found.way == "retokenised"
-        assert found.shared_share == pytest.approx(3 / 7)
+        found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcxyzw", "!"]), "one", "two")
+        assert found.mapping == "retokenised"
+        assert found.shared_fraction == pytest.approx(3 / 7)
 
     def test_more_than_half(self) -> None:
-        found = compare(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
-        assert found.way == "translated"
+        found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
+        assert found.mapping == "translated"
         assert found.explanation == (
             "two has 71 % of one's tokens, under other ids: only those are drafted,"
             " so expect less of it than of a draft of the same family"
@@ -94,7 +94,7 @@ class TestOfPieces:
     def test_the_share_is_all_or_nothing_only_where_it_is(self, draft: range, share: str) -> None:
         # Tokens of the draft's own first, so that no id means the same in both.
         others = [f"<{number}>" for number in range(1100)]
-        found = compare(
+        found = compare_vocabularies(
             Pieces([*map(str, range(1000)), "!"]),
             Pieces([*others, *map(str, draft), "!"]),
             "one",
@@ -108,4 +108,4 @@ class TestOfPieces:
                 return False
 
         with pytest.raises(VocabularyMismatchError, match="no token in common, token 0 is 'a' in one"):
-            compare(Endless("abcd"), Endless("xyzw"), "one", "two")
+            compare_vocabularies(Endless("abcd"), Endless("xyzw"), "one", "two")

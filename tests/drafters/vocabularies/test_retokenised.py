@@ -14,12 +14,12 @@ from edgespec import Message
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.vocabularies import RetokenisedDrafter, Translation, retokenised
-from edgespec.drafters.vocabularies.incremental import Reading
+from edgespec.drafters.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
+from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.engine.acceptance import Invariant
-from edgespec.engine.chain import SamplingParams
-from edgespec.engine.prefix import common_prefix
+from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, CapabilityError
 from edgespec.losslessness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
@@ -30,7 +30,7 @@ SMILE = "🙂".encode()
 # The target has bytes of a character as tokens, the draft the character; words are cut in other places.
 TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
 DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
-TRANSLATION = Translation(TARGET, DRAFT)
+TRANSLATION = TokenTranslation(TARGET, DRAFT)
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -46,7 +46,7 @@ def propose(drafter: RetokenisedDrafter, tokens: list[int], draft_length: int) -
     tree = drafter.propose(sampler, Invariant(), draft_length)
     assert tree.is_chain
     assert tree.tokens[0] == tokens[-1]
-    assert set(tree.laws) == {None}
+    assert set(tree.draft_probs) == {None}
     return list(tree.tokens[1:])
 
 
@@ -83,7 +83,7 @@ class TestItsReading:
     @given(TEXTS)
     def test_says_what_the_text_says(self, parts: list[list[int]]) -> None:
         """The draft's tokens have the bytes of the text, up to a character that is not whole."""
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         tokens: list[int] = []
         for part in parts:
             reading.add(part)
@@ -100,7 +100,7 @@ class TestItsReading:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(0, 7), min_size=1, max_size=700), st.integers(1, 40))
     def test_is_what_the_draft_makes_of_the_whole(self, tokens: list[int], step: int) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         for start in range(0, len(tokens), step):
             reading.add(tokens[start : start + step])
         whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
@@ -109,7 +109,7 @@ class TestItsReading:
     @settings(max_examples=200, deadline=None)
     @given(TEXTS, st.integers(1, 3))
     def test_tells_what_it_left_as_it_was(self, parts: list[list[int]], every: int) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         before: list[int] = []
         for number, part in enumerate(parts):
             reading.add(part)
@@ -121,7 +121,7 @@ class TestItsReading:
                 before = list(reading.tokens)
 
     def test_goes_on_where_a_character_ends(self) -> None:
-        reading = Reading(TARGET, TRANSLATION)
+        reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         reading.add([0, 8, 9])
         assert (reading.tokens, reading.unread) == ([3], SMILE[:2])
         reading.add([10, 11])
@@ -216,9 +216,9 @@ def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytes
 
     def counted(a: list[int], b: list[int]) -> int:
         compared.append(len(a))
-        return common_prefix(a, b)
+        return common_prefix_length(a, b)
 
-    monkeypatch.setattr(retokenised, "common_prefix", counted)
+    monkeypatch.setattr(retokenised, "common_prefix_length", counted)
     for token in range(8):
         propose(drafter, tokens, 4)
         drafter.commit((token,))
@@ -233,20 +233,20 @@ def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
     tokens = [0, 1, 2, 3, 4] * 60
     drafter.begin(tokens)
     assert model.length == 0
-    assert drafter.unread == drafter.unread_whole > 100
-    drafter.read(40)
+    assert drafter.pending_tokens == drafter.full_pending_tokens > 100
+    drafter.prefill(40)
     assert 20 < model.length <= 40
-    assert (drafter.unread, drafter.unread_whole) == (0, len(tokens))
+    assert (drafter.pending_tokens, drafter.full_pending_tokens) == (0, len(tokens))
     said = propose(drafter, tokens, 3)
     drafter.commit((5, 6))
     tokens += [5, 6]
-    assert drafter.unread == 0
+    assert drafter.pending_tokens == 0
     assert propose(drafter, tokens, 3)
-    drafter.read(len(tokens))
+    drafter.prefill(len(tokens))
     whole = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 12))
     whole.begin(tokens)
     assert propose(drafter, tokens, 3) == propose(whole, tokens, 3)
-    assert drafter.unread_whole == whole.unread_whole == 0
+    assert drafter.full_pending_tokens == whole.full_pending_tokens == 0
     whole.begin(tokens[:-2])
     assert propose(whole, tokens[:-2], 3) == said
 
@@ -312,7 +312,7 @@ class TestInARuntime:
             "draft",
             LoadOptions(context_tokens=512),
         )
-        translation = Translation(target.vocabulary, draft.vocabulary)
+        translation = TokenTranslation(target.vocabulary, draft.vocabulary)
         drafter = RetokenisedDrafter(draft, target.vocabulary, translation)
         with with_drafter(target, drafter) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": temperature}
@@ -333,8 +333,8 @@ class TestInARuntime:
         path = write_llama(tmp_path / "target.gguf")
         target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=256))
         checkpoint = write_checkpoint(tmp_path / "draft", "llama")
-        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, draft=True))
-        translation = Translation(target.vocabulary, draft.vocabulary)
+        draft = mlx.load(str(checkpoint), "draft", LoadOptions(context_tokens=512, is_draft=True))
+        translation = TokenTranslation(target.vocabulary, draft.vocabulary)
         with with_drafter(target, RetokenisedDrafter(draft, target.vocabulary, translation)) as pair:
             options: dict[str, Any] = {"max_tokens": 40, "seed": 4, "temperature": 0.8}
             plain = pair.generate("the file list", method="none", **options)
@@ -347,7 +347,7 @@ class TestInARuntime:
         target = speaking(TARGET, 1)
         twin = TabularModel(target._table)
         twin.vocabulary = TARGET
-        drafter = RetokenisedDrafter(twin, TARGET, Translation(TARGET, TARGET))
+        drafter = RetokenisedDrafter(twin, TARGET, TokenTranslation(TARGET, TARGET))
         with with_drafter(target, drafter) as pair:
             options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": 0.0}
             plain = pair.generate("abcd", method="none", **options)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions, Snapshot
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.vocabularies import TranslatedModel, Translation
+from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
-from edgespec.engine.chain import SamplingParams
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError
 from edgespec.losslessness import verify
@@ -31,7 +31,7 @@ from tests.test_losslessness import PROMPTS
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
 DRAFT = Pieces(["f", "e", "d", "c", "b", "a", "ab", "fe", "<stop>"])
 SPELT = [(5,), (4,), (3,), (2,), (1,), (0,), (6,), (3, 2, 1), (8,)]
-TRANSLATION = Translation(TARGET, DRAFT)
+TRANSLATION = TokenTranslation(TARGET, DRAFT)
 
 
 def translated(draft: Any) -> TranslatedModel:
@@ -51,11 +51,11 @@ def test_what_is_shared() -> None:
 def test_a_text_begins_as_the_draft_wants_it() -> None:
     target = Pieces(["a", "b", "<s>", "</s>"], control=2)
     draft = Pieces(["b", "a", "<bos>", "<eos>"], control=2).starting()
-    translation = Translation(target, draft)
+    translation = TokenTranslation(target, draft)
     assert translation.spell(0, first=True) == (2, 1)
     assert translation.spell(0, first=False) == (1,)
     target = Pieces(["a", "b", "<s>", "</s>"], control=2).starting()
-    translation = Translation(target, draft)
+    translation = TokenTranslation(target, draft)
     assert translation.spell(2, first=True) == (2,)
     assert translation.spell(3, first=False) == (3,)
 
@@ -63,13 +63,15 @@ def test_a_text_begins_as_the_draft_wants_it() -> None:
 def test_control_tokens_are_no_text() -> None:
     target = Pieces(["<", "s", ">", "<s>", "<end>"])
     draft = Pieces(["<", "s", ">", "<s>", "<end>"], control=2)
-    translation = Translation(target, draft)
+    translation = TokenTranslation(target, draft)
     assert translation.spell(3, first=False) == (0, 1, 2)
     assert translation.targets.tolist() == [0, 1, 2, 4]
 
 
 def test_bytes_of_which_nothing_is_known() -> None:
-    translation = Translation(Pieces(["a", b"\xf0\x9f", "é", "<end>"]), Pieces(["a", b"\xc3", b"\xa9", "."]))
+    translation = TokenTranslation(
+        Pieces(["a", b"\xf0\x9f", "é", "<end>"]), Pieces(["a", b"\xc3", b"\xa9", "."])
+    )
     assert translation.spell(1, first=False) == (0,)
     assert translation.spell(2, first=False) == (1, 2)
 
@@ -120,7 +122,7 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
             text = text[:how]
         elif what == "forget":
             start, end = min(how), max(how)
-            model.forget(start, end)
+            model.remove_range(start, end)
             del text[start:end]
         elif what == "snapshot":
             saved = model.snapshot()
@@ -159,7 +161,7 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
 def test_a_text_too_long_in_the_drafts_tokens_leaves_no_room() -> None:
     model = translated(speaking(DRAFT, 3, context_tokens=60))
     model.prefill([7] * 25)
-    assert (model.length, model.room) == (25, 0)
+    assert (model.length, model.free_tokens) == (25, 0)
     model.truncate(5)
     model.verify(TokenTree.chain(0))
     model.commit(())
@@ -183,7 +185,7 @@ class TestRows:
         assert (tokens.tolist(), values.tolist()) == ([0, 2, 5], [4.0, 7.0, 5.0])
 
     def test_fewer_ids(self) -> None:
-        limited = self.logits().limited(2)
+        limited = self.logits().limit_vocab(2)
         assert limited.vocab_size == 2
         assert limited.top(0, 1)[0].tolist() == [0, 1]
         assert limited.above(0, 0.5)[0].tolist() == [0]
@@ -204,7 +206,7 @@ class TestRows:
         kept = order[: random.integers(1, 300)]
         target = Pieces([*words, "<end>"])
         draft = Pieces([*(words[i] for i in kept), *(f"x{i}" for i in range(200)), "<end>"])
-        translation = Translation(target, draft)
+        translation = TokenTranslation(target, draft)
         row = random.normal(size=(1, draft.size)).astype(np.float32) * 3
         own = np.full((1, target.size), -np.inf, np.float32)
         own[0, translation.targets] = row[0, translation.drafts]
@@ -274,7 +276,7 @@ class TestInARuntime:
         inner = llamacpp.load(
             str(write_llama(tmp_path / "draft.gguf", words=words)), "draft", LoadOptions(context_tokens=256)
         )
-        translation = Translation(target.vocabulary, inner.vocabulary)
+        translation = TokenTranslation(target.vocabulary, inner.vocabulary)
         # Bytes that are words too are there twice, and the tokenizer uses one of them.
         twice = [3 + ord(" "), 3 + ord("s")]
         assert translation.targets.tolist() == [i for i in range(target.facts.vocab_size) if i not in twice]

@@ -119,7 +119,8 @@ class Rounding(TabularModel):
 
     def __init__(self) -> None:
         super().__init__(table(1)._table)
-        self.facts = replace(self.facts, capabilities=replace(self.facts.capabilities, continues=False))
+        able = replace(self.facts.capabilities, prefix_reuse_exact=False)
+        self.facts = replace(self.facts, capabilities=able)
 
     def _read(self, tokens: Sequence[int], rows: int) -> list[int]:
         read, last = [], self._tokens[-1] if self._tokens else 0

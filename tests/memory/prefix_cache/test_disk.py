@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Snapshot
-from edgespec.corpus.saved_replies import forget_replies
+from edgespec.corpus.saved_replies import delete_saved_replies
 from edgespec.files import write_private_file
 from edgespec.memory.prefix_cache import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
@@ -189,7 +189,7 @@ def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
 ) -> None:
     """No later writer would know that the file beside the mark is nobody's."""
     made: list[object] = []
-    for name, forget in (("kept", delete_cached_prefixes), ("chats", forget_replies)):
+    for name, forget in (("kept", delete_cached_prefixes), ("chats", delete_saved_replies)):
         with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
             patched.setattr(tempfile, "mkstemp", lambda **options: made.append(options))
             forget(tmp_path / name)

@@ -66,7 +66,7 @@ def test_a_draft_that_saw_the_end_only_is_right_less_often() -> None:
     world.reply(model, text, 1)
     whole = world.stats.acceptance_rate
     begin = model.begin
-    model.begin = lambda tokens: (begin(tokens), model.read(64))[0]  # type: ignore[method-assign,func-returns-value]
+    model.begin = lambda tokens: (begin(tokens), model.prefill(64))[0]  # type: ignore[method-assign]
     before = world.seconds
     world.reply(model, text, 1)
     assert whole is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["best_chain"]
+__all__ = ["best_draft_length"]
 
 
-def best_chain(agreement: float, cost: Callable[[int], float], longest: int) -> tuple[int, float]:
+def best_draft_length(agreement: float, cost: Callable[[int], float], longest: int) -> tuple[int, float]:
     """How many tokens to draft, 1 to `longest`, and the speed-up over plain decoding to expect of that.
 
     S(k) = E(k) / cost(k) with E(k) = 1 + a + ... + a^k (Leviathan et al. 2023, arXiv 2211.17192). All k are

@@ -1,4 +1,4 @@
-"""What drafters keep is deleted, and nothing else."""
+"""`edgespec delete-data` deletes the named kind of data and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {".replies", ".npz", ".json", ".kept"}
 
 @pytest.fixture(autouse=True)
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data folder with a remembered reply, something learnt, what was read, and a chat."""
+    """A data folder with a remembered reply, learned statistics, cached prefixes, and a chat."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
     with edgespec.load("demo", "none", context=256, threads=1, remember=True, prefix_cache="disk") as runtime:
         runtime.generate("How do I list files?" * 9, max_tokens=8, seed=1, method="suffix")
@@ -28,7 +28,7 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return data_folder()
 
 
-def kept(folder: Path) -> set[str]:
+def suffixes_in(folder: Path) -> set[str]:
     return {path.suffix for path in folder.rglob("*") if path.suffix in KINDS}
 
 
@@ -37,20 +37,20 @@ def kept(folder: Path) -> set[str]:
     [
         ([], {".json"}),
         (["replies"], KINDS - {".replies"}),
-        (["learnt"], KINDS - {".npz"}),
-        (["kept"], KINDS - {".kept"}),
+        (["learned"], KINDS - {".npz"}),
+        (["prefix-cache"], KINDS - {".kept"}),
     ],
 )
-def test_what_is_named_goes(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:
-    assert kept(own_data) == KINDS
-    assert json_of(run("forget", *what, "--json"))["freed_bytes"] > 0
-    assert kept(own_data) == left
-    assert run("forget", *what).stdout.endswith(": 0 B freed\n")
+def test_deletes_the_named_kind_only(run: Run, own_data: Path, what: list[str], left: set[str]) -> None:
+    assert suffixes_in(own_data) == KINDS
+    assert json_of(run("delete-data", *what, "--json"))["freed_bytes"] > 0
+    assert suffixes_in(own_data) == left
+    assert run("delete-data", *what).stdout.endswith(": 0 B freed.\n")
 
 
-def test_what_cannot_be_deleted_is_said(run: Run, own_data: Path) -> None:
+def test_reports_files_that_cannot_be_deleted(run: Run, own_data: Path) -> None:
     file = next(own_data.rglob("*.npz"))
     file.unlink()
     file.mkdir()
-    assert "delete the folder `learnt`" in one_line_error(run("forget", "learnt"), 1)
-    assert "is not one of" in one_line_error(run("forget", "chats"), 2)
+    assert "the saved learned data could not be deleted" in one_line_error(run("delete-data", "learned"), 1)
+    assert "is not one of" in one_line_error(run("delete-data", "chats"), 2)

@@ -1,0 +1,50 @@
+"""`edgespec delete-data`: delete saved replies, learned statistics and cached prefixes."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.options import json_option
+from edgespec.cli.screen import print_json
+from edgespec.files import format_bytes
+
+__all__ = ["command"]
+
+_DESCRIPTIONS = {
+    "all": "saved replies, learned statistics and cached prefixes",
+    "replies": "saved replies",
+    "learned": "learned statistics",
+    "prefix-cache": "cached prefixes",
+}
+
+
+@click.command(
+    "delete-data",
+    cls=HelpfulCommand,
+    short_help="Delete data saved between runs, but no chats.",
+    examples=("edgespec delete-data", "edgespec delete-data replies", "edgespec delete-data prefix-cache"),
+)
+@click.argument("kind", type=click.Choice(tuple(_DESCRIPTIONS)), default="all")
+@json_option
+def command(kind: str, as_json: bool) -> int:
+    """Delete data that edgespec saved between runs.
+
+    \b
+    replies       earlier replies and prompts that the suffix method searches
+    learned       trained draft models, layers chosen by swift, measured pass costs and acceptance rates
+    prefix-cache  cached prompts of earlier chats, which are processed again when you return to a chat
+    all           all three [default]
+
+    Saved chats and the files of `edgespec prepare` stay.
+    """
+    import edgespec
+
+    freed_bytes = edgespec.delete_data(kind)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"deleted": kind, "freed_bytes": freed_bytes})
+    else:
+        sys.stdout.write(f"Deleted {_DESCRIPTIONS[kind]}: {format_bytes(freed_bytes)} freed.\n")
+    return 0
