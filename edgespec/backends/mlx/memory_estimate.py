@@ -19,7 +19,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate, Part
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
-from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, read_skeleton
+from edgespec.backends.mlx.model_skeleton import ModelSkeleton, WeightSizes, read_skeleton
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited, retained_bytes
 
@@ -91,7 +91,7 @@ class _Figures:
     recur.
     """
 
-    sizes: Sizes
+    sizes: WeightSizes
     held_bytes: tuple[int, int]
     zero_bytes: int
     vocab_size: int
