@@ -8,10 +8,11 @@ from dataclasses import replace
 from edgespec.assembly.pair_estimate import compute_headroom_bytes, opened
 from edgespec.assembly.pairing import Pair
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
-from edgespec.memory import PROCESS_BYTES, Budget, MemoryPlan, PlanChoice, PlanOption
+from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption
 
 __all__ = ["advice_for"]
 
@@ -49,8 +50,8 @@ def advice_for(
     fitting = [
         entry
         for entry in load_catalogue().entries
-        if entry.approximate_file_bytes + PROCESS_BYTES[entry.format] < room * _WEIGHTS_SHARE
-        and (entry.format == "mlx") == (pair.target.format == "mlx")
+        if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _WEIGHTS_SHARE
+        and same_backend(entry.format, pair.target.format)
         and not entry.embedded_file  # no such model is what anybody wanted
     ]
     if not fitting:
@@ -73,5 +74,5 @@ def _fitting_weights(found: Resolved, options: LoadOptions, room_bytes: int) -> 
         return 0
     finally:
         model.close()
-    taken = footprint.bytes + compute_headroom_bytes(footprint.bytes) + PROCESS_BYTES[found.format]
+    taken = footprint.bytes + compute_headroom_bytes(footprint.bytes) + found.backend.process_bytes
     return footprint.of("weights") if taken <= room_bytes else 0

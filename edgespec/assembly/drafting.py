@@ -87,6 +87,7 @@ class _Maker:
         progress: Progress | None,
     ) -> None:
         self._found = found
+        self._format = found.file_format
         self._costs = costs
         self._model = model
         self._how = how
@@ -128,11 +129,11 @@ class _Maker:
         """What `auto` takes in the place of a draft model, where that has been prepared."""
         if "auto" not in self._how.methods or draft is not None:
             return set()
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             return {"layerskip"}
         from edgespec.prepare.lowbit import find_valid_lowbit
 
-        wanted = self._found.format == "gguf" and self._how.room_for_copy
+        wanted = self._format.low_bit_copy_format and self._how.room_for_copy
         return {"lowbit"} if wanted and find_valid_lowbit(self._found.path) else set()
 
     def _policy(self, draft: Draft | None) -> AutoConfig | None:
@@ -186,7 +187,7 @@ class _Maker:
 
     def _layerskip(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
-        if self._found.format == "gguf":
+        if "layerskip" in self._format.preparations:
             return MissingDrafter(
                 f"{facts.name} was not prepared for early exit",
                 f"run `edgespec prepare layerskip {self._reference}` once",
@@ -194,7 +195,7 @@ class _Maker:
         if "layerskip" not in facts.capabilities.self_draft_methods:
             return self._why_not(EarlyExit(1))
         exit_layer = self._how.exit_layer
-        if self._found.format == "layerskip":
+        if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
                     "exit_layer is for MLX models, and this one was prepared for one exit",
@@ -214,8 +215,8 @@ class _Maker:
 
     def _best_exit(self) -> int:
         """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
-        from edgespec.backends.mlx.model import measure_exits
-
+        measure = self._format.measure_exits
+        assert measure is not None
         request = calibration_prompt(self._model.vocabulary)
         if len(request) >= self._model.free_tokens:
             raise CapabilityError(
@@ -225,7 +226,7 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = exit_table(*measure_exits(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
         if not table.pays:
@@ -238,8 +239,8 @@ class _Maker:
         facts = self._model.facts
         copy = None
         if "lowbit" not in facts.capabilities.self_draft_methods:
-            return self._why_not(LowBit(None if self._found.format == "mlx" else facts.path))
-        if self._found.format != "mlx":
+            return self._why_not(LowBit(facts.path if self._format.low_bit_copy_format else None))
+        if self._format.low_bit_copy_format:
             prepared = self._lowbit_copy()
             if prepared is None:
                 return MissingDrafter(
@@ -265,12 +266,12 @@ class _Maker:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
-        if self._found.format == "mlx" and "swift" not in facts.capabilities.self_draft_methods:
-            return self._why_not(SkippedLayers((1,)))
-        if self._found.format != "mlx":
+        if not self._format.skips_layers:
             return MissingDrafter(
                 f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
             )
+        if "swift" not in facts.capabilities.self_draft_methods:
+            return self._why_not(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
             notes=SavedArrays("swift", models_fingerprint(facts)),
@@ -285,7 +286,7 @@ class _Maker:
         trainer = cast(Trainable, draft).trainer()
         notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=notes))
 
 
 def _not_asked(name: str) -> MissingDrafter:

@@ -18,7 +18,6 @@ from edgespec.assembly.prefix_cache_options import (
     PrefixCacheOptions,
     create_prefix_cache,
     file_states,
-    model_files,
 )
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.mapped_files import MappedFiles
@@ -31,7 +30,7 @@ from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
-from edgespec.request import Defaults
+from edgespec.request import MethodOptions
 from edgespec.runtime import Runtime
 
 __all__ = ["eagerly", "load"]
@@ -113,7 +112,7 @@ def load(
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     if progress is not None and not callable(progress):
         raise OptionError(f"progress is {progress!r}", "give a function of a text and a fraction")
-    defaults = Defaults().but(method, draft_length, acceptance)
+    defaults = MethodOptions().override(method, draft_length, acceptance)
     how = Drafting(
         methods=(method, *methods),
         branches=draft_branches,
@@ -154,7 +153,7 @@ def load(
 
 
 def _loaded(
-    planned: LoadPlan, defaults: Defaults, keeping: PrefixCacheOptions, progress: Progress | None
+    planned: LoadPlan, defaults: MethodOptions, keeping: PrefixCacheOptions, progress: Progress | None
 ) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options
@@ -206,10 +205,11 @@ def _mapped(pair: Pair, options: LoadOptions, *, copied: bool) -> MappedFiles:
     """The files whose pages llama.cpp reads when it needs them. copied: a copy with fewer bits drafts."""
     paths: list[Path] = []
     for each in (pair.target, pair.draft):
-        if each and each.format != "mlx" and options.mmap:
+        if each and each.file_format.mapped and options.mmap:
             with suppress(OSError, ModelFileError):  # deleted meanwhile: what is mapped stays
-                paths += model_files(each.path)
-    copy = find_lowbit(pair.target.path) if copied and pair.target.format != "mlx" and options.mmap else None
+                paths += each.file_format.files(each.path)
+    has_copy = copied and pair.target.file_format.low_bit_copy_format and options.mmap
+    copy = find_lowbit(pair.target.path) if has_copy else None
     if copy:
         paths.append(lowbit_file(copy))
     return MappedFiles(paths)

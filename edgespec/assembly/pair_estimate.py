@@ -15,13 +15,11 @@ from edgespec.catalog import (
     Resolved,
     find_installed,
     read_model_info,
-    require_mlx,
     smaller_quantisations,
 )
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
 from edgespec.memory import (
-    PROCESS_BYTES,
     Budget,
     Item,
     MemoryPlan,
@@ -48,7 +46,9 @@ class PairEstimator:
 
     def __init__(self, pair: Pair, how: Drafting, options: LoadOptions, undo: ExitStack) -> None:
         self._pair, self._how = pair, how
-        self._options = replace(options, low_bits=pair.target.format == "mlx" and "lowbit" in how.asked)
+        self._options = replace(
+            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in how.asked
+        )
         self.target = opened(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
@@ -61,7 +61,7 @@ class PairEstimator:
             self._copy = opened(copy, options)
             undo.callback(self._copy.close)
         self._process_bytes = max(
-            PROCESS_BYTES[each.format] for each in (pair.target, pair.draft) if each is not None
+            each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
         )
 
     def _opened_draft(self, found: Resolved) -> MemoryEstimator:
@@ -183,16 +183,7 @@ class PairEstimator:
 
 def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
     """The metadata of a model, opened by the backend of its format. Raises what loading it would."""
-    if found.format == "mlx":
-        require_mlx(found.name)
-        from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
-
-        return MlxMemoryEstimator(str(found.path), found.name, options)
-    from edgespec.backends.llamacpp import memory_estimate
-
-    if found.format == "layerskip":
-        return memory_estimate.SplitModelMemoryEstimator(str(found.path), found.name)
-    return memory_estimate.GgufMemoryEstimator(str(found.path), found.name)
+    return found.file_format.open_estimator(str(found.path), found.name, options)
 
 
 def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
@@ -201,8 +192,9 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
     Raises ModelFileError where one that was named is damaged or stale.
     """
     asked = "lowbit" in how.asked
-    automatic = "auto" in how.methods and pair.draft is None and pair.target.format == "gguf"
-    if pair.target.format == "mlx" or not (asked or automatic):
+    form = pair.target.file_format
+    automatic = "auto" in how.methods and pair.draft is None and not form.fixed_exit
+    if not form.low_bit_copy_format or not (asked or automatic):
         return None
     from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file
 
@@ -211,7 +203,10 @@ def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
         return None
     check_lowbit(prepared, pair.target.path)
     return replace(
-        pair.target, name=f"{pair.target.name} at low bits", path=lowbit_file(prepared), format="gguf"
+        pair.target,
+        name=f"{pair.target.name} at low bits",
+        path=lowbit_file(prepared),
+        format=form.low_bit_copy_format,
     )
 
 

@@ -8,7 +8,8 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import Drafting
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.catalog import Resolved, choose_draft, require_mlx, resolve
+from edgespec.backends.registry import same_backend
+from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare_vocabularies
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
@@ -80,7 +81,7 @@ def find_pair(
     options = options or LoadOptions()
     found = find_model(target)
     found_draft, why, why_draft = _find_draft(found, draft, find_model, options)
-    if options.adapter is not None and found.format != "mlx":
+    if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
             "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
@@ -94,7 +95,7 @@ def find_pair(
 
 def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
     """The form that was prepared for early exit, where it is wanted; else the model as it was found."""
-    if found.format != "gguf":
+    if "layerskip" not in found.file_format.preparations:
         return found
     asked = "layerskip" in how.asked
     automatic = "auto" in how.methods and not has_draft and find_valid_lowbit(found.path) is None
@@ -107,7 +108,7 @@ def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
         if asked:
             raise
         return found  # nobody asked for it
-    return replace(found, path=prepared.folder, note=str(prepared.folder), format="layerskip")
+    return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
 def _find_draft(
@@ -194,7 +195,7 @@ def _check_learns(
     found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: AttentionWindow | None
 ) -> None:
     """Raises OptionError for a draft that cannot be trained between replies."""
-    if found.format != "mlx":
+    if not found.file_format.online_training:
         why, hint = "that takes an MLX draft", "give an MLX draft"
     elif not draft.capabilities.trainable:
         why, hint = "it remembers by a recurrent state", "give a draft without one"
@@ -208,19 +209,7 @@ def _check_learns(
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load with the backend of the model's format, which is imported when it is needed."""
-    if found.format == "layerskip":
-        from edgespec.backends.llamacpp.layerskip import load_layerskip
-
-        return load_layerskip(str(found.path), found.name, options, progress)
-    if found.format == "mlx":
-        require_mlx(found.name)
-        from edgespec.backends import mlx
-
-        return mlx.load(str(found.path), found.name, options, progress)
-    from edgespec.backends import llamacpp
-
-    return llamacpp.load(str(found.path), found.name, options, progress)
+    return found.file_format.load(str(found.path), found.name, options, progress)
 
 
 def _left(options: LoadOptions, target: ModelFacts) -> int | None:
@@ -247,16 +236,14 @@ def for_draft(
 
 
 def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """In a mixed pair, what is said about llama.cpp's way of computing is said to the GGUF half."""
-    if found.format != "mlx" or other is None or other.format == "mlx":
+    """Return the options of one model of a pair, without those that only the other's backend has.
+
+    In a pair of one backend, and for a model alone, nothing is left out: the backend refuses what it lacks.
+    """
+    if other is None or same_backend(found.format, other.format):
         return options
-    plain = LoadOptions()
-    return replace(
-        options,
-        threads=plain.threads,
-        gpu_layers=plain.gpu_layers,
-        flash_attention=plain.flash_attention,
-        mmap=plain.mmap,
-        mlock=plain.mlock,
-        kv_type=plain.kv_type if options.is_draft else options.kv_type,
-    )
+    left_out = set(found.backend.ignored_options)
+    if options.is_draft and not found.backend.shares_kv_type:
+        left_out.add("kv_type")
+    defaults = LoadOptions()
+    return replace(options, **{name: getattr(defaults, name) for name in left_out})

@@ -101,7 +101,7 @@ class LoadPlan:
 
         MLX makes its caches as large as the text: 0.
         """
-        if self.pair.target.format == "mlx":
+        if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
         return tokens if first is None else initial_context(tokens, first, self.longrope_switch_tokens)
@@ -126,19 +126,13 @@ def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
 def _take_addresses(pair: Pair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
     limit_malloc_arenas()
-    if "mlx" in (pair.target.format, pair.draft.format if pair.draft else ""):
-        from edgespec.backends.mlx.build_info import mlx_lm_utils
-
-        mlx_lm_utils()
+    for found in filter(None, (pair.target, pair.draft)):
+        found.backend.preload()
 
 
 def _budget_of(pair: Pair, given_bytes: int | None) -> Budget:
     """Given, or found; the memory of graphics cards only where they may be used."""
-    if pair.target.format == "mlx":
-        return find_budget(given_bytes)
-    from edgespec.backends.llamacpp.devices import cards
-
-    return find_budget(given_bytes, [(card.name, card.free_bytes) for card in cards()])
+    return find_budget(given_bytes, pair.target.backend.graphics_cards())
 
 
 def plan_pair(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.registry import format_at
 from edgespec.checks import check_text, parse_size
 from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError, OptionError
@@ -17,7 +17,7 @@ from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
 from edgespec.saved_arrays import models_fingerprint
 
-__all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states", "model_files"]
+__all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
 
 PLACES = ("none", "memory", "disk")
 # Tokens that are read together cost less than single steps: so many times, until it was measured.
@@ -51,11 +51,6 @@ def _size(name: str, given: str | int | None) -> int | None:
     return None if given is None else parse_size(name, given)
 
 
-def model_files(model: Path) -> list[Path]:
-    """A model's files, in a folder or the parts of a GGUF file. Raises OSError and ModelFileError."""
-    return sorted(model.iterdir()) if model.is_dir() else gguf_files(model)
-
-
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
     """What the files of a model are like now; () where one cannot be looked at. See `create_prefix_cache`.
 
@@ -63,7 +58,7 @@ def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
     changes both of its times, and only the first can be set back.
     """
     try:
-        files = model_files(target)
+        files = format_at(target).files(target)
         files += sorted(Path(adapter).iterdir()) if adapter is not None else []
         return tuple(map(_state, files))
     except (OSError, ModelFileError):

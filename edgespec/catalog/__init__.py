@@ -1,6 +1,6 @@
 """Model references: from what a person types to a file or a folder on this machine."""
 
-from edgespec.backends.mlx_files import mlx_installed, require_mlx
+from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo
 from edgespec.catalog.catalogue import (
     Catalogue,
@@ -39,7 +39,6 @@ __all__ = [
     "mlx_installed",
     "read_model_info",
     "recommended_drafts",
-    "require_mlx",
     "resolve",
     "smaller_models",
     "smaller_quantisations",

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, TypeAlias
 
+from edgespec.backends.registry import FileFormat, format_of
 from edgespec.errors import ModelNotFoundError
 from edgespec.files import config_folder
 
@@ -27,8 +28,8 @@ __all__ = [
 ]
 
 
-ModelFormat = Literal["gguf", "mlx", "layerskip"]
-"""What a model is on disk: a GGUF file, a folder in MLX's form, or a GGUF model prepared for early exit."""
+ModelFormat: TypeAlias = str
+"""The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
 
@@ -61,7 +62,12 @@ class ModelEntry:
     @property
     def repository(self) -> str:
         """The hub repository it is fetched from; empty for an embedded model."""
-        return self.mlx_repository if self.format == "mlx" else self.gguf_repository
+        return self.gguf_repository or self.mlx_repository
+
+    @property
+    def file_format(self) -> FileFormat:
+        """What its backend can do with files of this format."""
+        return format_of(self.format)
 
     @property
     def embedded_path(self) -> Path | None:

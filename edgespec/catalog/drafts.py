@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog.acceptance_history import AcceptanceHistory
 from edgespec.catalog.aliases import preferred_draft
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
@@ -184,16 +185,12 @@ def _is_known(option: DraftOption, target: Resolved, shelf: InstalledModels) -> 
     with suppress(ModelFileError):
         if read_model_info(target, shelf.known).architecture == option.architecture:
             return True
-    if option.format == "mlx":
-        return False
-    import gguf  # takes a moment, and few get here
-
-    return option.architecture in gguf.MODEL_ARCH_NAMES.values()
+    return backend_of(option.format).knows_architecture(option.architecture)
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, shelf: InstalledModels) -> bool:
     """Here, in the target's form, with its tokens as far as that is known, and to be trusted to load."""
-    if option.path is None or (option.format == "mlx") != (target.format == "mlx"):
+    if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.by == "tokens" and not _is_known(option, target, shelf):
         return False
@@ -350,9 +347,10 @@ def _by_family(target: Resolved, info: ModelInfo | None, shelf: InstalledModels)
         grown = not joined <= names
         names |= joined
     parameters, _ = _sizes(target, info)
-    mlx = target.format == "mlx"
     return [
         entry.name
         for entry in entries
-        if entry.name in names and entry.parameters * 2 <= parameters and (entry.format == "mlx") == mlx
+        if entry.name in names
+        and entry.parameters * 2 <= parameters
+        and same_backend(entry.format, target.format)
     ]

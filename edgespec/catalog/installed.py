@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.registry import same_backend
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
 from edgespec.catalog.hub_cache import hub_models
 from edgespec.catalog.lmstudio import lmstudio_models
@@ -144,7 +145,7 @@ def _smaller(found: Resolved, info: ModelInfo | None, shelf: InstalledModels) ->
     smaller = [
         one
         for one in shelf.models
-        if (one.format == "mlx") == (found.format == "mlx")
+        if same_backend(one.format, found.format)
         and one.path != found.path
         and (info is None or one.info.size_bytes < info.size_bytes)
     ]

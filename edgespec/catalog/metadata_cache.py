@@ -11,12 +11,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import first_of_halves, of_gguf, of_halves
-from edgespec.backends.mlx_metadata import of_folder
 from edgespec.backends.model_info import ModelInfo
-from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.backends.registry import format_of
+from edgespec.backends.token_list import TokenList
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.errors import ModelFileError
 from edgespec.files import cache_folder, read_regular_file, write_private_file
@@ -46,7 +43,7 @@ class MetadataCache:
         entry = self._models.get(key)
         if entry is not None and entry[0] == state:
             return entry[1]
-        info = {"gguf": of_gguf, "mlx": of_folder, "layerskip": of_halves}[form](path)
+        info = format_of(form).read_info(path)
         self._models.pop(key, None)
         self._models[key] = (state, info)
         self._changed = True
@@ -76,7 +73,7 @@ class MetadataCache:
 
     def _both_tokens(self, mine: Model, its: Model) -> tuple[TokenList | None, TokenList | None]:
         try:
-            return _tokens(*mine[:2]), _tokens(*its[:2])
+            return format_of(mine[1]).read_tokens(mine[0]), format_of(its[1]).read_tokens(its[0])
         except ModelFileError:
             return None, None
 
@@ -121,18 +118,8 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
 def files_fingerprint(path: Path, form: ModelFormat) -> str:
     """Sizes and times of a model's files: another text when one of them changed. Raises ModelFileError."""
     try:
-        if form != "gguf":
-            with os.scandir(path) as found:
-                files = sorted(Path(entry.path) for entry in found if entry.is_file())
-        else:
-            files = gguf_files(path)
+        files = format_of(form).files(path)
         told = [(file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
-
-
-def _tokens(path: Path, form: ModelFormat) -> TokenList | None:
-    if form == "mlx":
-        return tokens_of_folder(path)
-    return tokens_of_header(read_header(gguf_files(path)[0] if form == "gguf" else first_of_halves(path)))

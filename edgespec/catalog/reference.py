@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from edgespec.backends.mlx_files import missing_files
+from edgespec.backends.registry import Backend, FileFormat, backend_of, format_at, format_of, is_registered
 from edgespec.catalog.catalogue import (
     ModelEntry,
     ModelFormat,
@@ -68,6 +68,16 @@ class Resolved:
     entry: ModelEntry | None
     note: str
     format: ModelFormat = "gguf"
+
+    @property
+    def backend(self) -> Backend:
+        """The backend that runs this model."""
+        return backend_of(self.format)
+
+    @property
+    def file_format(self) -> FileFormat:
+        """What its backend can do with files of this format."""
+        return format_of(self.format)
 
 
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
@@ -137,7 +147,8 @@ def _named(
 def _catalogued(
     asked: str, entry: ModelEntry, quantisation: str, allow_download: bool, progress: Progress | None
 ) -> Resolved:
-    only_one = entry.embedded_path is not None or entry.format == "mlx"
+    several = entry.file_format.one_file_per_quantisation
+    only_one = entry.embedded_path is not None or not several
     if only_one and quantisation.upper() != entry.quantisation.upper():
         in_gguf = entry.name.removesuffix("-mlx")
         other = f", or for its GGUF form: {in_gguf}:{quantisation}" if entry.repository else ""
@@ -148,7 +159,7 @@ def _catalogued(
     if entry.embedded_path is not None:
         path = _at(entry.embedded_path).path
         return Resolved(asked, path, "embedded", entry, f"{asked} -> embedded: {path}", entry.format)
-    wanted = quantisation if entry.format == "gguf" else None
+    wanted = quantisation if several else None
     return _of_hub(asked, HubReference(entry.repository, wanted, explicit=True), allow_download, progress)
 
 
@@ -173,7 +184,7 @@ def _of_hub(asked: str, meaning: HubReference, allow_download: bool, progress: P
         return _stored(asked, found[0], entry)
     path = cached or fetch(repository, quantisation, allow_download=allow_download, progress=progress)
     note = f"{asked} -> {_hub_note(repository, quantisation)}: {path}"
-    return Resolved(asked, path, "hub", entry, note, _format(path))
+    return Resolved(asked, path, "hub", entry, note, format_at(path).name)
 
 
 def _cached(repository: str, quantisation: str | None) -> Path | None:
@@ -197,10 +208,6 @@ def _stored(asked: str, stored: StoredModel, entry: ModelEntry | None = None) ->
 
 def _hub_note(repository: str, quantisation: str | None) -> str:
     return f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
-
-
-def _format(path: Path) -> ModelFormat:
-    return "mlx" if path.is_dir() else "gguf"
 
 
 def _at(path: Path) -> Resolved:
@@ -240,7 +247,7 @@ def _at(path: Path) -> Resolved:
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
     name = path.name or path.resolve().name  # "." has no name of its own
-    return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), _format(path))
+    return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), format_at(path).name)
 
 
 def _prepared(prepared: PreparedModel, asked: Path) -> Resolved:
@@ -248,7 +255,7 @@ def _prepared(prepared: PreparedModel, asked: Path) -> Resolved:
 
     Raises ModelFileError when it is damaged, or is no whole model.
     """
-    if prepared.kind != "layerskip":
+    if not is_registered(prepared.kind):
         raise ModelFileError(
             f"{asked} holds what was prepared for drafting, not a model of its own",
             f"name the model it was made from: {prepared.source}",
@@ -263,7 +270,7 @@ def _prepared(prepared: PreparedModel, asked: Path) -> Resolved:
 
 def _check_folder(folder: Path) -> None:
     """Raises ModelFileError when the folder is no model in MLX's form, saying what it lacks."""
-    missing = missing_files(folder)
+    missing = format_at(folder).missing_files(folder)
     if not missing:
         return
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.backends.gguf_header import TruncatedHeader, parse_header
+from edgespec.backends.registry import format_at
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue, user_aliases
 from edgespec.catalog.download import Progress, choose, list_repository, translate_errors
 from edgespec.catalog.hub_files import HubFile, holds_gguf, is_quantisation
@@ -51,7 +52,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
     path = target / Path(files[0].name).name if gguf else target
     label = f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
     note = f"{reference} -> {label}, not on this machine"
-    return Resolved(reference, path, "hub", entry, note, "gguf" if gguf else "mlx")
+    return Resolved(reference, path, "hub", entry, note, format_at(path).name)
 
 
 def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] | None:
@@ -73,7 +74,7 @@ def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] 
     if found is None or not found[0].repository:
         return None
     entry, quantisation = found
-    return entry.repository, quantisation if entry.format == "gguf" else None, entry
+    return entry.repository, quantisation if entry.file_format.one_file_per_quantisation else None, entry
 
 
 def _write_beginning(repository: str, commit: str, file: HubFile, path: Path) -> None:

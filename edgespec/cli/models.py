@@ -42,7 +42,7 @@ from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
     from edgespec import ModelFacts
-    from edgespec.catalog import ModelEntry, ModelFormat, Resolved
+    from edgespec.catalog import ModelEntry, Resolved
 
 __all__ = ["command"]
 
@@ -165,14 +165,15 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         missing = error.what
     shown = Shown(reference, entry, found, missing)
     if found is not None:
-        model_format, installed = found.format, find_installed(include_embedded=True)
+        has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
+        installed = find_installed(include_embedded=True)
         try:
             shown = replace(shown, info=read_model_info(found, installed.known))
         except ModelFileError as error:
             shown = replace(shown, problem=str(error))
         shown = replace(shown, options=draft_options(found, installed), choice=choose_draft(found))
         if probe:
-            facts, problem = interruptible(lambda stop: _facts(stop, reference, model_format))
+            facts, problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))
             shown = replace(shown, facts=facts, problem=problem)
     if as_json:
         print_json(shown.to_json())
@@ -263,12 +264,13 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     target = target.strip()
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
-    what = (
-        f"{target} now uses the draft model {draft}."
-        if draft is not None
-        else f"{target} has no draft model of your choice any more."
-    )
-    _print_change(what, remark, {"target": target, "draft": draft}, as_json)
+    if draft is None:
+        change = f"edgespec chooses the draft model of {target} again."
+    elif draft.strip() == "none":
+        change = f"{target} now runs without a draft model."
+    else:
+        change = f"{target} now uses the draft model {draft}."
+    _print_change(change, remark, {"target": target, "draft": draft}, as_json)
 
 
 @command.command(
@@ -322,7 +324,7 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 
     files = {}
     for quantisation in dict.fromkeys((entry.quantisation, *entry.aliases.values())):
-        wanted = f"{entry.name}:{quantisation}" if entry.format == "gguf" else entry.name
+        wanted = f"{entry.name}:{quantisation}" if entry.file_format.one_file_per_quantisation else entry.name
         try:
             found = resolve(wanted, allow_download=False)
         except (ModelNotFoundError, ModelFileError):
@@ -349,7 +351,7 @@ def _catalogued(reference: str) -> ModelEntry | None:
     return None
 
 
-def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[ModelFacts | None, str]:
+def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts | None, str]:
     """Load a model and return its facts, or (None, reason) if it cannot be loaded."""
     import edgespec
 
@@ -359,7 +361,7 @@ def _facts(stop: Stop, reference: str, model_format: ModelFormat) -> tuple[Model
             reference,
             "none",
             context=_LOOK_CONTEXT_TOKENS,
-            gpu_layers=0 if model_format == "gguf" else None,
+            gpu_layers=0 if has_gpu_layers else None,
             method="none",
             progress=progress,
         ) as runtime:

@@ -30,11 +30,6 @@ __all__ = [
     "prepared_json",
 ]
 
-_FORMATS = {
-    "gguf": "GGUF, run by llama.cpp",
-    "mlx": "MLX, run by mlx-lm",
-    "layerskip": "GGUF prepared for early exit, run by llama.cpp",
-}
 _STORED_BY = {
     "embedded": "edgespec",
     "ollama": "Ollama",
@@ -103,12 +98,13 @@ class Shown:
         """Return (name, value) lines for the terminal."""
         note = self.found.note if self.found else self.reference
         lines = [("reference", note), *_entry_lines(self.entry)]
-        if self.format is not None:
-            lines.append(("format", _FORMATS[self.format]))
+        known = self.found or self.entry
+        if known is not None:
+            lines.append(("format", known.file_format.label))
         if self.found is None:
             lines.append(("on this machine", f"no; download it with `edgespec models pull {self.reference}`"))
         if self.info is not None:
-            lines += _info_lines(self.info, self.format)
+            lines += _info_lines(self.info)
         if self.facts is not None:
             lines += _capability_lines(self.facts)
         if self.choice is not None:
@@ -258,10 +254,9 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
-def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, str]]:
+def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     """Return the lines about the model files."""
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
-    template = "use `edgespec generate --raw`" if form != "mlx" else "none in its files"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
@@ -271,7 +266,7 @@ def _info_lines(info: ModelInfo, form: ModelFormat | None) -> list[tuple[str, st
         ),
         ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
         ("cache", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
-        ("chat template", "yes" if info.chat_template else f"no: {template}"),
+        ("chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
     ]
     if info.heads:
         lines.append(("heads", ", ".join(info.heads)))
@@ -291,8 +286,8 @@ def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tu
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"
-        form = ", MLX" if option.format == "mlx" else ""
-        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}{form}"
+        form = option.format.upper()
+        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}, {form}"
         basis = "estimated" if option.acceptance is None else "measured"
         gain = f"expected speed-up {option.speedup:.1f}x ({basis}){here}"
         lines.append(("draft model", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))

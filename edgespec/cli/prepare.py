@@ -71,7 +71,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
         return prepare_layerskip(path, layer, to=to, progress=progress)
 
-    prepared = _resolve_and_prepare(reference, make)
+    prepared = _resolve_and_prepare(reference, "layerskip", make)
     exits = prepared.facts.get("exits", [])
     if as_json:
         print_json(_json(prepared))
@@ -114,7 +114,7 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
 
         return prepare_lowbit(path, type_name or DEFAULT_TYPE, to=to, progress=progress)
 
-    prepared = _resolve_and_prepare(reference, make, allow_split=True)
+    prepared = _resolve_and_prepare(reference, "lowbit", make)
     if as_json:
         print_json(_json(prepared))
         return
@@ -134,14 +134,14 @@ def _exit(text: str) -> int | None:
 
 
 def _resolve_and_prepare(
-    reference: str, make: Callable[[Path, ProgressLine], PreparedModel], *, allow_split: bool = False
+    reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
     """Resolve the model, download it if needed, and prepare it. Ctrl-C stops either step.
 
     Args:
         reference: The model to prepare.
+        kind: What to make, such as `lowbit`.
         make: Prepares the resolved path.
-        allow_split: Accept a model that was already split for early exit.
     """
     from edgespec.catalog import resolve
 
@@ -149,12 +149,12 @@ def _resolve_and_prepare(
         progress = ProgressLine(stop)
         try:
             found = resolve(reference, progress=progress)
-            if found.format == "mlx":
+            if not found.file_format.preparations:
                 raise OptionError(
-                    f"{found.name} is an MLX model, which needs no preparation",
+                    f"{found.name} needs no preparation: {found.backend.name} drafts with its own files",
                     "use the method directly, for example `edgespec chat --method layerskip`",
                 )
-            if found.format == "layerskip" and not allow_split:
+            if kind not in found.file_format.preparations:
                 raise OptionError(
                     f"{found.path} is already prepared", "give the GGUF file that it was made from"
                 )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.registry import backends
 from edgespec.costs.curve import CostCurve, measure
 from edgespec.errors import CancelledError
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
@@ -21,7 +22,6 @@ __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
 # A plain step so much dearer or cheaper than it was means another load, another clock, other memory.
 _DRIFT = 2.0
-_PACKAGES = ("llama-cpp-python", "mlx", "mlx-lm")
 
 
 class PassCosts(Protocol):
@@ -120,7 +120,7 @@ def _how_run(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
     machine = (platform.node(), platform.machine(), os.cpu_count())
     exact = " exact" if options.exact else ""
-    return repr((chosen, machine, [_version(name) for name in _PACKAGES])) + exact
+    return repr((chosen, machine, [_version(name) for each in backends() for name in each.packages])) + exact
 
 
 def _version(package: str) -> str:

@@ -1,7 +1,6 @@
 """The memory that target, draft and their caches are given."""
 
 from edgespec.memory.budget import (
-    PROCESS_BYTES,
     Budget,
     available_bytes,
     check_room_to_plan,
@@ -15,7 +14,6 @@ from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
 
 __all__ = [
-    "PROCESS_BYTES",
     "Budget",
     "Decision",
     "Item",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
+from edgespec.backends.registry import process_bytes
 from edgespec.errors import MemoryBudgetError
 from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
@@ -17,7 +18,6 @@ if sys.platform != "win32":
 
 __all__ = [
     "OWN_STEP_BYTES",
-    "PROCESS_BYTES",
     "STEP_BYTES",
     "Budget",
     "available_bytes",
@@ -28,8 +28,6 @@ __all__ = [
     "within_limits",
 ]
 
-# What Python and the libraries take before any model: measured, with the terminal's interface.
-PROCESS_BYTES = {"gguf": 80 * 2**20, "layerskip": 80 * 2**20, "mlx": 128 * 2**20}
 # Left for other programs of what is found, and never more than the second.
 _RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
 # Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
@@ -85,7 +83,7 @@ def _left_by(limit: Limit) -> tuple[int, str]:
         kept_free, whose = limit.stack_bytes, "for stacks of threads"
     source = f"{limit.what}, less {format_bytes(kept_free)} {whose}"
     # Python and its libraries are planned with so much; what else this process holds is no model's.
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     held = resident_bytes()
     if (beside := held - process) > 0:
         source += f" and {format_bytes(beside)} that this one holds"

@@ -15,11 +15,11 @@ from typing import Any
 
 import edgespec
 from edgespec.backends.llamacpp.buffer_pool import BufferPool
+from edgespec.backends.registry import process_bytes
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
-from edgespec.memory import PROCESS_BYTES, budget
+from edgespec.memory import budget
 from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
@@ -130,7 +130,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
-    process = PROCESS_BYTES["mlx" if "mlx.core" in sys.modules else "gguf"]
+    process = process_bytes()
     steps = min(before["VmRSS"], process) % budget.OWN_STEP_BYTES + budget.STEP_BYTES
     limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -179,7 +179,7 @@ def _verify(model: Any, width: int) -> None:
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
     if tree.width <= model.free_tokens:
-        model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+        model.verify(tree).best(0, 1)
         model.commit(())
 
 

@@ -90,9 +90,9 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
-    assert AcceptanceHistory(path).of(draft, draft) is None  # type: ignore[arg-type]
-    AcceptanceHistory(path).add(draft, draft, 200, 50)  # type: ignore[arg-type]
-    assert AcceptanceHistory(path).of(draft, draft) == 0.25  # type: ignore[arg-type]
+    assert AcceptanceHistory(path).of(draft, draft) is None
+    AcceptanceHistory(path).add(draft, draft, 200, 50)
+    assert AcceptanceHistory(path).of(draft, draft) == 0.25
 
 
 def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:

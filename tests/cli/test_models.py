@@ -75,8 +75,8 @@ def test_show_a_model_that_is_here(run: Run) -> None:
     for word in (
         "llama, Q8_0, 12.0 MiB",
         "11,540,736",
-        "5.9 MiB for 1,000 tokens",
-        "drafts can be verified, trees too",
+        "5.9 MiB per 1,000 tokens",
+        "yes, including token trees",
     ):
         assert word in text
 

@@ -71,7 +71,7 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "model: nothing drafted, nothing proved"
+    assert result.stdout.splitlines()[-1] == "model: drafted nothing, so nothing was proved"
     result = run(*args, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -111,8 +111,10 @@ def test_a_violation_is_shown_and_fails(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = Verified(prompts=2, identical=2, drafted_tokens=0, note="it looks for layers\x1b[2J")
     monkeypatch.setattr(losslessness, "verify", verified)
-    result = run("verify", "--methods", "model", "--rest", "0.5")
-    assert "model: nothing drafted, nothing proved: it looks for layers[2J" in result.stdout.splitlines()
+    result = run("verify", "--methods", "model", "--idle-time", "0.5")
+    assert (
+        "model: drafted nothing, so nothing was proved: it looks for layers[2J" in result.stdout.splitlines()
+    )
     assert (result.exit_code, verified.asked["rest_seconds"]) == (1, 0.5)
 
 
@@ -133,7 +135,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
     assert "[default: suffix and ngram; with a draft model also model and model+suffix]" in told
-    assert "auto, layerskip, lowbit, swift and lookahead are compared when they are named" in told
+    assert "auto, layerskip, lowbit, swift and lookahead run only if named" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["rest_seconds"]) == (5, "invariant", 2)
@@ -149,7 +151,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         (["--temperatures", "0,-1"], "temperature is -1.0"),
         (["--temperatures", "warm"], "is not a list of values"),
         (["--draft-lengths", "0"], "'0' is not a whole number from 1 to 64"),
-        (["--rest", "-1"], "-1.0 is not in the range x>=0"),
+        (["--idle-time", "-1"], "-1.0 is not in the range x>=0"),
     ],
 )
 def test_wrong_usage(run: Run, args: list[str], says: str) -> None:

@@ -164,7 +164,7 @@ class TestBudget:
     ) -> None:
         found = (Limit(2000 << 20, "the group"),)
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
-        monkeypatch.setattr("edgespec.memory.budget.PROCESS_BYTES", {"gguf": 80 << 20, "mlx": 80 << 20})
+        monkeypatch.setattr("edgespec.memory.budget.process_bytes", lambda: 80 << 20)
         alone = find_budget().bytes
         monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: 500 << 20)
         budget = find_budget()

@@ -1,4 +1,4 @@
-"""Validation of the folder of a model or an adapter before it is loaded, from headers and configuration only."""
+"""Validation of the folder of a model or an adapter before loading, from headers and configuration."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
-            f"{folder} needs to run its own Python file, {str(config['model_file'])!r}, which edgespec does not allow",
+            f"{folder} needs to run its own Python file, {str(config['model_file'])!r}, and edgespec runs none",
             "choose a model that mlx-lm supports itself",
         )
     return config

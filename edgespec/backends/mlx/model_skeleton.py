@@ -107,9 +107,7 @@ class ModelSkeleton:
     @property
     def sizes(self) -> WeightSizes:
         halves = self.weights.by_dtype["F16"] + self.weights.by_dtype["BF16"]
-        return WeightSizes(
-            self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens
-        )
+        return WeightSizes(self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens)
 
     def held_bytes(self, widened: bool) -> int:
         """Return the bytes of the loaded weights, with or without widening to float32."""
@@ -177,7 +175,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
         from mlx_lm import __version__ as version
 
         raise ModelFileError(
-            f"{folder} has the architecture {config['model_type']!r}, which mlx-lm {version} does not support",
+            f"{folder} is of architecture {config['model_type']!r}, which mlx-lm {version} does not support",
             "update mlx-lm or choose another model",
         )
 

@@ -308,7 +308,10 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     ),
     "nothing": (_renamed("weights"), "has no weights"),
     "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not JSON"),
-    "cut": (_weights(lambda data: data[:-1]), r"is truncated: it has [\d,]+ of [\d,]+ bytes; download it again"),
+    "cut": (
+        _weights(lambda data: data[:-1]),
+        r"truncated: it has [\d,]+ of [\d,]+ bytes; download it again",
+    ),
     "cut header": (_weights(lambda data: data[:100]), "is truncated or not a safetensors file"),
     "empty": (_weights(lambda data: b""), r"is truncated or not a safetensors file \(0 bytes\)"),
     "noise": (_weights(lambda data: b"\x01" * 5000), "is truncated or not a safetensors file"),

@@ -1,0 +1,171 @@
+"""The backends that come with edgespec: llama.cpp and MLX. Each is imported when it is first used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import first_of_halves, of_gguf, of_halves
+from edgespec.backends.mlx_files import missing_files, require_mlx
+from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.registry import Backend, ExitMeasurement, FileFormat
+from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+
+if TYPE_CHECKING:
+    from edgespec.backends.memory_estimate import MemoryEstimator
+
+__all__ = ["BUILT_IN"]
+
+# Measured, with the terminal interface loaded.
+_LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
+_MLX_PROCESS_BYTES = 128 * 2**20
+
+
+def _load_gguf(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    from edgespec.backends import llamacpp
+
+    return llamacpp.load(path, name, options, progress)
+
+
+def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
+    from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
+
+    return GgufMemoryEstimator(path, name)
+
+
+def _gguf_tokens(path: Path) -> TokenList | None:
+    return tokens_of_header(read_header(gguf_files(path)[0]))
+
+
+def _load_split(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    from edgespec.backends.llamacpp.layerskip import load_layerskip
+
+    return load_layerskip(path, name, options, progress)
+
+
+def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
+    from edgespec.backends.llamacpp.memory_estimate import SplitModelMemoryEstimator
+
+    return SplitModelMemoryEstimator(path, name)
+
+
+def _split_tokens(folder: Path) -> TokenList | None:
+    return tokens_of_header(read_header(first_of_halves(folder)))
+
+
+def _load_mlx(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    require_mlx(name)
+    from edgespec.backends import mlx
+
+    return mlx.load(path, name, options, progress)
+
+
+def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator:
+    require_mlx(name)
+    from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
+
+    return MlxMemoryEstimator(path, name, options)
+
+
+def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
+    from edgespec.backends.mlx.model import measure_exits
+
+    return measure_exits(model, tokens, first)
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return sorted(Path(entry.path) for entry in entries if entry.is_file())
+
+
+def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
+    from edgespec.backends.llamacpp.devices import cards
+
+    return [(card.name, card.free_bytes) for card in cards()]
+
+
+def _preload_mlx() -> None:
+    from edgespec.backends.mlx.build_info import mlx_lm_utils
+
+    mlx_lm_utils()
+
+
+def _llama_cpp_knows(architecture: str) -> bool:
+    import gguf  # takes a sixth of a second, so it is imported only where a draft has another architecture
+
+    return architecture in gguf.MODEL_ARCH_NAMES.values()
+
+
+_GGUF = FileFormat(
+    name="gguf",
+    label="GGUF, run by llama.cpp",
+    recognise=lambda path: not path.is_dir(),
+    load=_load_gguf,
+    open_estimator=_estimate_gguf,
+    read_info=of_gguf,
+    read_tokens=_gguf_tokens,
+    files=gguf_files,
+    one_file_per_quantisation=True,
+    mapped=True,
+    preparations=frozenset({"layerskip", "lowbit"}),
+    low_bit_copy_format="gguf",
+)
+_SPLIT_GGUF = FileFormat(
+    name="layerskip",
+    label="GGUF prepared for early exit, run by llama.cpp",
+    recognise=lambda _path: False,  # only the manifest of a prepared folder names this format
+    load=_load_split,
+    open_estimator=_estimate_split,
+    read_info=of_halves,
+    read_tokens=_split_tokens,
+    files=_folder_files,
+    mapped=True,
+    preparations=frozenset({"lowbit"}),
+    fixed_exit=True,
+    low_bit_copy_format="gguf",
+)
+_MLX = FileFormat(
+    name="mlx",
+    label="MLX, run by mlx-lm",
+    recognise=lambda path: path.is_dir(),
+    load=_load_mlx,
+    open_estimator=_estimate_mlx,
+    read_info=of_folder,
+    read_tokens=tokens_of_folder,
+    files=_folder_files,
+    missing_files=missing_files,
+    adapters=True,
+    online_training=True,
+    skips_layers=True,
+    measure_exits=_measure_mlx_exits,
+    low_bit_weights=True,
+)
+
+BUILT_IN = (
+    Backend(
+        name="llama.cpp",
+        formats=(_GGUF, _SPLIT_GGUF),
+        process_bytes=_LLAMA_CPP_PROCESS_BYTES,
+        modules=("llama_cpp",),
+        packages=("llama-cpp-python",),
+        graphics_cards=_llama_cpp_cards,
+        knows_architecture=_llama_cpp_knows,
+    ),
+    Backend(
+        name="MLX",
+        formats=(_MLX,),
+        process_bytes=_MLX_PROCESS_BYTES,
+        require=require_mlx,
+        modules=("mlx.core",),
+        packages=("mlx", "mlx-lm"),
+        preload=_preload_mlx,
+        cache_follows_text=True,
+        ignored_options=frozenset({"threads", "gpu_layers", "flash_attention", "mmap", "mlock"}),
+        shares_kv_type=False,
+    ),
+)

@@ -1,0 +1,78 @@
+"""The registry of backends: what it looks up, and that nothing outside the package compares format names."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import edgespec
+from edgespec.backends.registry import (
+    backend_of,
+    backends,
+    format_at,
+    format_of,
+    is_registered,
+    register,
+    same_backend,
+)
+
+PACKAGE = Path(edgespec.__file__).parent
+FORMATS = {form.name for backend in backends() for form in backend.formats}
+
+
+def _compared_formats(path: Path) -> list[str]:
+    """Comparisons of a file in which a format's name is an operand, or an item of one."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        operands: list[ast.expr] = []
+        if not isinstance(node, ast.Compare | ast.MatchValue | ast.Subscript):
+            continue
+        if isinstance(node, ast.Compare):
+            equal = all(isinstance(operator, ast.Eq | ast.NotEq) for operator in node.ops)
+            # `"layerskip" in methods` asks about a method of that name.
+            operands = [node.left, *node.comparators] if equal else node.comparators
+        else:
+            operands = [node.value]
+        for operand in operands:
+            items = operand.keys if isinstance(operand, ast.Dict) else getattr(operand, "elts", [operand])
+            if any(isinstance(item, ast.Constant) and item.value in FORMATS for item in items):
+                found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_format_is_compared_outside_the_backends() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "backends" not in path.parents]
+    assert len(files) > 100
+    assert [line for path in files for line in _compared_formats(path)] == []
+
+
+def test_a_comparison_would_be_found(tmp_path: Path) -> None:
+    code = 'a == "mlx"\nb in ("gguf", "mlx")\n{"gguf": 1, "mlx": 2}[c]\n"layerskip" in methods\n'
+    path = PACKAGE / "never_written.py"
+    source = tmp_path / path.name
+    source.write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.backends.test_registry.PACKAGE", tmp_path)
+        assert len(_compared_formats(source)) == 3
+
+
+def test_lookup_by_format() -> None:
+    assert backend_of("gguf") is backend_of("layerskip")
+    assert same_backend("gguf", "layerskip")
+    assert not same_backend("gguf", "mlx")
+    assert format_of("mlx").adapters
+    assert not is_registered("lowbit")
+    with pytest.raises(KeyError):
+        format_of("nothing")
+
+
+def test_a_file_counts_as_gguf_and_a_folder_as_mlx(tmp_path: Path) -> None:
+    assert format_at(tmp_path / "model").name == "gguf"
+    assert format_at(tmp_path).name == "mlx"
+
+
+def test_a_taken_format_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="'gguf' is registered already"):
+        register(backends()[0])
