@@ -41,7 +41,7 @@ def references() -> list[str]:
 
 
 def why_skipped() -> dict[str, str]:
-    return {skipped.name: skipped.why for skipped in find_installed().skipped}
+    return {skipped.name: skipped.reason for skipped in find_installed().unusable}
 
 
 class TestOllama:
@@ -225,7 +225,7 @@ class TestLmStudio:
         much = tmp_path_factory.mktemp("much")
         for i in range(9):
             add_to_lmstudio(much, f"m{i}/tiny.gguf", DRAFT)
-        monkeypatch.setattr(stored_models, "_MOST_LINKED_ENTRIES", 5)
+        monkeypatch.setattr(stored_models, "_MAX_LINKED_ENTRIES", 5)
         (lmstudio / "a").mkdir()
         (lmstudio / "a" / "much").symlink_to(much)
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
@@ -338,7 +338,7 @@ def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, 
 def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(30):
         add_to_lmstudio(lmstudio, f"maker/m{i:02}/tiny.gguf", DRAFT)
-    monkeypatch.setattr(stored_models, "_MOST_ENTRIES", 45)
+    monkeypatch.setattr(stored_models, "_MAX_ENTRIES", 45)
     assert 0 < len(find_installed().models) < 30
     assert resolve("maker/m29", allow_download=False).path.exists()
 
@@ -365,4 +365,4 @@ def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
     (own_home / ".lmstudio").write_text("a file")
     (own_home / ".ollama").write_text("a file")
     shelf = find_installed()
-    assert (shelf.models, shelf.skipped) == ((), ())
+    assert (shelf.models, shelf.unusable) == ((), ())

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.catalog import catalogue, choose_draft, resolve
-from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse
+from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse_reference
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
 
@@ -41,7 +41,7 @@ from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
     ],
 )
 def test_references_are_told_apart(text: str, meaning: Reference) -> None:
-    assert parse(text) == meaning
+    assert parse_reference(text) == meaning
 
 
 def test_the_home_folder_is_expanded(own_home: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
 )
 def test_what_is_no_reference_says_how_to_write_one(text: str, line: str) -> None:
     with pytest.raises(ModelNotFoundError, match=line) as caught:
-        parse(text)
+        parse_reference(text)
     assert len(str(caught.value)) < 200
 
 

@@ -60,7 +60,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
-            f"{folder} needs to run its own Python file, {str(config['model_file'])!r}, and edgespec runs none",
+            f"{folder} needs to run its own Python file, {str(config['model_file'])!r}; edgespec runs none",
             "choose a model that mlx-lm supports itself",
         )
     return config

@@ -276,7 +276,7 @@ def _without_a_tensor(folder: Path) -> None:
 _HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}}).encode()
 
 TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
-    "gguf": (_gguf, "is a GGUF file, .* wrongly without a word; GGUF models run on llama.cpp"),
+    "gguf": (_gguf, "is a GGUF file, and the MLX backend loads folders only; use llama.cpp"),
     "file": (_a_file, "is a file; give the folder that holds config.json"),
     "missing": (_no_folder, "nowhere does not exist; check the path"),
     "no config": (_remove("config.json"), "has no config.json; download"),
