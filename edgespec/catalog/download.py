@@ -116,7 +116,7 @@ def _check_complete(folder: Path, repository: str) -> Path:
     missing = missing_files(folder)
     if missing:
         raise DownloadError(
-            f"{repository} is incomplete: {len(missing)} files are missing, such as {missing[0]}",
+            f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",
             "choose another repository of the same model",
         )
     return folder

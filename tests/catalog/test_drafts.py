@@ -86,7 +86,7 @@ def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
     assert choice.reason == (
-        "it has the same tokens, and by its size about 1.5x plain decoding may be expected, assumed"
+        "it has the same tokens, and its expected speed-up is 1.5x (estimated from its size)"
     )
     assert not choice.is_expected
     assert chosen("maker/Large-GGUF") == choice
@@ -106,7 +106,7 @@ def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
     assert choice.draft is None
-    assert choice.reason.startswith("maker/Small-GGUF could draft, but its 3.4 MiB do not fit")
+    assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which do not fit")
 
 
 def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:
@@ -117,7 +117,7 @@ def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> Non
     choice = chosen("maker/Large-GGUF")
     assert (choice.draft, choice.reason) == (
         None,
-        "no draft is known for maker/Large-GGUF: name one with --draft",
+        "no draft model is known for maker/Large-GGUF; choose one with --draft",
     )
 
 
@@ -141,7 +141,7 @@ def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
-    assert choice.reason.endswith("the best of 2")
+    assert choice.reason.endswith("the best of 2 draft models")
 
 
 def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     choice = chosen("maker/large")
     assert choice.draft is not None
     assert choice.draft.name == "maker/small"
-    assert "it has 97.2 % of its tokens" in choice.reason
+    assert "it has 97.2 % of the target's tokens" in choice.reason
 
 
 class TestTheCataloguesOwn:
@@ -207,7 +207,8 @@ class TestTheCataloguesOwn:
         choice = chosen("70b-q4")
         assert choice.draft is None
         assert (
-            choice.reason == "the recommended draft is not on this machine: --draft llama-3.2-3b fetches it"
+            choice.reason
+            == "the recommended draft model is not on this machine; download it with --draft llama-3.2-3b"
         )
 
 
@@ -227,13 +228,15 @@ class TestPairsOfTheUser:
     def test_none_is_a_choice(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
-        assert (choice.draft, choice.reason) == (None, "you chose no draft for demo")
+        assert (choice.draft, choice.reason) == (None, "you chose no draft model for demo")
 
     def test_one_that_is_not_here_is_not_fetched(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
-        assert choice.reason == "1b-q4, which you chose, is not on this machine: --draft 1b-q4 fetches it"
+        assert (
+            choice.reason == "1b-q4, which you chose, is not on this machine; download it with --draft 1b-q4"
+        )
 
 
 def test_the_demo_has_its_own() -> None:

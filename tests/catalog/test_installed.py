@@ -87,17 +87,17 @@ class TestOllama:
         odd = ollama.folder / "manifests/registry.ollama.ai/library/odd/latest"
         for content in ("", "[]", '{"layers": 3}', '{"layers": [{"mediaType": 1}]}', "\0", "[" * 100_000):
             odd.write_text(content)
-            assert "in a form that edgespec does not know" in why_skipped()["odd:latest"]
+            assert "cannot parse its manifest" in why_skipped()["odd:latest"]
         odd.write_text(
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it holds no model in GGUF's form"
-        assert why["bad:magic"] == "its file is not in GGUF's form"
-        assert why["tuned:latest"] == "it is a model with an adapter on it"
+        assert why["odd:latest"] == "it has no GGUF model"
+        assert why["bad:magic"] == "its file is not a GGUF file"
+        assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
         assert "no whole GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
-        assert why["eyes:latest"] == "it is a projector for pictures, not a model"
+        assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []
         with pytest.raises(
             ModelFileError, match="Ollama's tuned:latest cannot be used: it is a model with an"
@@ -107,7 +107,7 @@ class TestOllama:
     def test_a_name_it_lacks_is_answered_with_the_nearest(self, ollama: OllamaStore) -> None:
         ollama.add("someone/tiny", "q8", DRAFT.read_bytes())
         with pytest.raises(
-            ModelNotFoundError, match="Ollama has no model someone/tiney.*it has someone/tiny:q8"
+            ModelNotFoundError, match="Ollama has no model someone/tiney.*its models include someone/tiny:q8"
         ):
             resolve("ollama:someone/tiney:q8")
         ollama.add("homemade", "latest", DRAFT.read_bytes())
@@ -259,7 +259,7 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it embeds text and writes none"}
+        assert why_skipped() == {"someone/embedder": "it is an embedding model, which writes no text"}
 
 
 def test_one_name_for_two_models_is_refused_naming_both(
