@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.hidden_states import hidden_states
 from edgespec.costs.curve import measure_costs
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
-from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
+from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, evaluate_exits
 from edgespec.prepare.gguf_parts import GgufModel
 
 __all__ = ["measure_exits"]
@@ -61,7 +61,7 @@ def measure_exits(
             f" ({last:.0%} of the tokens)",
             "name a layer with --exit",
         )
-    return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
+    return evaluate_exits(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
 
 def _candidates(layer_count: int) -> list[int]:

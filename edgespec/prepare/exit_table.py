@@ -1,6 +1,6 @@
-"""Where to leave a model early: how often each exit agrees with the whole model, weighed by what it costs.
+"""Comparison of early-exit layers: how often each agrees with the whole model, and the speed-up it gives.
 
-GgufModel: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
+Source: LayerSkip (arXiv 2404.16710). Models that were not trained for early exit rarely agree.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ from typing import Any
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.engine.draft_length import best_draft_length
 
-__all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
+__all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "evaluate_exits"]
 
-_LONGEST_DRAFT = 12
-# Rows of the passes that a table weighs: those of its drafts, the root included.
-EXIT_WIDTHS = range(1, _LONGEST_DRAFT + 2)
-# An exit that agrees as often as this was meant to be one.
-_TRAINED = 0.6
+_MAX_DRAFT_LENGTH = 12
+# Widths of verify passes that are compared: the root and up to 12 drafted tokens.
+EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
+# Agreement from which a model counts as trained for early exit. Chosen.
+_TRAINED_AGREEMENT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One place to leave: after `exit_layer` layers.
+    """An early exit of a model.
 
-    agreement: how often its best token is the whole model's. cost: a drafted token, in plain steps.
-    speed_up: what is to be expected over plain decoding (1.0: nothing), with `draft_length` tokens drafted
-    a round.
+    Attributes:
+        exit_layer: Layers that run before the exit.
+        agreement: Share of positions where the exit's most likely token is the whole model's.
+        cost: Cost of drafting a token, in target steps.
+        draft_length: Draft length with the largest expected speed-up.
+        speed_up: Expected speed over plain decoding with that draft length.
     """
 
     exit_layer: int
@@ -37,20 +40,21 @@ class Exit:
     speed_up: float
 
     @property
-    def pays(self) -> bool:
-        """Whether it is expected to be faster than plain decoding on this machine."""
+    def saves_time(self) -> bool:
+        """Whether drafting with this exit is expected to be faster than plain decoding on this machine."""
         return self.speed_up > 1.0
 
     @property
-    def shortfall(self) -> str:
-        """Why it does not pay, in words that go on after the model's name; none where it does."""
-        if self.pays:
+    def problem(self) -> str:
+        """Why the exit saves no time, as a predicate of the model's name; empty if it does."""
+        if self.saves_time:
             return ""
-        why = "gains nothing from" if self.agreement >= _TRAINED else "was not trained for"
-        return f"{why} early exit, so it will not pay here"
+        if self.agreement >= _TRAINED_AGREEMENT:
+            return "gains no speed from early exit on this machine"
+        return "was not trained for early exit, so drafting with it would save no time"
 
     def to_json(self) -> dict[str, float]:
-        """The numbers as a JSON object."""
+        """Return the attributes as a JSON object, rounded."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -61,65 +65,82 @@ class Exit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exit:
-        """What `to_json` gave."""
+        """Return the exit that `to_json` wrote."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """Exits of a model of `layer_count` layers, from the lowest to the highest; at least one."""
+    """All measured exits of a model.
+
+    Attributes:
+        exits: The exits in ascending order of layers; at least one.
+        layer_count: Layers of the model.
+    """
 
     exits: tuple[Exit, ...]
     layer_count: int
 
     @property
     def best(self) -> Exit:
-        """The exit of the largest expected speed-up, the lowest of equals."""
-        return max(self.exits, key=lambda one: one.speed_up)
+        """The exit with the largest expected speed-up; the lowest one on ties."""
+        return max(self.exits, key=lambda each: each.speed_up)
 
     @property
-    def pays(self) -> bool:
+    def saves_time(self) -> bool:
         """Whether the best exit is expected to be faster than plain decoding on this machine."""
-        return self.best.pays
+        return self.best.saves_time
 
     @property
-    def verdict(self) -> str:
-        """One line for people, that goes on after the model's name and a colon."""
+    def summary(self) -> str:
+        """The best exit in one line, to be shown after the model's name and a colon."""
         best = self.best
-        right = (
-            f"after {best.exit_layer} of {self.layer_count} layers its best token is the whole model's"
+        agreement = (
+            f"after {best.exit_layer} of {self.layer_count} layers it predicts the model's next token"
             f" {best.agreement:.0%} of the time"
         )
-        if best.pays:
-            return f"{right}: about {best.speed_up:.2f}x with {best.draft_length} tokens drafted a round"
-        return f"it {best.shortfall}: {right}, which would give {best.speed_up:.2f}x"
+        if best.saves_time:
+            return f"{agreement}: speed-up about {best.speed_up:.2f}x with {best.draft_length} drafted tokens"
+        return f"it {best.problem}: {agreement} (speed-up {best.speed_up:.2f}x)"
 
 
-def exit_table(
+def evaluate_exits(
     agreements: Mapping[int, float],
     layer_bytes: Sequence[int],
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """What each exit is worth, by the bytes that are read for its passes.
+    """Compare exits by their expected speed-up. The cost of a pass is the share of bytes that it reads.
 
-    agreements: by exit layer, how often its best token is the whole model's; exits lie between the first
-    layer and the last. layer_bytes: of each layer; head_bytes: of what a pass reads after the last one.
-    v: what a pass of so many rows costs on the whole model, in plain steps.
+    Args:
+        agreements: By exit layer, the share of positions where the exit agrees with the whole model.
+        layer_bytes: Weights of each layer.
+        head_bytes: Weights that a pass reads after the last layer.
+        v: Cost of a verify pass of the whole model by width, in target steps.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []
     for layer, agreement in sorted(agreements.items()):
-        below = sum(layer_bytes[:layer]) / total
-        exits.append(_weighed(layer, agreement, below, below + head_bytes / total, v))
+        lower_cost = sum(layer_bytes[:layer]) / total
+        exits.append(_evaluate_exit(layer, agreement, lower_cost, lower_cost + head_bytes / total, v))
     return ExitTable(tuple(exits), len(layer_bytes))
 
 
-def _weighed(layer: int, agreement: float, below: float, drafted: float, v: CostFunction) -> Exit:
-    """The best draft length and what it gives. below: the share of a plain step that the layers below the
-    exit take; drafted: the same with the head, for a drafted token."""
-    # The pass that verifies goes on where the drafts left; the last of them has not run at all.
+def _evaluate_exit(
+    layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction
+) -> Exit:
+    """Find the best draft length of an exit.
+
+    Args:
+        layer: The exit layer.
+        agreement: Share of positions where the exit agrees with the whole model.
+        lower_cost: Cost of the layers below the exit, in target steps.
+        draft_cost: Cost of a drafted token: these layers and the head.
+        v: Cost of a verify pass of the whole model by width, in target steps.
+    """
+    # The verify pass continues from the layers that the drafts have run. Only the last drafted token has not
+    # run through the lower layers yet.
     length, speed_up = best_draft_length(
-        agreement, lambda k: k * drafted + below + (1 - below) * v(k + 1), _LONGEST_DRAFT
+        agreement, lambda k: k * draft_cost + lower_cost + (1 - lower_cost) * v(k + 1), _MAX_DRAFT_LENGTH
     )
-    return Exit(layer, agreement, drafted, length, speed_up)
+    return Exit(layer, agreement, draft_cost, length, speed_up)

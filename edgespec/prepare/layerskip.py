@@ -92,9 +92,9 @@ def _chosen(source: GgufModel, path: Path, progress: Progress | None) -> tuple[i
         return int(begun["exit_layer"]), None
     table = measure_exits(path, source, progress=progress)
     best = table.best
-    if not table.pays:
+    if not table.saves_time:
         raise CapabilityError(
-            f"{path.name}: {table.verdict}",
+            f"{path.name}: {table.summary}",
             f"use another method, or --exit {best.exit_layer} to prepare it nevertheless",
         )
     return best.exit_layer, table.exits

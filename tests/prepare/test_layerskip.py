@@ -131,7 +131,7 @@ class TestRefusals:
         assert _nothing_there()
 
     def test_a_model_that_was_not_trained_for_it(self, three_layers: Path) -> None:
-        with pytest.raises(CapabilityError, match="will not pay here"):
+        with pytest.raises(CapabilityError, match="would save no time|gains no speed"):
             prepare_layerskip(three_layers)
         assert _nothing_there()
 
