@@ -34,7 +34,7 @@ from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.methods import MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
-from edgespec.prepare.exit_table import evaluate_exits
+from edgespec.prepare.exit_table import exit_table
 from edgespec.prepare.store import PreparedModel, read_prepared
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
@@ -228,12 +228,12 @@ class _Maker:
         try:
             reply = greedy_reply(self._model, request)
             self._model.truncate(0)
-            table = evaluate_exits(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
-        if not table.saves_time:
+        if not table.is_faster:
             raise CapabilityError(
-                f"{self._model.facts.name}: {table.summary}", "choose another method, or give --exit-layer"
+                f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
             )
         return table.best.exit_layer
 
@@ -276,7 +276,7 @@ class _Maker:
             return self._why_not(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", models_fingerprint(facts)),
+            store=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._v.v,
             min_confidence=self._how.confidence,
         )

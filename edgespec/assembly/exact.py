@@ -30,7 +30,7 @@ def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> 
     found = _kept(notes)
     if found is None:
         found = find_bit_exact_passes(model, progress)
-        notes.save({"agreement": np.array([found.width, found.branches, found.reading])})
+        notes.save({"agreement": np.array([found.max_width, found.trees, found.prefill])})
     able = restricted_to(able, found)
     model.facts = replace(facts, capabilities=able)
     said = [

@@ -1,6 +1,6 @@
-"""Comparison of early-exit layers: how often each agrees with the whole model, and the speed-up it gives.
+"""Choose the exit layer of early-exit drafting (LayerSkip, arXiv 2404.16710) by agreement and cost.
 
-Source: LayerSkip (arXiv 2404.16710). Models that were not trained for early exit rarely agree.
+Only models that were trained for early exit predict well from their lower layers.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.engine.draft_length import best_draft_length
 
-__all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "evaluate_exits"]
+__all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Widths of verify passes that are compared: the root and up to 12 drafted tokens.
+# Widths of the verify passes whose cost the table needs, including the root.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Agreement from which a model counts as trained for early exit. Chosen.
-_TRAINED_AGREEMENT = 0.6
+# Agreement from which on a model was probably trained for early exit. Chosen.
+_MIN_TRAINED_AGREEMENT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """An early exit of a model.
+    """A possible exit layer with its estimated value.
 
     Attributes:
-        exit_layer: Layers that run before the exit.
-        agreement: Share of positions where the exit's most likely token is the whole model's.
-        cost: Cost of drafting a token, in target steps.
+        exit_layer: Number of layers that a draft pass runs.
+        agreement: Share of positions where the best token after these layers is the full model's.
+        cost: Cost of a drafted token, in target steps.
         draft_length: Draft length with the largest expected speed-up.
-        speed_up: Expected speed over plain decoding with that draft length.
+        speed_up: Expected speed-up over plain decoding (1.0: none).
     """
 
     exit_layer: int
@@ -40,21 +40,20 @@ class Exit:
     speed_up: float
 
     @property
-    def saves_time(self) -> bool:
-        """Whether drafting with this exit is expected to be faster than plain decoding on this machine."""
+    def is_faster(self) -> bool:
+        """Whether this exit is expected to be faster than plain decoding on this machine."""
         return self.speed_up > 1.0
 
     @property
-    def problem(self) -> str:
-        """Why the exit saves no time, as a predicate of the model's name; empty if it does."""
-        if self.saves_time:
+    def shortfall(self) -> str:
+        """Why the exit is not faster, as a phrase after the model's name; empty if it is faster."""
+        if self.is_faster:
             return ""
-        if self.agreement >= _TRAINED_AGREEMENT:
-            return "gains no speed from early exit on this machine"
-        return "was not trained for early exit, so drafting with it would save no time"
+        reason = "gains nothing from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:
-        """Return the attributes as a JSON object, rounded."""
+        """Return the values as a JSON object."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -65,81 +64,68 @@ class Exit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exit:
-        """Return the exit that `to_json` wrote."""
+        """Parse the result of `to_json`."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """All measured exits of a model.
-
-    Attributes:
-        exits: The exits in ascending order of layers; at least one.
-        layer_count: Layers of the model.
-    """
+    """At least one exit of a model with `layer_count` layers, lowest first."""
 
     exits: tuple[Exit, ...]
     layer_count: int
 
     @property
     def best(self) -> Exit:
-        """The exit with the largest expected speed-up; the lowest one on ties."""
-        return max(self.exits, key=lambda each: each.speed_up)
+        """The exit with the largest expected speed-up; of equals, the lowest."""
+        return max(self.exits, key=lambda one: one.speed_up)
 
     @property
-    def saves_time(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether the best exit is expected to be faster than plain decoding on this machine."""
-        return self.best.saves_time
+        return self.best.is_faster
 
     @property
-    def summary(self) -> str:
-        """The best exit in one line, to be shown after the model's name and a colon."""
+    def verdict(self) -> str:
+        """The result for the user, as a line after the model's name and a colon."""
         best = self.best
-        agreement = (
-            f"after {best.exit_layer} of {self.layer_count} layers it predicts the model's next token"
+        accuracy = (
+            f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
             f" {best.agreement:.0%} of the time"
         )
-        if best.saves_time:
-            return f"{agreement}: speed-up about {best.speed_up:.2f}x with {best.draft_length} drafted tokens"
-        return f"it {best.problem}: {agreement} (speed-up {best.speed_up:.2f}x)"
+        if best.is_faster:
+            return f"{accuracy}: about {best.speed_up:.2f}x with a draft length of {best.draft_length}"
+        return f"it {best.shortfall}: {accuracy}, which would give {best.speed_up:.2f}x"
 
 
-def evaluate_exits(
+def exit_table(
     agreements: Mapping[int, float],
     layer_bytes: Sequence[int],
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """Compare exits by their expected speed-up. The cost of a pass is the share of bytes that it reads.
+    """Estimate the value of each exit from the bytes that its passes read.
 
     Args:
-        agreements: By exit layer, the share of positions where the exit agrees with the whole model.
-        layer_bytes: Weights of each layer.
-        head_bytes: Weights that a pass reads after the last layer.
-        v: Cost of a verify pass of the whole model by width, in target steps.
+        agreements: Agreement with the full model by exit layer, from 1 to the number of layers - 1.
+        layer_bytes: Weight bytes of each layer.
+        head_bytes: Weight bytes read after the last layer.
+        v: Cost of a verify pass of the full model by its width, in target steps.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []
     for layer, agreement in sorted(agreements.items()):
         lower_cost = sum(layer_bytes[:layer]) / total
-        exits.append(_evaluate_exit(layer, agreement, lower_cost, lower_cost + head_bytes / total, v))
+        exits.append(_exit(layer, agreement, lower_cost, lower_cost + head_bytes / total, v))
     return ExitTable(tuple(exits), len(layer_bytes))
 
 
-def _evaluate_exit(
-    layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction
-) -> Exit:
-    """Find the best draft length of an exit.
+def _exit(layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction) -> Exit:
+    """Return an exit with its best draft length.
 
-    Args:
-        layer: The exit layer.
-        agreement: Share of positions where the exit agrees with the whole model.
-        lower_cost: Cost of the layers below the exit, in target steps.
-        draft_cost: Cost of a drafted token: these layers and the head.
-        v: Cost of a verify pass of the whole model by width, in target steps.
+    `lower_cost` is the cost of the layers below the exit, and `draft_cost` that of these layers and the head.
     """
-    # The verify pass continues from the layers that the drafts have run. Only the last drafted token has not
-    # run through the lower layers yet.
+    # The verify pass reuses the lower layers of the drafted tokens, except the last one, which was not run.
     length, speed_up = best_draft_length(
         agreement, lambda k: k * draft_cost + lower_cost + (1 - lower_cost) * v(k + 1), _MAX_DRAFT_LENGTH
     )

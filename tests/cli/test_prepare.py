@@ -44,7 +44,7 @@ def test_layerskip_as_a_table(run: Run, model: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0
     assert "SAME TOKEN" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
-    assert said == ["This model was not trained for early exit, so drafting with it would save no time."]
+    assert said == ["This model was not trained for early exit, so it would not be faster here."]
 
 
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:

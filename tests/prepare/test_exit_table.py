@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.engine.draft_length import best_draft_length
-from edgespec.prepare.exit_table import EXIT_WIDTHS, evaluate_exits
+from edgespec.prepare.exit_table import EXIT_WIDTHS, exit_table
 
 LAYERS = [10, 10, 10, 10, 10]
 HEAD = 5
@@ -21,7 +21,7 @@ def free(_: int) -> float:
 class TestWhatAnExitIsWorth:
     def test_by_hand(self) -> None:
         """One of five layers agrees always: a draft reads 15 of 55 bytes, and the pass the other 45."""
-        only = evaluate_exits({1: 1.0}, LAYERS, HEAD, free).best
+        only = exit_table({1: 1.0}, LAYERS, HEAD, free).best
         assert only.exit_layer == 1
         assert only.cost == pytest.approx(15 / 55)
         assert only.draft_length == EXIT_WIDTHS[-1] - 1
@@ -39,7 +39,7 @@ class TestWhatAnExitIsWorth:
         def v(rows: int) -> float:
             return 1.0 + row * (rows - 1)
 
-        table = evaluate_exits(agreements, layers, head, v)
+        table = exit_table(agreements, layers, head, v)
         assert [one.exit_layer for one in table.exits] == sorted(agreements)
         for one in table.exits:
             lower, upper = sum(layers[: one.exit_layer]), sum(layers[one.exit_layer :])
@@ -51,33 +51,29 @@ class TestWhatAnExitIsWorth:
             expected = best_draft_length(agreements[one.exit_layer], cost, EXIT_WIDTHS[-1] - 1)[1]
             assert one.speed_up == pytest.approx(expected)
         assert table.best.speed_up == max(one.speed_up for one in table.exits)
-        assert table.saves_time == (table.best.speed_up > 1.0)
+        assert table.is_faster == (table.best.speed_up > 1.0)
 
     def test_a_slow_target_pays_once_its_passes_are_timed(self) -> None:
         """Where only plain steps were timed a pass is not taken to cost a step for each row."""
         agreements = {2: 0.8}
-        assert evaluate_exits(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).saves_time
+        assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).is_faster
         assert (
-            evaluate_exits(agreements, LAYERS, HEAD).best
-            == evaluate_exits(agreements, LAYERS, HEAD, assumed_cost).best
+            exit_table(agreements, LAYERS, HEAD).best
+            == exit_table(agreements, LAYERS, HEAD, assumed_cost).best
         )
-        assert not evaluate_exits(agreements, LAYERS, HEAD, float).saves_time
+        assert not exit_table(agreements, LAYERS, HEAD, float).is_faster
 
 
 class TestTheVerdict:
     @pytest.mark.parametrize(
         ("agreement", "v", "said"),
         [
-            (
-                0.9,
-                free,
-                "after 2 of 5 layers it predicts the model's next token 90% of the time: speed-up about",
-            ),
-            (0.9, float, "gains no speed from early exit on this machine"),
-            (0.1, free, "was not trained for early exit, so drafting with it would save no time"),
+            (0.9, free, "after 2 of 5 layers it predicts the full model's token 90% of the time: about"),
+            (0.9, float, "gains nothing from early exit, so it would not be faster here"),
+            (0.1, free, "was not trained for early exit, so it would not be faster here"),
         ],
     )
     def test_it_says_why(self, agreement: float, v: object, said: str) -> None:
-        table = evaluate_exits({2: agreement}, LAYERS, HEAD, v)  # type: ignore[arg-type]
-        assert said in table.summary
-        assert table.saves_time == ("about" in said)
+        table = exit_table({2: agreement}, LAYERS, HEAD, v)  # type: ignore[arg-type]
+        assert said in table.verdict
+        assert table.is_faster == ("about" in said)

@@ -330,7 +330,7 @@ time.sleep({delay})
 class TestSwift:
     @pytest.fixture(autouse=True)
     def soon_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(swift, "MOST_IN_A_REST", 2)
+        monkeypatch.setattr(swift, "MAX_SETS_PER_IDLE_PERIOD", 2)
 
     @pytest.mark.long
     def test_the_same_tokens_while_layers_are_searched_for(self) -> None:

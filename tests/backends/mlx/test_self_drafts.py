@@ -29,7 +29,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ClosedError, OptionError
-from edgespec.prepare.exit_table import evaluate_exits
+from edgespec.prepare.exit_table import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
@@ -316,7 +316,7 @@ class TestViews:
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
         for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
-            with pytest.raises(CapabilityError, match="no memory of its own"):
+            with pytest.raises(CapabilityError, match="no cache of its own"):
                 call()
         with pytest.raises(CapabilityError, match="already"):
             view.self_draft(EarlyExit(1))
@@ -435,9 +435,9 @@ class TestExits:
 
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = evaluate_exits(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
-        assert not table.saves_time
-        assert "was not trained for early exit, so drafting with it would save no time" in table.summary
+        table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
+        assert not table.is_faster
+        assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()
 
 
