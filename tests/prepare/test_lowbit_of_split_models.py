@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec.prepare.whole import merged_file
 
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
-from edgespec.prepare.gguf_parts import GgufModel
+from edgespec.prepare.gguf_parts import GgufModel, merged_file
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prepare_lowbit
 from edgespec.prepare.store import PreparedModel, check_prepared, store_folder

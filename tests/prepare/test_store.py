@@ -164,9 +164,9 @@ def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path,
 def test_a_folder_that_has_a_name_edgespec_would_use_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="is not"):
+    with pytest.raises(OptionError, match="is not an interrupted build"):
         _made(source, to=tmp_path / "mine")
-    with pytest.raises(OptionError, match="is not"):
+    with pytest.raises(OptionError, match="is not a prepared model"):
         _made(source, to=Path(tmp_path.anchor))
     assert (tmp_path / "mine.partial" / "letter.txt").read_text() == "dear"
 
