@@ -95,7 +95,7 @@ class TestOllama:
         assert why["odd:latest"] == "it has no GGUF model"
         assert why["bad:magic"] == "its file is not a GGUF file"
         assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
-        assert "no whole GGUF file" in why["cut:latest"]
+        assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []

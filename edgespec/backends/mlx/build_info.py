@@ -15,7 +15,7 @@ import psutil
 
 from edgespec.errors import BackendMissingError
 
-__all__ = ["MlxBuildInfo", "mlx_core", "mlx_lm_utils", "read_build_info"]
+__all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils"]
 
 # Minimum soft limit of open files, in descriptors. Chosen: a model is split into a few hundred files at most.
 _MIN_OPEN_FILES = 2048
@@ -113,7 +113,7 @@ def _preserve_open_file_limit() -> Iterator[None]:
             set_limits(resource.RLIMIT_NOFILE, (minimum, hard))
 
 
-def read_build_info() -> MlxBuildInfo:
+def build_info() -> MlxBuildInfo:
     """Return the versions of mlx and mlx-lm, and their device.
 
     Raises:
