@@ -324,5 +324,5 @@ async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> Non
         await d.say("first")
         await d.say("second")
         assert "1 earlier message no longer fits the context and is not seen by the model" in d.transcript()
-        assert d.chat.query_one(StatusLine).facts.unseen_messages == 1
+        assert d.chat.query_one(StatusLine).facts.dropped_messages == 1
         assert not d.chat.query(Panel)

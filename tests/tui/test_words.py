@@ -187,8 +187,8 @@ def test_the_status_is_never_cut(width: int) -> None:
 
 
 def test_a_nearly_full_context_is_marked() -> None:
-    assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_is_tight
-    assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_is_tight
+    assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_nearly_full
+    assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_nearly_full
 
 
 @pytest.mark.parametrize("width", [20, 34, 60])
