@@ -146,7 +146,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     if cache.disk_limit_bytes:
         used, limit = format_bytes(cache.disk_bytes), format_bytes(cache.disk_limit_bytes)
         rows.append(("on disk", f"{used} for this model, at most {limit} for all models"))
-    hits, tokens = count(cache.hits, "time"), count(cache.tokens_not_read, "token")
+    hits, tokens = count(cache.hits, "time"), count(cache.reused_tokens, "token")
     rows.append(("reused", f"{hits}, which saved reading {tokens}"))
     return [*rows, ("problem", cache.notice)] if cache.notice else rows
 
@@ -175,7 +175,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        planned = plan.taken_bytes(pool) - (plan.kept_bytes if pool == "memory" else 0)
+        planned = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
         name = "planned" if pool == "memory" else "on the GPU"
         rows.append((name, f"{format_bytes(planned)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("limit set by", plan.budget.source))

@@ -97,7 +97,7 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
 async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
         await d.press("f3")
-        await d.sees("The next reply will be measured")
+        await d.sees("Numbers appear with the first reply")
         await d.say(ASK)
         text = "\n".join(d.screen_text())
         for word in (

@@ -84,7 +84,7 @@ class HelpScreen(ModalScreen[None]):
                 [(f"/{command.name} {command.arguments}".rstrip(), command.help) for command in COMMANDS]
             )
             yield Static(
-                "To send a message that begins with a slash, put a blank in front of it.", classes="help-end"
+                "A blank in front sends a text that begins with a slash as a message.", classes="help-end"
             )
 
     def on_mount(self) -> None:

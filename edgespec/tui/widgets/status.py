@@ -85,11 +85,11 @@ class StatusFacts:
         if self.tokens_per_second is not None:
             parts.append((rate(self.tokens_per_second), ""))
         if self.acceptance_rate is not None:
-            parts.append((f"{percent(self.acceptance_rate)} of guesses right", ""))
+            parts.append((f"guesses {percent(self.acceptance_rate)} right", ""))
         parts.append((f"context {used}/{total}", "$own" if self.context_nearly_full else ""))
         if self.dropped_messages:
             parts.append((f"{count(self.dropped_messages, 'old message')} left out", "$own"))
-        parts.append((f"memory {format_bytes(self.memory_bytes)}", ""))
+        parts.append((format_bytes(self.memory_bytes), ""))
         return parts
 
 
