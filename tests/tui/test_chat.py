@@ -97,7 +97,7 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
 async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
         await d.press("f3")
-        await d.sees("Numbers appear with the first reply")
+        await d.sees("Numbers appear")
         await d.say(ASK)
         text = "\n".join(d.screen_text())
         for word in (
@@ -123,11 +123,11 @@ async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None
         reply = d.chat.transcript.query_one(ReplyMessage)
         drafted = sum(p.token_count for p in before.chunks if p.accepted)
         shown = [reply.coloured]
-        assert f"{drafted} from the draft" in d.transcript()
+        assert f"{drafted} guessed right" in d.transcript()
         await d.press("f4")
         shown.append(reply.coloured)
         assert shown == [True, False]
-        assert "from the draft" not in d.transcript()
+        assert "guessed right" not in d.transcript()
 
 
 async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
-        assert "cut: the longest reply, or the context, was reached" in d.transcript()
+        assert "stopped: the reply, or the context, reached its maximum length" in d.transcript()
 
 
 async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:

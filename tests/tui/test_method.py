@@ -32,7 +32,7 @@ async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
         await d.press("f3")
         await d.send("Say something.")
         await until(d.pilot, lambda: status.facts.writing and status.facts.speed_up == "speed-up 1.6×")
-        await d.sees("guesses pay here")
+        await d.sees("speed-up 1.62x")
         gate.set()
         await d.settled()
         assert status.facts.speed_up == "speed-up 1.6×"

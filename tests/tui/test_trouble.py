@@ -94,7 +94,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
             "Use a larger",
         ),
         (RuntimeError("boom\nwith two lines"), "Unexpected error: RuntimeError", "boom with two lines"),
-        (MemoryError(), "Unexpected error: MemoryError", "Your chat is safe"),
+        (MemoryError(), "Unexpected error: MemoryError", "Your chat is saved"),
     ],
 )
 async def test_an_engine_error_is_a_panel_and_the_chat_goes_on(

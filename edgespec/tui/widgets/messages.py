@@ -181,7 +181,10 @@ class ReplyMessage(Widget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        endings = {"cancelled": "stopped", "length": "stopped: the reply reached its maximum length"}
+        endings = {
+            "cancelled": "stopped",
+            "length": "stopped: the reply, or the context, reached its maximum length",
+        }
         ending = endings.get(reason, "")
         if not coloured:
             return Content(ending)
