@@ -171,7 +171,7 @@ def load_draft(
             # The text may be longer in other tokens.
             longest = context_tokens * (1 if compared.translation is None else 4)
             draft = WindowedModel(draft, window, longest)
-            said.append(f"{found.name} sees {window.seen}")
+            said.append(f"{found.name} sees {window.description}")
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from edgespec.backends.base import Snapshot
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
 from edgespec.backends.tabular import TabularModel
+from edgespec.engine.logits import Noise
+from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
@@ -76,7 +78,7 @@ class History:
         self.inner.stop_after = None
         assert self.model.length == len(self.kept)
         assert self.model.free_tokens == self.model.facts.context_tokens - len(self.kept)
-        assert len(self.model._ladder) <= MAX_CHECKPOINTS
+        assert len(self.model._checkpoints) <= MAX_CHECKPOINTS
 
     def draft(self, act: Act, tokens: list[int]) -> None:
         if len(tokens) > self.model.free_tokens:
@@ -200,11 +202,11 @@ class TestCosts:
         rejecting(model, 1, width=5)
         assert inner.checkpoints == 2
 
-    def test_a_long_prefill_keeps_a_ladder(self) -> None:
+    def test_a_long_prefill_keeps_the_maximum_of_checkpoints(self) -> None:
         inner = StateModel(context_tokens=20_000)
         model = replayed_table(inner)
         model.prefill([1] * 16_000)
-        assert len(model._ladder) == MAX_CHECKPOINTS
+        assert len(model._checkpoints) == MAX_CHECKPOINTS
         model.truncate(8000)
         assert 3000 <= model.length <= 8000
 
@@ -278,7 +280,8 @@ def test_the_rows_after_the_replayed_ones_are_whole_logits() -> None:
     for row in range(3):
         for a, b in ((got, expected), (got.limit_vocab(7), expected.limit_vocab(7))):
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=5)):
-                assert a.best(row, 3, params, 1, 40 + row) == b.best(row, 3, params, 1, 40 + row)
+                processors, noise = build_processors(params, []), params.temperature and Noise(1, 40 + row)
+                assert a.best(row, 3, processors, noise or None) == b.best(row, 3, processors, noise or None)
             for found, wanted in ((a.top(row, 4), b.top(row, 4)), (a.above(row, 1.0), b.above(row, 1.0))):
                 assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
     assert got.limit_vocab(7).vocab_size == 7

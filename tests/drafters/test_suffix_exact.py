@@ -19,17 +19,17 @@ from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table
 ROOT = (0,)
 # After 0 come 1 0 0, 1 1 0, 0 1 1 and 2 0: branches at every level.
 KNOWN = ([0, 1, 0, 0], [2, 0, 1, 1, 0], [1, 0, 0, 1, 1], [1, 0, 2, 0])
-WIDE = SuffixConfig(factor=4.0, offset=3.0, min_probability=0.01)
+WIDE = SuffixConfig(length_factor=4.0, length_offset=3.0, min_probability=0.01)
 
 
 def suffix(rule: SuffixConfig, vocab_size: int) -> SuffixDrafter:
     texts = [[token % vocab_size for token in text] for text in KNOWN]
     index = SuffixArray(np.array(text, np.int32) for text in texts)
-    return SuffixDrafter(lambda: SuffixCorpus(index), rule=rule)
+    return SuffixDrafter(lambda: SuffixCorpus(index), config=rule)
 
 
 def law_of(
-    target: Table, make: Any, *, block: bool, depth: int, max_tokens: int
+    target: Table, make: Any, *, block_verification: bool, depth: int, max_tokens: int
 ) -> tuple[dict[Path, Fraction], int]:
     """The law of what several rounds emit, and the widest tree of them."""
     chance = AllChances()
@@ -43,7 +43,7 @@ def law_of(
         steps = decode(
             ExactModel(target, len(target(()))),  # type: ignore[arg-type]
             drafter,
-            Rejection(chance, block=block),
+            Rejection(chance, block_verification=block_verification),
             ExactSampler(ROOT),  # type: ignore[arg-type]
             ROOT[0],
             vocab_size=len(target(())),
@@ -61,11 +61,15 @@ def law_of(
 
 
 @pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("rule", [WIDE, SuffixConfig(factor=4.0, can_branch=False)], ids=["tree", "chain"])
+@pytest.mark.parametrize(
+    "rule", [WIDE, SuffixConfig(length_factor=4.0, can_branch=False)], ids=["tree", "chain"]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
     target = random_table(seed, 3)
-    emitted, drafted = law_of(target, lambda: suffix(rule, 3), block=block, depth=3, max_tokens=3)
+    emitted, drafted = law_of(
+        target, lambda: suffix(rule, 3), block_verification=block, depth=3, max_tokens=3
+    )
     assert_law(emitted, target, ROOT, 3)
     assert drafted >= (5 if rule.can_branch else 2), "nothing worth a proof was guessed"
 
@@ -73,7 +77,7 @@ def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_several_rounds(seed: int) -> None:
     target = random_table(seed + 10, 2, zeros=0.1)
-    emitted, _ = law_of(target, lambda: suffix(WIDE, 2), block=True, depth=2, max_tokens=4)
+    emitted, _ = law_of(target, lambda: suffix(WIDE, 2), block_verification=True, depth=2, max_tokens=4)
     assert_law(emitted, target, ROOT, 2)
 
 
@@ -84,5 +88,5 @@ def test_beside_a_draft_model() -> None:
         model: Any = ExactModel(draft, 2)
         return CombinedDrafter([ModelDrafter(model, 2), suffix(WIDE, 2)], can_branch=True)
 
-    emitted, _ = law_of(target, both, block=True, depth=2, max_tokens=3)
+    emitted, _ = law_of(target, both, block_verification=True, depth=2, max_tokens=3)
     assert_law(emitted, target, ROOT, 2)

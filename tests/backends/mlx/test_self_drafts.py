@@ -190,7 +190,7 @@ class TestDemo:
         demo.prefill(PROMPT)
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
-        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
+        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1)
         assert demo.memory.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
         assert demo.memory.length == len(PROMPT) + 2
@@ -250,10 +250,10 @@ class TestHistories:
             tree = TokenTree((token, 5, token + 1, 6, token + 2), (-1, 0, 0, 1, 2), (None,) * 5)
             if what == "draft":
                 view.run_ahead(token % 2 == 0)
-                view.verify(chain).best(2, 1, GREEDY, 0, 2)
+                view.verify(chain).best(2, 1)
             elif what == "plain":
                 model.run_ahead(True)
-                model.verify(TokenTree.chain(token)).best(0, 1, GREEDY, 0, 0)
+                model.verify(TokenTree.chain(token)).best(0, 1)
                 model.run_ahead(False)
                 model.commit(())
                 tokens.append(token)
@@ -316,7 +316,7 @@ class TestViews:
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
         for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
-            with pytest.raises(CapabilityError, match="no memory of its own"):
+            with pytest.raises(CapabilityError, match="no cache of its own"):
                 call()
         with pytest.raises(CapabilityError, match="already"):
             view.self_draft(EarlyExit(1))
@@ -364,7 +364,7 @@ class TestInterrupted:
             for mine in (True, False):
                 view = model.self_draft(way)
                 view.run_ahead(True)
-                view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
+                view.verify(TokenTree.chain(9)).best(0, 1)
                 interrupt_at(model.memory.attention[layer])
                 with contextlib.suppress(KeyboardInterrupt):
                     if mine:
@@ -436,8 +436,8 @@ class TestExits:
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
         table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
-        assert not table.pays
-        assert "was not trained for early exit, so it will not pay here" in table.verdict
+        assert not table.is_faster
+        assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()
 
 
