@@ -158,7 +158,7 @@ class Runtime:
             ClosedError: The runtime was closed.
         """
         with self.borrowed_target():
-            return self._costs.renew(progress, repeats=15, budget_seconds=10.0)
+            return self._costs.remeasure(progress, repeats=15, budget_seconds=10.0)
 
     @property
     def costs_notice(self) -> str:
@@ -421,7 +421,7 @@ class Runtime:
         """Stop the running reply and free the models. May be called again."""
         self._session.close()
         if self._record:
-            self._record.keep()
+            self._record.save()
 
     def __enter__(self) -> Runtime:
         return self

@@ -121,8 +121,8 @@ def _find_draft(
         return find_model(draft), "", ""
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
-        return None, choice.why, ""
-    return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
+        return None, choice.reason, ""
+    return choice.draft, "", "" if choice.is_expected else f"{choice.draft.name} drafts: {choice.reason}"
 
 
 def load_target(pair: Pair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
@@ -171,7 +171,7 @@ def load_draft(
             # The text may be longer in other tokens.
             longest = context_tokens * (1 if compared.translation is None else 4)
             draft = WindowedModel(draft, window, longest)
-            said.append(f"{found.name} sees {window.seen}")
+            said.append(f"{found.name} sees {window.description}")
         notice = " · ".join(filter(None, said))
         if compared.translation is None:
             return Draft(draft, notice)

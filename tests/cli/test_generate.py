@@ -142,7 +142,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "demo" in notes
     assert "8 tokens, " in notes
     assert "seed 3" in notes
-    assert notes.rstrip().endswith("\x1b[2mmodel+suffix: asked for\x1b[0m")
+    assert notes.rstrip().endswith("\x1b[2mmodel+suffix: as requested\x1b[0m")
     assert "\x1b[2m" in notes
 
 

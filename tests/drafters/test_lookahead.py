@@ -234,7 +234,8 @@ class TestWhetherItPays:
     def test_a_window_too_large_for_the_target(self) -> None:
         narrow = Capabilities(True, True, max_width=20, max_branches=8)
         with pytest.raises(
-            OptionError, match="W 6, N 4, G 3 needs 28 rows and 9 branches; the target takes 20 and 8"
+            OptionError,
+            match="W 6, N 4, G 3 needs passes of 28 tokens and 9 branches, and the target supports 20 and 8",
         ):
             LookaheadDrafter(narrow, window=LookaheadWindow(6, 4, 3))
 

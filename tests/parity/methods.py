@@ -245,7 +245,7 @@ def check_draft(runtime: Runtime, row: Row) -> None:
     notice = runtime.target.notice
     assert (f"sees the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
     assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
-    assert ("its text is put into the target's tokens" in notice) == row.text
+    assert ("Its text is tokenized again" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply]) -> None:

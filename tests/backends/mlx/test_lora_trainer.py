@@ -20,7 +20,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
-from edgespec.costs.curve import gentle
+from edgespec.costs.curve import assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters import online_training, swift
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -249,7 +249,7 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1))
         assert (usual.chooses_length, grown.chooses_length) == (False, True)
         assert grown.trainer is usual.trainer
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
@@ -267,9 +267,9 @@ class TestReplies:
             assert usual.note().startswith("the draft model took")
             kept = grown.saved_statistics()
             assert kept
-            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
-                kept
-            )
+            usual.with_growth(
+                lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1)
+            ).restore_statistics(kept)
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
@@ -310,7 +310,7 @@ class TestInTheBackground:
             for i, text in enumerate(ASKED[:2] * 3):
                 assert runtime.generate(text, seed=1, max_tokens=32, draft_length=4).tokens == expected[text]
                 threading.Event().wait(0.1 * i)
-            assert "learns no more" not in runtime._session.report("model").note
+            assert "stopped learning" not in runtime._session.report("model").note
 
     @pytest.mark.parametrize("delay", [0.0, 0.5])
     def test_a_program_may_end_in_a_rest(self, delay: float) -> None:
@@ -330,7 +330,7 @@ time.sleep({delay})
 class TestSwift:
     @pytest.fixture(autouse=True)
     def soon_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(swift, "MOST_IN_A_REST", 2)
+        monkeypatch.setattr(swift, "MAX_SETS_PER_IDLE_PERIOD", 2)
 
     @pytest.mark.long
     def test_the_same_tokens_while_layers_are_searched_for(self) -> None:
@@ -350,7 +350,7 @@ class TestSwift:
                     assert again.tokens == got.tokens
                     assert again.stats.cached_prompt_tokens == got.stats.prompt_tokens - 1
             assert all(drafted.values())
-            assert "learns no more" not in runtime._session.report("swift").note
+            assert "stopped learning" not in runtime._session.report("swift").note
 
     def test_a_window_and_four_layers(self, folder: Path) -> None:
         target = load(write_checkpoint(folder / "skipping", "gemma3"))
