@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,17 +19,11 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
+from edgespec.method_names import DRAFTER_NAMES, parse_method
 from edgespec.reply import MethodReport
 
-__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "DrafterSet", "MissingDrafter", "parse_method"]
+__all__ = ["DrafterSet", "MissingDrafter"]
 
-# In the order in which their guesses are merged: a self-draft first, so that the target can take over what
-# it computed, and what is certain of its guesses after what is drawn.
-DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Each drafts on the target's own memory, and there is one of it.
-SELF_DRAFTS = ("layerskip", "lowbit", "swift")
-# What `auto` uses of what is there.
-_AUTOMATIC = ("model", "suffix")
 # Of these the first that is there drafts for `auto`.
 _AUTOMATIC_MODELS = ("model", "layerskip", "lowbit")
 
@@ -209,31 +202,3 @@ class DrafterSet:
 # The end of a prompt tells what kind of text it is.
 _LOOKED_AT_TOKENS = 512
 _NEVER = MissingDrafter("this target has no such drafter", "choose another method")
-
-
-def parse_method(method: str) -> tuple[str, ...]:
-    """The drafters a method names; `auto` names those it may use, `none` none. Raises OptionError."""
-    if not isinstance(method, str):
-        raise OptionError(f"method is {method!r}", "give a text such as model+ngram")
-    if method == "none":
-        return ()
-    if method == "auto":
-        return _AUTOMATIC
-    names = tuple(method.split("+"))
-    for name in names:
-        if name not in DRAFTER_NAMES:
-            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(
-                f"method {method!r} is unknown",
-                f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
-            )
-    if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} names a drafter twice", "name each once")
-    selves = [name for name in names if name in SELF_DRAFTS]
-    if len(selves) > 1:
-        raise OptionError(
-            f"method {method!r} drafts on the target's one memory in {len(selves)} ways",
-            f"name one of {', '.join(selves)}",
-        )
-    return names

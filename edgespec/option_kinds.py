@@ -50,7 +50,7 @@ class Kind:
         """Return the value that a text stands for. Raises ValueError with the reason."""
         return text
 
-    def check(self, name: str, value: Any) -> Any:
+    def check(self, name: str, value: Any, /) -> Any:
         """Return a value given in Python, in its usual form. Raises OptionError."""
         return check_text(name, value, "one text")
 
@@ -80,7 +80,7 @@ class MethodName(Kind):
 
     metavar = "METHOD"
 
-    def check(self, name: str, value: Any) -> str:
+    def check(self, _name: str, value: Any) -> str:
         parse_method(value)
         return str(value)
 

@@ -37,7 +37,9 @@ __all__ = [
     "ACCEPTANCES",
     "LOAD_OPTIONS",
     "MAX_DRAFT_LENGTH",
+    "MODEL_OPTIONS",
     "REPLY_OPTIONS",
+    "SETTINGS",
     "Group",
     "LoadArguments",
     "Option",
@@ -480,6 +482,21 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )
 """The two models, which `load` and `plan` take as positional arguments."""
+
+SETTINGS: Mapping[str, Option] = MappingProxyType(
+    {
+        name: option
+        for options in (
+            MODEL_OPTIONS,
+            LOAD_OPTIONS,
+            {"system": Option(kind=Text(), group="reply", help="Instructions for the model.")},
+            REPLY_OPTIONS,
+        )
+        for name, option in options.items()
+        if not (option.per_run or option.api_only)
+    }
+)
+"""The options that can be set for all runs, in the settings file or the environment."""
 
 
 def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:

@@ -61,7 +61,7 @@ def verify(
 
     rest_seconds: how long drafters that learn between replies may do so after each (in rejection mode after
     all samples of a prompt); others are not waited for. What was drafted is in the report: where it is
-    nothing, nothing was proved. A runtime that was loaded `eagerly` drafts whether or not it pays.
+    nothing, nothing was proved. A runtime that was loaded `always_draft` drafts whether or not it pays.
 
     progress: called with (what, fraction); False cancels with CancelledError. `sampling` as for generate.
     Raises OptionError for settings that make no sense, and what generating raises.

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
+from edgespec.cli.commands import COMMANDS
 from edgespec.cli.doctor import _settings
 from edgespec.cli.options import MODEL_NAMES, SAMPLING_NAMES, every_setting
-from edgespec.cli.program import COMMANDS, program
+from edgespec.cli.program import program
 from edgespec.cli.settings import VARIABLES, Settings, settings_of, variable_of
 from edgespec.errors import CancelledError
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
