@@ -102,6 +102,11 @@ class Choice(Kind):
 
     values: tuple[str, ...]
 
+    def parse(self, text: str) -> str:
+        if text not in self.values:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, self.values))}")
+        return text
+
     def check(self, name: str, value: Any) -> str:
         if value not in self.values:
             raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(self.values)}")
