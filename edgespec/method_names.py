@@ -8,10 +8,10 @@ from edgespec.errors import OptionError
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# In the order in which drafts are merged: a self-draft first, so that the target can reuse what it computed,
-# and drafters whose proposals are certain after those that draw from a distribution.
+# The order in which drafts are merged. A self-draft comes first, because the target can then reuse its
+# computation. Lookups come last, because tokens drawn from a distribution must be merged before them.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Each of these drafts on the target's own KV cache, of which there is one.
+# Drafters that use the target's own weights and cache. A method may name only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 _AUTOMATIC = ("model", "suffix")
 

@@ -110,17 +110,19 @@ class Session:
         self._start(request)
         steps = self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
         try:
-            with ACTIVE_REPLIES.one_more():
-                while (step := self._next(steps)) is not None:
+            with ACTIVE_REPLIES.track():
+                while True:
+                    with self._compute_lock:
+                        if self._closing:
+                            raise ClosedError(
+                                "the runtime was closed during the reply", "load the model again"
+                            )
+                        step = next(steps, None)
+                    if step is None:
+                        return
                     yield step
         finally:
             self._end()
-
-    def _next(self, steps: Iterator[Step]) -> Step | None:
-        with self._compute_lock:
-            if self._closing:
-                raise ClosedError("the runtime was closed during the reply", "load the model again")
-            return next(steps, None)
 
     def _steps(
         self,
@@ -376,7 +378,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | 
         report = controller.report()
         stats.target_step_seconds = report.target_step_seconds
         stats.ledger_credit_seconds = report.credit_seconds
-        stats.worst_case_loss = report.worst_loss
+        stats.worst_case_loss = report.max_loss
     if ended:
         _count_draft_memory(stats, drafter)
 

@@ -20,7 +20,7 @@ from edgespec.backends.base import (
 )
 from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.corpus import suffix_drafter
-from edgespec.costs.curve import CostCurve, gentle
+from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -130,8 +130,8 @@ class _DrafterFactory:
             min_confidence=self._arguments["draft_confidence"],
             why_no_draft=self._pair.why_no_draft,
             others=self.made,
-            curve=self._curve.v if self._options.combines_drafters else gentle,
-            policy=config,
+            v=self._curve.v if self._options.combines_drafters else assumed_cost,
+            auto_config=config,
         )
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
@@ -149,7 +149,7 @@ class _DrafterFactory:
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
         """Return the configuration of the controller; None where every method drafts unconditionally."""
         max_loss = self._arguments["max_loss"]
-        if not self._costs.bounded or ("auto" not in self._options.methods and max_loss is None):
+        if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
         if not self._model.facts.capabilities.rollback:
             return None
@@ -158,14 +158,14 @@ class _DrafterFactory:
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
         def saved_statistics(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.how} {names}")
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.settings_key} {names}")
 
         return AutoConfig(
             limits,
             LiveCosts(self._curve),
             saved_statistics,
-            everywhere=max_loss is not None,
-            grows=adapts,
+            controls_named=max_loss is not None,
+            adapts_length=adapts,
         )
 
     @property
@@ -246,7 +246,7 @@ class _DrafterFactory:
             table = exit_table(*measure(self._model, [*prompt, *reply], len(prompt) - 1), self._curve.v)
         finally:
             self._model.truncate(0)
-        if not table.pays:
+        if not table.is_faster:
             raise CapabilityError(
                 f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
             )
@@ -291,7 +291,7 @@ class _DrafterFactory:
             return self._missing_self_draft(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
-            notes=SavedArrays("swift", models_fingerprint(facts)),
+            store=SavedArrays("swift", models_fingerprint(facts)),
             pass_cost=self._curve.v,
             min_confidence=self._arguments["draft_confidence"],
         )
@@ -304,7 +304,7 @@ class _DrafterFactory:
         trainer = cast(Trainable, draft).trainer()
         saved = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._model_drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=saved))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=saved))
 
 
 def _not_loaded(name: str) -> MissingDrafter:

@@ -21,7 +21,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
 
     Args:
         model: The target. Its `facts.capabilities` are replaced.
-        computation: Everything besides the weights that changes how it computes (`PassCosts.how`).
+        computation: Everything besides the weights that changes how it computes (`PassCosts.settings_key`).
         progress: Called while passes are measured.
 
     Raises:
@@ -40,7 +40,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     passes = _load_saved(saved)
     if passes is None:
         passes = find_bit_exact_passes(model, progress)
-        saved.save({"agreement": np.array([passes.width, passes.branches, passes.reading])})
+        saved.save({"agreement": np.array([passes.max_width, passes.trees, passes.prefill])})
     capabilities = restricted_to(capabilities, passes)
     model.facts = replace(facts, capabilities=capabilities)
     if not capabilities.rollback:

@@ -87,7 +87,7 @@ def _load_planned(planned: LoadPlan, request: LoadRequest, progress: Progress | 
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
         costs = TargetCosts(model, options, arguments["measure_costs"])
-        exact_notice = restrict_to_exact(model, costs.how, progress) if options.exact else ""
+        exact_notice = restrict_to_exact(model, costs.settings_key, progress) if options.exact else ""
         draft = load_draft(pair, model, drafting, options, progress)
         if draft:
             undo.callback(draft.model.close)

@@ -217,7 +217,7 @@ def _adapted_to_target(
     if window:
         ratio = 1 if compared.translation is None else _TOKEN_RATIO
         model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
-        notices.append(f"{name} sees {window.seen}")
+        notices.append(f"{name} sees {window.description}")
     notice = " · ".join(filter(None, notices))
     if compared.translation is None:
         return LoadedDraft(model, notice)

@@ -136,7 +136,7 @@ def _verify(
                 prompts,
                 methods=methods or _all_methods(runtime.drafters),
                 acceptance=acceptance,
-                rest_seconds=options["idle_seconds"],
+                idle_seconds=options["idle_seconds"],
                 progress=progress,
                 **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
             )

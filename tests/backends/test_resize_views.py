@@ -93,6 +93,6 @@ class TestViews:
 
     def test_it_is_the_target_s_to_grow(self, tmp_path: Path) -> None:
         target = load("halves", tmp_path, initial_context_tokens=SMALL)
-        with pytest.raises(CapabilityError, match="no memory of its own"):
+        with pytest.raises(CapabilityError, match="no cache of its own"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()

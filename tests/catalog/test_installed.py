@@ -95,7 +95,7 @@ class TestOllama:
         assert why["odd:latest"] == "it holds no model in GGUF's form"
         assert why["bad:magic"] == "its file is not in GGUF's form"
         assert why["tuned:latest"] == "it is a model with an adapter on it"
-        assert "no whole GGUF file" in why["cut:latest"]
+        assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "it is a projector for pictures, not a model"
         assert references() == []

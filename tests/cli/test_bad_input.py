@@ -25,7 +25,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--logit-bias", "5=nan"], "logit_bias of token 5 is nan"),
         (["--logit-bias", "five"], "'five' is not ID=VALUE"),
-        (["--memory", "lots"], "memory is 'lots'; write it like 8GiB"),
+        (["--memory", "lots"], "memory is 'lots'; write a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
@@ -100,7 +100,7 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     result = run("generate", "--draft", str(other), "hello", "-n", "8", "--draft-branches", "2")
     assert result.exit_code == 0, result.output
     with edgespec.load("demo", str(other), threads=1) as runtime:
-        assert "of demo's tokens, under other ids: only those are drafted" in runtime.target.notice
+        assert "of demo's tokens, under other ids, and drafts only those" in runtime.target.notice
         plain = runtime.generate("hello", method="none", max_tokens=8, temperature=0.0)
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 

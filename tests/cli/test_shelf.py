@@ -145,7 +145,7 @@ class TestNamesOfOnesOwn:
         assert json_of(run("models", "pair", "demo", "demo-draft", "--json"))["remark"] == ""
         other.write_bytes(other.read_bytes()[:500])
         remark = json_of(run("models", "pair", "demo", str(other), "--json"))["remark"]
-        assert "no whole GGUF file" in remark
+        assert "not a complete GGUF file" in remark
 
     def test_a_file_in_a_form_of_ones_own_is_left_alone(self, run: Run, file: Path) -> None:
         file.parent.mkdir(parents=True)

@@ -71,16 +71,16 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
 def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
     grown = TokenBuffer(most)
-    grown.restart(start)
+    grown.set_tokens(start)
     everything = list(start)
     for emitted in rounds:
-        grown.append(emitted)
+        grown.extend(emitted)
         everything += emitted
-    kept = grown.text[: grown.end].tolist()
+    kept = grown.tokens[: grown.length].tolist()
     assert kept == everything[len(everything) - len(kept) :]
     assert len(kept) >= min(most, len(everything))
-    assert grown.text.nbytes <= grown.most_bytes
-    length, after = grown.seen(4)
+    assert grown.tokens.nbytes <= grown.max_bytes
+    length, after = grown.longest_repeated_suffix(4)
     assert kept[after - length : after] == kept[len(kept) - length :]
     assert (kept[after : after + 1] if length else []) == by_searching(kept, 1, shortest=1)
 
@@ -106,5 +106,5 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     drafter.commit((9, 10))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
-    assert drafter.note() == "ngram costs 12 µs a token"
+    assert drafter.note() == "ngram takes 12 µs per token"
     assert 0 < drafter.memory_use.other_bytes < 2_000_000

@@ -1,4 +1,4 @@
-"""Layers to skip are searched for between replies; nothing is drafted while that does not pay."""
+"""LayerSet to skip are searched for between replies; nothing is drafted while that does not pay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
-from edgespec.drafters.swift import MOST_IN_A_REST, MOST_TRIED, SwiftDrafter
-from edgespec.drafters.swift_search import BAYESIAN_EVERY, Layers, SwiftSearch, speed_up
+from edgespec.drafters.swift import MAX_SETS, MAX_SETS_PER_IDLE_PERIOD, SwiftDrafter
+from edgespec.drafters.swift_search import BAYESIAN_INTERVAL, LayerSet, SwiftSearch, expected_speed_up
 from edgespec.errors import CapabilityError, OptionError
 from tests.tables import PROMPT, table, with_drafter
 
@@ -37,7 +37,7 @@ class Skippable(TabularModel):
         )
         self.layer_count = LAYERS
         self.harm, self.base = harm, base
-        self.asked: list[Layers] = []
+        self.asked: list[LayerSet] = []
         self.left = 0
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
@@ -91,14 +91,14 @@ class TestTheSearch:
         harm = np.append(0.0, random.uniform(0.0, 0.12, 22))
         search = SwiftSearch(24, free_pass, seed)
 
-        def quality(layers: Layers) -> float:
+        def quality(layers: LayerSet) -> float:
             return max(0.0, 1.0 - float(harm[list(layers)].sum()))
 
-        while search.tried < 4 * BAYESIAN_EVERY - 1:
-            layers = search._drawn()
-            search.count(layers, round(64 * quality(layers)), 64)
-        promising = quality(search.next())
-        drawn = [quality(search._drawn()) for _ in range(200)]
+        while search.tried < 4 * BAYESIAN_INTERVAL - 1:
+            layers = search._random_set()
+            search.record(layers, round(64 * quality(layers)), 64)
+        promising = quality(search.next_set())
+        drawn = [quality(search._random_set()) for _ in range(200)]
         assert promising > np.quantile(drawn, 0.9)
 
     @settings(max_examples=100, deadline=None)
@@ -106,17 +106,17 @@ class TestTheSearch:
     def test_first_and_last_layer_stay_and_about_the_ratio_goes(self, count: int, seed: int) -> None:
         search = SwiftSearch(count, free_pass, seed)
         for _ in range(30):
-            layers = search.next()
+            layers = search.next_set()
             assert 0 < min(layers) <= max(layers) < count - 1
             assert list(layers) == sorted(set(layers))
             assert abs(len(layers) - 0.45 * count) <= 2
-            search.count(layers, seed % 64, 64)
+            search.record(layers, seed % 64, 64)
 
     def test_many_sets_are_bounded_and_the_best_stay(self) -> None:
         search = SwiftSearch(40, free_pass, 0)
-        search.count((1, 2, 3), 64, 64)
+        search.record((1, 2, 3), 64, 64)
         for _ in range(600):
-            search.count(search._drawn(), 20, 64)
+            search.record(search._random_set(), 20, 64)
         assert len(search._counts) <= 256
         assert search.best is not None
         assert search.best.layers == (1, 2, 3)
@@ -133,12 +133,12 @@ class TestTheSearch:
         search = SwiftSearch(LAYERS, pass_cost, 0)
         for which, right in counted:
             weighed.clear()
-            search.count((1, which + 2), right, 64)
+            search.record((1, which + 2), right, 64)
             once = len(weighed)
             assert search.best == search.best
             assert len(weighed) == once <= 2 * 8
         fresh = SwiftSearch(LAYERS, pass_cost, 0)
-        fresh.take_over(search.to_keep())
+        fresh.restore(search.saved_arrays())
         assert fresh.best == search.best
 
     def test_a_round_ranks_nothing_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +162,13 @@ class TestTheSearch:
         [(0.0, 0.5, 1.0 / 1.5, 1), (0.5, 0.5, 1.0, 1), (1.0, 0.0, 9.0, 8)],
     )
     def test_the_expected_speed_up(self, agreement: float, cost: float, expected: float, length: int) -> None:
-        speed, best = speed_up(agreement, cost, free_pass)
+        speed, best = expected_speed_up(agreement, cost, free_pass)
         assert speed == pytest.approx(expected)
         assert best == length
 
     def test_a_steep_curve_makes_it_not_pay(self) -> None:
-        assert speed_up(0.9, 0.55, free_pass)[0] > 1.0
-        assert speed_up(0.9, 0.55, float)[0] < 1.0
+        assert expected_speed_up(0.9, 0.55, free_pass)[0] > 1.0
+        assert expected_speed_up(0.9, 0.55, float)[0] < 1.0
 
 
 class TestDrafting:
@@ -184,7 +184,7 @@ class TestDrafting:
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 1)
             assert runtime.generate(PROMPT, seed=1, max_tokens=20).stats.drafted_tokens == 0
-            assert "it would not pay" in runtime._session.report("swift").note
+            assert "it would not be faster" in runtime._session.report("swift").note
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
@@ -230,26 +230,26 @@ class TestKeeping:
     def test_another_run_begins_where_this_one_ended(self) -> None:
         notes = Kept()
         target = Skippable()
-        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+        with with_drafter(target, SwiftDrafter(target, store=notes)) as runtime:
             rest(runtime, 3)
             said = runtime._session.report("swift").note
         target = Skippable()
-        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+        with with_drafter(target, SwiftDrafter(target, store=notes)) as runtime:
             assert runtime._session.report("swift").note == said
             assert runtime.generate(PROMPT, seed=1, max_tokens=30).stats.drafted_tokens
 
     def test_what_cannot_be_kept_is_told(self) -> None:
         notes, target = Kept(), Skippable()
-        with with_drafter(target, SwiftDrafter(target, notes=notes)) as runtime:
+        with with_drafter(target, SwiftDrafter(target, store=notes)) as runtime:
             notes.notice = "the disk is full"
             assert runtime._session.report("swift").note.endswith("· the disk is full")
 
     def test_what_belongs_to_another_model_is_left_out(self) -> None:
         search = SwiftSearch(LAYERS, free_pass, 0)
-        search.count((1, 2), 60, 64)
-        kept = search.to_keep()
+        search.record((1, 2), 60, 64)
+        kept = search.saved_arrays()
         other = SwiftSearch(LAYERS + 1, free_pass, 0)
-        other.take_over(kept)
+        other.restore(kept)
         assert other.best is None
         broken: list[dict[str, Any]] = [
             {},
@@ -261,7 +261,7 @@ class TestKeeping:
         ]
         for values in broken:
             fresh = SwiftSearch(LAYERS, free_pass, 0)
-            fresh.take_over(values)
+            fresh.restore(values)
             assert fresh.best is None
 
     def test_a_rest_and_a_life_are_bounded(self) -> None:
@@ -269,9 +269,9 @@ class TestKeeping:
         drafter = SwiftDrafter(target)
         with with_drafter(target, drafter) as runtime:
             rest(runtime, 1)
-            assert len(target.asked) == MOST_IN_A_REST
-            drafter._search.tried = MOST_TRIED
+            assert len(target.asked) == MAX_SETS_PER_IDLE_PERIOD
+            drafter._search.tried = MAX_SETS
             best = drafter._search.best
             rest(runtime, 1)
             assert best is not None
-            assert target.asked[MOST_IN_A_REST:] == [best.layers], "the text may have changed"
+            assert target.asked[MAX_SETS_PER_IDLE_PERIOD:] == [best.layers], "the text may have changed"

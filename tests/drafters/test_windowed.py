@@ -210,7 +210,7 @@ class TestWhatIsRefused:
 
 @pytest.mark.parametrize("trained", [256, 300, 512, 1000, 1412, 5000, 0])
 def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
-    window = AttentionWindow().within(trained)
+    window = AttentionWindow().limited_to(trained)
     if not trained or trained >= AttentionWindow().context_tokens:
         assert window == AttentionWindow()
     else:

@@ -230,7 +230,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     check_draft(runtime, row)
     if row.learn:
         learnt = session.report(row.method).note
-        assert "steps on" in learnt
+        assert "training steps on" in learnt
         assert "not used" not in learnt
     session.target = model
     if row.branches and not can.tree:
@@ -246,7 +246,7 @@ def check_draft(runtime: Runtime, row: Row) -> None:
     notice = runtime.target.notice
     assert (f"sees the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
     assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
-    assert ("its text is put into the target's tokens" in notice) == row.text
+    assert ("Its text is tokenized again" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply]) -> None:

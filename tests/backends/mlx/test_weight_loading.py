@@ -149,7 +149,7 @@ def test_too_large_for_the_budget_is_said_before_loading(
     weights: Any = mx.load(str(llama / "model.safetensors"))
     size = sum(array.nbytes for array in weights.values())
     monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
-    with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB are there for them"):
+    with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB, which exceeds the limit"):
         _open(llama, memory_bytes=size - 1)
 
 
@@ -379,7 +379,7 @@ _WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.build_info import about
+from edgespec.backends.mlx.build_info import build_info
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import BackendMissingError
 try:

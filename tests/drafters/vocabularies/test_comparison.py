@@ -35,10 +35,10 @@ class TestOfFiles:
         assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
         assert found.shared_fraction == pytest.approx(266 / 267)
         assert found.explanation.endswith(
-            "all but 1 of mine's tokens, under other ids: only those are drafted"
+            "all but 1 of mine's tokens, under other ids, and drafts only those"
         )
         assert found.translation is not None
-        said = [other.vocabulary.raw_piece(i) for i in found.translation.spell(261, first=False)]
+        said = [other.vocabulary.raw_piece(i) for i in found.translation.translate(261, first=False)]
         assert b"".join(said) == b" file"
 
     def test_a_byte_and_a_word_of_the_same_letter(self, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ class TestOfFiles:
         target = mine.vocabulary.tokenize("a", special=False, start=False)[-1]
         used = other.vocabulary.tokenize("a", special=False, start=False)[-1]
         assert other.vocabulary.raw_piece(used) == b"a"
-        assert found.draft_of[target] == used
+        assert found.draft_id_of[target] == used
 
     def test_the_demo_and_a_stranger(self, tmp_path: Path, demo_target: Path) -> None:
         target = load(demo_target)
@@ -58,11 +58,11 @@ class TestOfFiles:
         found = compare_vocabularies(target.vocabulary, draft.vocabulary, "demo", "stranger")
         assert found.mapping == "retokenised"
         assert 0.0 < found.shared_fraction < 0.1
-        assert "expect fewer of them to be accepted" in found.explanation
+        assert "fewer of its tokens will be accepted" in found.explanation
         assert found.translation is not None
         ends = [token for token in range(target.facts.vocab_size) if target.vocabulary.is_end(token)]
         for end in ends:
-            (its,) = found.translation.spell(end, first=False)
+            (its,) = found.translation.translate(end, first=False)
             assert draft.vocabulary.is_end(its)
 
 
@@ -76,8 +76,8 @@ class TestOfPieces:
         found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
         assert found.mapping == "translated"
         assert found.explanation == (
-            "two has 71 % of one's tokens, under other ids: only those are drafted,"
-            " so expect less of it than of a draft of the same family"
+            "two has 71 % of one's tokens, under other ids, and drafts only those."
+            " Fewer tokens will be accepted than of a draft model of the same family"
         )
 
     @pytest.mark.parametrize(

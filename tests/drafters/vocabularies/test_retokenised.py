@@ -90,7 +90,7 @@ class TestItsReading:
             tokens += part
             said = b"".join(TARGET.raw_piece(token) for token in tokens)
             read = b"".join(DRAFT.raw_piece(token) for token in reading.tokens)
-            whole, unread = said[: len(said) - len(reading.unread)], reading.unread
+            whole, unread = said[: len(said) - len(reading.incomplete_bytes)], reading.incomplete_bytes
             assert said.endswith(unread)
             assert not unread or (len(unread) < 4 and unread[0] >= 0xC0)
             # No token of the draft has bytes that make no character.
@@ -123,9 +123,9 @@ class TestItsReading:
     def test_goes_on_where_a_character_ends(self) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         reading.add([0, 8, 9])
-        assert (reading.tokens, reading.unread) == ([3], SMILE[:2])
+        assert (reading.tokens, reading.incomplete_bytes) == ([3], SMILE[:2])
         reading.add([10, 11])
-        assert (reading.tokens, reading.unread) == ([3, 8], b"")
+        assert (reading.tokens, reading.incomplete_bytes) == ([3, 8], b"")
 
 
 def _is_text(raw: bytes) -> bool:
@@ -204,7 +204,7 @@ def test_its_cache_holds_the_text_whatever_was_accepted(
         emitted.append((sum(tokens) + accepted) % 8)
         drafter.commit(tuple(emitted))
         tokens += emitted
-        assert model._tokens == drafter._run
+        assert model._tokens == drafter._cached
 
 
 @pytest.mark.parametrize("length", [100, 3000])
@@ -320,7 +320,7 @@ class TestInARuntime:
             got = pair.generate("List the files é🙂 by size.", method="model", **options)
             assert got.tokens == plain.tokens
             assert got.stats.drafted_tokens > 10
-            read = b"".join(draft.vocabulary.raw_piece(token) for token in drafter._reading.tokens)
+            read = b"".join(draft.vocabulary.raw_piece(token) for token in drafter._input.tokens)
             said = b"".join(target.vocabulary.piece(token) for token in drafter._tokens)
             assert read.endswith(said[-60:])
 

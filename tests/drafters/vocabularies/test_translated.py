@@ -43,37 +43,37 @@ def spelt(tokens: list[int]) -> list[int]:
 
 
 def test_what_is_shared() -> None:
-    assert TRANSLATION.targets.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
-    assert TRANSLATION.drafts.tolist() == [5, 4, 3, 2, 1, 0, 6, 8]
-    assert [TRANSLATION.spell(token, first=False) for token in range(TARGET.size)] == SPELT
+    assert TRANSLATION.target_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert TRANSLATION.draft_ids.tolist() == [5, 4, 3, 2, 1, 0, 6, 8]
+    assert [TRANSLATION.translate(token, first=False) for token in range(TARGET.size)] == SPELT
 
 
 def test_a_text_begins_as_the_draft_wants_it() -> None:
     target = Pieces(["a", "b", "<s>", "</s>"], control=2)
     draft = Pieces(["b", "a", "<bos>", "<eos>"], control=2).starting()
     translation = TokenTranslation(target, draft)
-    assert translation.spell(0, first=True) == (2, 1)
-    assert translation.spell(0, first=False) == (1,)
+    assert translation.translate(0, first=True) == (2, 1)
+    assert translation.translate(0, first=False) == (1,)
     target = Pieces(["a", "b", "<s>", "</s>"], control=2).starting()
     translation = TokenTranslation(target, draft)
-    assert translation.spell(2, first=True) == (2,)
-    assert translation.spell(3, first=False) == (3,)
+    assert translation.translate(2, first=True) == (2,)
+    assert translation.translate(3, first=False) == (3,)
 
 
 def test_control_tokens_are_no_text() -> None:
     target = Pieces(["<", "s", ">", "<s>", "<end>"])
     draft = Pieces(["<", "s", ">", "<s>", "<end>"], control=2)
     translation = TokenTranslation(target, draft)
-    assert translation.spell(3, first=False) == (0, 1, 2)
-    assert translation.targets.tolist() == [0, 1, 2, 4]
+    assert translation.translate(3, first=False) == (0, 1, 2)
+    assert translation.target_ids.tolist() == [0, 1, 2, 4]
 
 
 def test_bytes_of_which_nothing_is_known() -> None:
     translation = TokenTranslation(
         Pieces(["a", b"\xf0\x9f", "é", "<end>"]), Pieces(["a", b"\xc3", b"\xa9", "."])
     )
-    assert translation.spell(1, first=False) == (0,)
-    assert translation.spell(2, first=False) == (1, 2)
+    assert translation.translate(1, first=False) == (0,)
+    assert translation.translate(2, first=False) == (1, 2)
 
 
 TOKENS = st.lists(st.integers(0, TARGET.size - 1), max_size=12)
@@ -147,8 +147,8 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
             for logits, row, node in rows[first:]:
                 read = [0, *spelt(text + [tokens[i] for i in path_to(parents, node)])]
                 place = read[-2] * DRAFT.size + read[-1]
-                expected = inner._table[place][TRANSLATION.drafts]
-                np.testing.assert_array_equal(logits.at(row, TRANSLATION.targets), expected)
+                expected = inner._table[place][TRANSLATION.draft_ids]
+                np.testing.assert_array_equal(logits.at(row, TRANSLATION.target_ids), expected)
             node = min(kept, tree.width - 1)
             path = path_to(parents, node)
             model.commit(tuple(path[1:]))
@@ -209,7 +209,7 @@ class TestRows:
         translation = TokenTranslation(target, draft)
         row = random.normal(size=(1, draft.size)).astype(np.float32) * 3
         own = np.full((1, target.size), -np.inf, np.float32)
-        own[0, translation.targets] = row[0, translation.drafts]
+        own[0, translation.target_ids] = row[0, translation.draft_ids]
         top_k, top_p, min_p = filters
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         got, expected = (
@@ -279,7 +279,9 @@ class TestInARuntime:
         translation = TokenTranslation(target.vocabulary, inner.vocabulary)
         # Bytes that are words too are there twice, and the tokenizer uses one of them.
         twice = [3 + ord(" "), 3 + ord("s")]
-        assert translation.targets.tolist() == [i for i in range(target.facts.vocab_size) if i not in twice]
+        assert translation.target_ids.tolist() == [
+            i for i in range(target.facts.vocab_size) if i not in twice
+        ]
         with runtime(target, TranslatedModel(inner, target.vocabulary, translation)) as pair:
             options: dict[str, Any] = {"max_tokens": 60, "seed": 4, "temperature": temperature}
             plain = pair.generate("the file list", method="none", **options)
