@@ -138,12 +138,12 @@ class PairEstimator:
             with suppress(EdgespecError):  # then loading says what is wrong
                 pair = (self._pair.target, draft)
                 infos = [read_model_info(found, known) for found in pair]
-                known.keep()
+                known.save()
                 mine, its = (
                     (found.path, found.format, info.vocabulary)
                     for found, info in zip(pair, infos, strict=True)
                 )
-                if not known.same_ids(mine, its):
+                if not known.same_token_ids(mine, its):
                     tokens = sum(info.vocab_size for info in infos)
             self._translated[draft.name] = tokens * _TRANSLATED_BYTES
         return self._translated[draft.name]

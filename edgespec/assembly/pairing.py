@@ -145,8 +145,8 @@ def _find_draft(
         return find_model(draft), "", ""
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
-        return None, choice.why, ""
-    return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
+        return None, choice.reason, ""
+    return choice.draft, "", "" if choice.is_expected else f"{choice.draft.name} drafts: {choice.reason}"
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

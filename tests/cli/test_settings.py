@@ -229,8 +229,8 @@ def test_a_variable_that_is_wrong(
     ("line", "error"),
     [
         ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); choose auto"),
-        ('target = "nonesuch"', "no model is called nonesuch (target is set in {file}); "),
-        ('target = "nonesuch\\n"', "no model is called nonesuch (target is set in {file}); "),
+        ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
+        ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
         ("threads = 5000", "threads is 5000 (threads is set in {file}); give a whole number from 1 to 1024"),
     ],
