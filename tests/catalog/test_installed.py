@@ -1,4 +1,4 @@
-"""What other programs keep on this machine: found, named, and left alone; what is broken is passed over."""
+"""Tests of models in the stores of other programs: found, resolvable by name, and never modified."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TestLmStudio:
                 assert (there.path, there.source) == (path, "lmstudio")
             assert there.note.startswith(f"lmstudio:{reference} -> LM Studio's ")
         assert [shelved.format for shelved in find_installed().models].count("mlx") == 1
-        # The hub's way of writing it means the same model: it is not downloaded again.
+        # The Hugging Face reference leads to the same model, so it is not downloaded again.
         assert resolve("hf:maker/Two-GGUF:q4_0", allow_download=False).path == two[0]
 
     def test_an_ambiguous_reference_lists_the_matches(self, lmstudio: Path) -> None:
@@ -149,7 +149,7 @@ class TestLmStudio:
             resolve("maker/Twins", allow_download=False)
 
     def test_many_models_are_scanned_once(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ten thousand files of one folder took minutes, for each was compared with all."""
+        """Regression: ten thousand files in a folder took minutes, because all pairs were compared."""
         for number in range(30):
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
         looks: list[int] = []
@@ -276,7 +276,7 @@ def test_an_ambiguous_name_lists_both_models(
     assert set(found) == {mine, blob}
     for path, reference in found.items():
         assert resolve(reference, allow_download=False).path == path
-    # The same file twice is no question.
+    # Two copies of the same file are not ambiguous.
     add_to_hub(cache, "maker/copy", DRAFT)
     add_to_lmstudio(lmstudio, "maker/copy/copy-Q8_0.gguf", DRAFT)
     assert resolve("maker/copy", allow_download=False).source == "hub"
@@ -319,7 +319,7 @@ def test_stores_are_never_written_to(ollama: OllamaStore, lmstudio: Path, own_ho
 
 
 def test_names_cannot_escape_a_store(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
-    """Somebody else's manifest or model beside the store is not in it."""
+    """A manifest or a model outside the store is not part of it."""
     outside = OllamaStore(own_home / "other")
     outside.add("tiny", "latest", DRAFT.read_bytes())
     add_to_lmstudio(own_home, "maker/tiny/tiny-Q8_0.gguf", DRAFT)
