@@ -11,13 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_greedy_replies_are_identical_in_rejection_mode import (
-    SAMPLERS,
-    SIGNIFICANT,
-    exact_law,
-    g_test,
-    replies,
-)
 
 from edgespec import Reply
 from edgespec.auto.combined_drafter import CombinedDrafter
@@ -40,6 +33,13 @@ from tests.engine.exact import (
     ExactSampler,
     assert_law,
     random_table,
+)
+from tests.engine.test_rejection import (
+    SAMPLERS,
+    SIGNIFICANT,
+    exact_law,
+    g_test,
+    replies,
 )
 from tests.tables import PROMPT, VOCAB, near, table, with_drafter
 

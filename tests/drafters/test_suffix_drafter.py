@@ -187,7 +187,7 @@ def test_after_reset_the_prompt_is_indexed_again() -> None:
     assert tree(drafter, 2).drafted
 
 
-def test_the_corpus_is_loaded_once_before_the_first_reply() -> None:
+def test_warm_up_loads_the_corpus() -> None:
     asked: list[int] = []
 
     def known() -> SuffixCorpus:
