@@ -30,7 +30,7 @@ def pair(tmp_path: Path) -> tuple[Model, Model]:
     return (paths[0], "gguf"), (paths[1], "gguf")
 
 
-def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Model], data: Path) -> None:
+def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[Model, Model], data: Path) -> None:
     record = AcceptanceRecorder(*pair)
     assert AcceptanceHistory().rate(*pair) is None
     record.count(199, 100)
@@ -49,7 +49,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
     assert not data.exists()
 
 
-def test_it_is_bounded_and_what_came_last_counts_most(
+def test_the_history_is_bounded_and_favours_recent_replies(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     monkeypatch.setattr("edgespec.catalog.acceptance_history._MAX_PAIRS", 2)
@@ -86,7 +86,7 @@ def test_it_is_bounded_and_what_came_last_counts_most(
     ],
     ids=range(9),
 )
-def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_history_counts_as_empty(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
@@ -95,7 +95,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     assert AcceptanceHistory(path).rate(draft, draft) == 0.25
 
 
-def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
+def test_auto_uses_measured_acceptance_rates(own_home: Path, data: Path) -> None:
     folder = own_home / ".lmstudio" / "models" / "maker"
     for name, file in (("Large", "target"), ("Small", "draft")):
         add_to_lmstudio(folder, f"{name}-GGUF/{name}.gguf", models_folder() / f"demo-{file}-q8_0.gguf")
