@@ -548,8 +548,8 @@ def unread_options(methods: Iterable[str]) -> list[str]:
 
 _PAGE = """# Options
 
-On the command line an option is written `--draft-window`, in Python and in the settings file `draft_window`. The
-environment variable of a setting is its name in capitals after `EDGESPEC_`.
+On the command line an option is written `--draft-window`, in Python and in the settings file
+`draft_window`. The environment variable of a setting is its name in capitals after `EDGESPEC_`.
 
 ## Loading a model
 

@@ -72,7 +72,7 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
     [
         ({"context": 0}, "context is 0; give a whole number from 1 to"),
         ({"threads": 5000}, "threads is 5000; give a whole number from 1 to 1024"),
-        ({"memory": "lots"}, "memory is 'lots'; write it like 8GiB"),
+        ({"memory": "lots"}, "memory is 'lots'; write a size such as 8GiB"),
         ({"prefer": "both"}, "prefer is 'both'; choose one of speed, context"),
         ({"mmap": "no"}, "mmap is 'no'; give True or False"),
         ({"method": "modl"}, "did you mean 'model'"),
