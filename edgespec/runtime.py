@@ -408,11 +408,11 @@ class Runtime:
         self._session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Let drafters that learn between replies use this time, in this thread.
+        """Run the idle work of the drafters, such as online training, in this thread.
 
-        They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
-        when another thread asks for a reply.
+        It runs by itself when the runtime is idle for a moment. A script that generates replies without a
+        pause can call this between them. It ends when the work is done, when `should_continue()` returns
+        False, or when a reply starts in another thread.
         """
         self._session.run_idle_work(should_continue)
 
