@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from edgespec.assembly.pair_estimate import open_estimator
-from edgespec.assembly.pairing import Pair
+from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
@@ -32,7 +32,7 @@ _ADVICE: Mapping[PlanOption, str] = {
 def find_advice(
     fixed: set[PlanOption],
     fit: Callable[[set[PlanOption]], tuple[PlanChoice, MemoryPlan]],
-    pair: Pair,
+    pair: ModelPair,
     options: LoadOptions,
     budget: Budget,
     headroom_bytes: int | None = None,

@@ -6,8 +6,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import get_args
 
-from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.pairing import Pair, for_draft, meant_for
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import (
@@ -54,15 +54,15 @@ class PairEstimator:
 
     def __init__(
         self,
-        pair: Pair,
-        drafting: Drafting,
+        pair: ModelPair,
+        drafting: DraftingOptions,
         options: LoadOptions,
         undo: ExitStack,
         headroom_bytes: int | None = None,
     ) -> None:
         self._pair, self._drafting, self._headroom_bytes = pair, drafting, headroom_bytes
         self._options = replace(
-            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.asked
+            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.named_drafters
         )
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
@@ -120,7 +120,7 @@ class PairEstimator:
         """Return the memory of a choice. Raises OptionError and MemoryBudgetError."""
         options = self.load_options(choice)
         pair = self._pair
-        target_options = meant_for(pair.target, pair.draft, options)
+        target_options = options_in_pair(pair.target, pair.draft, options)
         # MLX widens weights to float32 wherever there is room.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
@@ -140,12 +140,12 @@ class PairEstimator:
     def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> list[Item]:
         draft, estimator = self._drafts[choice.draft_form]
         draft_options = replace(
-            for_draft(options, self._drafting, target_tokens, None),
+            draft_load_options(options, self._drafting, target_tokens, None),
             memory_bytes=_UNLIMITED_BYTES,
             kv_type=choice.draft_kv_type or options.kv_type,
         )
         draft_options = replace(
-            meant_for(draft, self._pair.target, draft_options),
+            options_in_pair(draft, self._pair.target, draft_options),
             choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
         )
         items = list(create_items("draft", estimator.estimate(draft_options)))
@@ -160,19 +160,19 @@ class PairEstimator:
             with suppress(EdgespecError):  # Loading the model reports the error.
                 pair = (self._pair.target, draft)
                 infos = [read_model_info(model, known) for model in pair]
-                known.keep()
+                known.save()
                 mine, its = (
                     (model.path, model.format, info.vocabulary)
                     for model, info in zip(pair, infos, strict=True)
                 )
-                if not known.same_ids(mine, its):
+                if not known.same_token_ids(mine, its):
                     tokens = sum(info.vocab_size for info in infos)
             self._translation_bytes[draft.name] = tokens * _TRANSLATION_BYTES
         return self._translation_bytes[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
         return choose_draft_window(
-            target_tokens, trained_tokens, choice.draft_window, self._drafting.sink_tokens
+            target_tokens, trained_tokens, choice.draft_window, self._drafting.arguments["draft_sinks"]
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
@@ -204,7 +204,9 @@ class PairEstimator:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
 
-        return min(target_tokens, self._drafting.sink_tokens + choice.draft_window + WINDOW_EXTRA_TOKENS)
+        return min(
+            target_tokens, self._drafting.arguments["draft_sinks"] + choice.draft_window + WINDOW_EXTRA_TOKENS
+        )
 
 
 def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
@@ -212,13 +214,13 @@ def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
-def _find_low_bit_copy(pair: Pair, drafting: Drafting) -> Resolved | None:
+def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
     """Return the low-bit copy that will draft for the target, if one was named or `auto` takes it.
 
     Raises:
         ModelFileError: a copy that the user named is damaged or stale.
     """
-    asked = "lowbit" in drafting.asked
+    asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format
     automatic = "auto" in drafting.methods and pair.draft is None and not form.fixed_exit
     if not form.low_bit_copy_format or not (asked or automatic):

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from edgespec.assembly.advice import find_advice
-from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pair_estimate import PairEstimator
-from edgespec.assembly.pairing import Pair
+from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import initial_context, requested_context
 from edgespec.drafters.windowed import AttentionWindow
@@ -88,8 +88,8 @@ class LoadPlan:
         draft_window: the draft model's attention window; None if it sees the whole context.
     """
 
-    pair: Pair
-    drafting: Drafting
+    pair: ModelPair
+    drafting: DraftingOptions
     options: LoadOptions
     float32: bool
     plan: MemoryPlan
@@ -125,7 +125,7 @@ class LoadPlan:
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
-def budget_for(pair: Pair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
+def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
     """Return the budget of a pair: given by the user or found, and within the hard limits of this process.
 
     Args:
@@ -143,7 +143,11 @@ def budget_for(pair: Pair, memory_bytes: int | None, reserve_bytes: int | None =
 
 
 def plan_pair(
-    pair: Pair, drafting: Drafting, options: LoadOptions, budget: Budget, request: PlanRequest | None = None
+    pair: ModelPair,
+    drafting: DraftingOptions,
+    options: LoadOptions,
+    budget: Budget,
+    request: PlanRequest | None = None,
 ) -> LoadPlan:
     """Decide how to load a pair so that it fits the budget. Call `check_fits` on the result.
 
@@ -196,7 +200,7 @@ def plan_pair(
         drafting,
         window_tokens=choice.draft_window,
         # A low-bit copy is planned only without a draft model, so dropping the draft leaves no room for one.
-        room_for_copy=choice.copy and start.draft == choice.draft,
+        has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
     # Backends check weights and caches against this. The headroom stays in, because they count both a little
@@ -221,14 +225,14 @@ def plan_pair(
     )
 
 
-def _fixed_options(request: PlanRequest, drafting: Drafting) -> set[PlanOption]:
+def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:
     """Return the options that the planner must not change."""
     fixed = set(request.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
-    if "model" in drafting.asked or drafting.learn:
+    if "model" in drafting.named_drafters or drafting.arguments["learn"]:
         fixed.add("draft")
-    if "lowbit" in drafting.asked:
+    if "lowbit" in drafting.named_drafters:
         fixed.add("copy")
     if drafting.window_tokens is not None or not {"auto", "model", "lowbit"} & set(drafting.methods):
         fixed.add("draft_window")

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.build_info import core
+from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
-from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, read_skeleton
+from edgespec.backends.mlx.model_skeleton import ModelSkeleton, WeightSizes, read_skeleton
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited
 
@@ -96,7 +96,7 @@ class _ModelShape:
         caches: cache sizes by (bits, widened); combinations that the model cannot run are missing.
     """
 
-    sizes: Sizes
+    sizes: WeightSizes
     weight_bytes: tuple[int, int]
     zero_bytes: int
     vocab_size: int
@@ -196,7 +196,7 @@ class MlxMemoryEstimator:
 
 
 def _runs_on_cpu() -> bool:
-    return bool(core().default_device() == core().cpu)
+    return bool(mlx_core().default_device() == mlx_core().cpu)
 
 
 def _file_stamps(folder: Path) -> _FileStamps:
@@ -220,7 +220,7 @@ def _read_shape(
 
 
 def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
-    mx = core()
+    mx = mlx_core()
     config = {**skeleton.config, **(skeleton.config.get("text_config") or {})}
     hidden, middle, heads = (
         int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -269,15 +269,15 @@ def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
     """Return a function from the tokens of a full context to the bytes of its caches."""
-    from edgespec.backends.mlx.attention_cache import rows_for
+    from edgespec.backends.mlx.attention_cache import cache_rows
 
     memory = _memory_of_one_token(model, bits)
-    total_bytes = memory.sizes()
+    total_bytes = memory.bytes_by_context()
     states = sum(array.nbytes for layer in memory.states for array in layer)
     layers = [(cache.bytes_per_token, cache.side_bytes_per_token, cache.window) for cache in memory.attention]
 
     def sizes(tokens: int) -> _CacheBytes:
-        rows = [(layer, side, rows_for(window, tokens)) for layer, side, window in layers]
+        rows = [(layer, side, cache_rows(window, tokens)) for layer, side, window in layers]
         largest_layer = max((layer * count for layer, _, count in rows), default=0)
         largest_side = max((side * count for _, side, count in rows), default=0)
         return _CacheBytes(total_bytes(tokens), largest_layer, largest_side, states)
@@ -291,5 +291,5 @@ def _memory_of_one_token(model: Any, bits: int | None) -> Any:
     from edgespec.backends.mlx.pass_layout import PassLayout
 
     memory = LayerCaches(model, PassLayout(), bits)
-    model(core().array([[0]]), cache=memory.layers)
+    model(mlx_core().array([[0]]), cache=memory.layers)
     return memory
