@@ -12,7 +12,7 @@ from edgespec.backends.base import ModelFacts
 from edgespec.checks import check_integer
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
-from edgespec.methods import parse_method
+from edgespec.method_names import parse_method
 
 __all__ = [
     "ACCEPTANCES",

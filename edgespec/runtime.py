@@ -421,7 +421,7 @@ class Runtime:
         """Stop the running reply and free the models. May be called again."""
         self._session.close()
         if self._record:
-            self._record.keep()
+            self._record.save()
 
     def __enter__(self) -> Runtime:
         return self

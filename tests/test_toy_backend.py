@@ -21,7 +21,7 @@ from edgespec.cli.program import program
 from edgespec.errors import OptionError
 
 VOCAB = 8
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 4096
 
 
 class ToyEstimator:

@@ -19,6 +19,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.slash import run_command
 from edgespec.tui.themes import DARK, THEMES
 from edgespec.tui.worker import Loaded, LoadFailed, LoadingProgress, ModelThread
 
@@ -123,6 +124,7 @@ class ChatApp(App[None]):
                     self.preferences,
                     system=self._system,
                     settings=self._settings,
+                    run_command=run_command,
                     typed=typed,
                 )
                 self._leaving = False

@@ -21,7 +21,6 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.screens.system import SystemScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.slash import run_command
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.transcript import Transcript
@@ -70,7 +69,7 @@ class ChatScreen(ChatView):
             return
         typed = commands.read(text)
         if typed is not None and not self.editing:
-            if await run_command(self, typed):
+            if await self.run_command(self, typed):
                 self.history.add(text)
                 if self.prompt.text == text:
                     self.prompt.clear()

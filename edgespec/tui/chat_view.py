@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import monotonic, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from textual import events
 from textual.app import ComposeResult
@@ -17,10 +17,11 @@ from textual.timer import Timer
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
+from edgespec.tui.commands import Typed
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.texts import error_text, notices, welcome_rows
+from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.turns import Turns
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.header import Header
@@ -45,6 +46,10 @@ _DRAWING_SHARE = 0.25
 _LONGEST_PAUSE_SECONDS = 0.2
 
 
+# Runs a typed slash command on this screen. False leaves the text in the input.
+RunCommand = Callable[[Any, Typed], Awaitable[bool]]
+
+
 class ChatView(Screen[None]):
     """The widgets of the chat and the course of a turn. Keys and commands: `ChatScreen`."""
 
@@ -60,9 +65,11 @@ class ChatView(Screen[None]):
         *,
         system: str | None,
         settings: Mapping[str, Setting],
+        run_command: RunCommand,
         typed: str = "",
     ) -> None:
         super().__init__()
+        self.run_command = run_command
         self.runtime = runtime
         self.preferences = preferences
         self.first_system = system
@@ -104,7 +111,9 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         """Open an empty chat."""
         draft = self.runtime.draft
-        self._header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
+        self._header.models = self.runtime.target.name + (
+            f" with helper {draft.name}" if draft is not None else ""
+        )
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.turns.open_chat(self.current_chat.system, self.current_chat.messages)
@@ -298,12 +307,12 @@ class ChatView(Screen[None]):
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts.of(
             stats,
-            method=method.short,
+            speed_up=speed_up_short(method),
             writing=writing,
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
-            unseen_messages=self._dropped_messages,
+            dropped_messages=self._dropped_messages,
         )
         self._header.chat_title = self.current_chat.shown_title
         self._refresh_hints()

@@ -213,32 +213,28 @@ class ModelThread:
         reply: Reply | None = None
         failure: Exception | None = None
         try:
-            reply = self._written(chat, ask)
+            chat.system = ask.system
+            self.read_fraction = 0.0
+            options = {**ask.options, "progress": self._reading}
+            if ask.act == "send":
+                stream = chat.stream(ask.text, **options)
+            elif ask.act == "edit":
+                stream = chat.edit_last(ask.text, **options)
+            else:
+                stream = chat.regenerate(**options)
+            self._stream = stream
+            # `cancel` may have been called when there was no stream to cancel yet.
+            if self._cancelled.is_set():
+                stream.cancel()
+            for chunk in stream:
+                self.chunks.put(chunk)
+            reply = stream.reply
         except Exception as error:
             failure = error
         self._stream = None
         self.events.put(
             TurnEnded(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply, failure)
         )
-
-    def _written(self, chat: ChatLike, ask: Ask) -> Reply:
-        if chat.system != ask.system:
-            chat.system = ask.system
-        self.read_fraction = 0.0
-        options = {**ask.options, "progress": self._reading}
-        if ask.act == "send":
-            stream = chat.stream(ask.text, **options)
-        elif ask.act == "edit":
-            stream = chat.edit_last(ask.text, **options)
-        else:
-            stream = chat.regenerate(**options)
-        self._stream = stream
-        # A cancel that came before there was a stream to cancel.
-        if self._cancelled.is_set():
-            stream.cancel()
-        for chunk in stream:
-            self.chunks.put(chunk)
-        return stream.reply
 
 
 def _drained(queue: SimpleQueue[_Item]) -> list[_Item]:

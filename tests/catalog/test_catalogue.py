@@ -80,7 +80,7 @@ def test_every_model_with_an_mlx_repository_has_an_mlx_form() -> None:
 
 
 def test_a_name_given_twice_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="two models of the catalogue are called demo"):
+    with pytest.raises(ValueError, match="two models of the catalogue have the name demo"):
         Catalogue([ENTRIES[0], ENTRIES[0]])
 
 

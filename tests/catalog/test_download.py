@@ -85,7 +85,7 @@ def test_a_cut_connection_is_taken_up_where_it_stopped(hub: StandInHub) -> None:
 
 def test_a_connection_that_is_always_cut_fails_and_a_later_run_resumes(hub: StandInHub, cache: Path) -> None:
     hub.cut_after_bytes = [600_000, *[0] * 6]
-    with pytest.raises(DownloadError, match="connection was cut 6 times.*try again later"):
+    with pytest.raises(DownloadError, match="connection was lost 6 times.*try again later"):
         fetch(REPOSITORY, None)
     kept = partial_files(cache)[0].stat().st_size
     assert kept > 0
@@ -129,7 +129,7 @@ def test_a_leftover_with_other_bytes_is_refused_and_not_kept(hub: StandInHub, ca
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     (leftover,) = partial_files(cache)
     leftover.write_bytes(bytes(leftover.stat().st_size))
-    with pytest.raises(DownloadError, match="came damaged: its checksum"):
+    with pytest.raises(DownloadError, match="is damaged: its checksum"):
         fetch(REPOSITORY, None)
     assert not partial_files(cache)
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
@@ -179,7 +179,7 @@ def test_a_longer_leftover_is_dropped(hub: StandInHub, cache: Path) -> None:
 
 def test_damaged_bytes_are_refused_and_not_kept(hub: StandInHub, cache: Path) -> None:
     hub.damaged = True
-    with pytest.raises(DownloadError, match=r"came damaged: its checksum .*download it again"):
+    with pytest.raises(DownloadError, match=r"is damaged: its checksum .*download it again"):
         fetch(REPOSITORY, None)
     assert not partial_files(cache)
     hub.damaged = False
@@ -187,7 +187,7 @@ def test_damaged_bytes_are_refused_and_not_kept(hub: StandInHub, cache: Path) ->
 
 
 def test_a_wrong_quantisation_is_answered_with_those_there_are(hub: StandInHub) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; ask for one"):
+    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; choose one of these"):
         fetch(REPOSITORY, "Q5_K_M")
 
 
@@ -197,11 +197,11 @@ def test_a_wrong_quantisation_is_answered_with_those_there_are(hub: StandInHub) 
         (401, "GatedRepo", DownloadError, "is gated.*accept it at .*hf auth login"),
         (403, "GatedRepo", DownloadError, "is gated"),
         (401, "RepoNotFound", ModelNotFoundError, "no model repository someone/tiny-GGUF.*hf auth login"),
-        (401, "", DownloadError, "refused .status 401.*hf auth login"),
-        (403, "", DownloadError, "refused .status 403"),
+        (401, "", DownloadError, "denied .status 401.*hf auth login"),
+        (403, "", DownloadError, "denied .status 403"),
         (404, "RepoNotFound", ModelNotFoundError, "no model repository .*check the spelling"),
         (429, "", DownloadError, "too many requests.*wait"),
-        (400, "", DownloadError, "hub failed .*status 400"),
+        (400, "", DownloadError, "could not serve .*status 400"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
@@ -282,5 +282,5 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
 
 def test_an_answer_that_is_no_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.catalog.stand_in_hub.COMMIT", "")
-    with pytest.raises(DownloadError, match="does not answer as a model hub does"):
+    with pytest.raises(DownloadError, match="does not answer like Hugging Face"):
         fetch(REPOSITORY, None)

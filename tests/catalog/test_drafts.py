@@ -24,7 +24,7 @@ from edgespec.catalog import (
     resolve,
 )
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.speedup_estimate import estimate_acceptance, estimate_speedup
+from edgespec.catalog.speedup_estimate import estimate_acceptance_rate, estimate_speedup
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio
 
@@ -76,7 +76,7 @@ def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
 def test_tokens_decide_and_not_names(lmstudio: Path) -> None:
     (option,) = drafts_of("maker/Large-GGUF")
     assert option.reference == "maker/Small-GGUF"
-    assert (option.shared_share, option.tokens, option.by) == (1.0, "the same tokens", "tokens")
+    assert (option.shared_token_fraction, option.tokens, option.source) == (1.0, "the same tokens", "tokens")
     assert drafts_of("maker/Small-GGUF") == []  # a larger one never drafts
     assert drafts_of("maker/Small-Like-GGUF") == []
 
@@ -85,10 +85,10 @@ def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
-    assert choice.why == (
-        "it has the same tokens, and by its size about 1.5x plain decoding may be expected, assumed"
+    assert choice.reason == (
+        "it has the same tokens, and its expected speed-up is 1.5x (estimated from its size)"
     )
-    assert not choice.usual
+    assert not choice.is_expected
     assert chosen("maker/Large-GGUF") == choice
 
 
@@ -106,18 +106,18 @@ def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
     assert choice.draft is None
-    assert choice.why.startswith("maker/Small-GGUF could draft, but its 3.4 MiB do not fit")
+    assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which do not fit")
 
 
 def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:
     (lmstudio / "maker/Small-GGUF/small-Q8_0.gguf").unlink()
     add_to_lmstudio(lmstudio, "maker/Small-MLX", models_folder() / "demo-mlx-draft")
     (option,) = drafts_of("maker/Large-GGUF")
-    assert (option.format, option.shared_share) == ("mlx", 1.0)
+    assert (option.format, option.shared_token_fraction) == ("mlx", 1.0)
     choice = chosen("maker/Large-GGUF")
-    assert (choice.draft, choice.why) == (
+    assert (choice.draft, choice.reason) == (
         None,
-        "no draft is known for maker/Large-GGUF: name one with --draft",
+        "no draft model is known for maker/Large-GGUF; choose one with --draft",
     )
 
 
@@ -141,7 +141,7 @@ def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
-    assert choice.why.endswith("the best of 2")
+    assert choice.reason.endswith("the best of 2 draft models")
 
 
 def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     poor = write_llama(own_home / "poor.gguf", words=(*WORDS, *words[:900]))
     for name, path in (("large", large), ("small", small), ("poor", poor)):
         add_to_lmstudio(folder, f"maker/{name}/{name}.gguf", path)
-    shares = {option.reference: option.shared_share for option in drafts_of("maker/large")}
+    shares = {option.reference: option.shared_token_fraction for option in drafts_of("maker/large")}
     tokens = 1500 + len(WORDS) + 259
     assert shares == {
         "maker/small": pytest.approx((tokens - 50) / tokens, abs=1e-3),
@@ -161,7 +161,7 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     choice = chosen("maker/large")
     assert choice.draft is not None
     assert choice.draft.name == "maker/small"
-    assert "it has 97.2 % of its tokens" in choice.why
+    assert "it has 97.2 % of the target's tokens" in choice.reason
 
 
 class TestTheCataloguesOwn:
@@ -179,13 +179,13 @@ class TestTheCataloguesOwn:
         choice = chosen("8b-q4")
         assert choice.draft is not None
         assert choice.draft.entry is not None
-        assert (choice.draft.entry.name, choice.usual) == ("llama-3.2-1b", True)
+        assert (choice.draft.entry.name, choice.is_expected) == ("llama-3.2-1b", True)
 
     def test_they_stand_beside_what_others_keep(self, llamas: None, lmstudio: Path) -> None:
         options = {option.reference: option for option in drafts_of("8b-q4")}
-        assert {option.by for option in options.values()} == {"tokens", "catalogue"}
+        assert {option.source for option in options.values()} == {"tokens", "catalogue"}
         assert options["maker/Small-GGUF"].path is not None
-        assert all(option.shared_share == 1.0 for option in options.values())
+        assert all(option.shared_token_fraction == 1.0 for option in options.values())
 
     def test_the_tokens_of_a_catalogues_model_bring_its_family(self, llamas: None, lmstudio: Path) -> None:
         """A large model that nobody lists has the tokens of one that is listed."""
@@ -206,7 +206,10 @@ class TestTheCataloguesOwn:
         assert {"llama-3.2-3b", "llama-3.2-1b"} <= {option.reference for option in options}
         choice = chosen("70b-q4")
         assert choice.draft is None
-        assert choice.why == "the recommended draft is not on this machine: --draft llama-3.2-3b fetches it"
+        assert (
+            choice.reason
+            == "the recommended draft model is not on this machine; download it with --draft llama-3.2-3b"
+        )
 
 
 class TestPairsOfTheUser:
@@ -220,29 +223,33 @@ class TestPairsOfTheUser:
             choice = chosen(reference)
             assert choice.draft is not None
             assert choice.draft.path == DRAFT
-            assert choice.why.startswith("you chose demo-draft for ")
+            assert choice.reason.startswith("you chose demo-draft for ")
 
     def test_none_is_a_choice(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
-        assert (choice.draft, choice.why) == (None, "you chose no draft for demo")
+        assert (choice.draft, choice.reason) == (None, "you chose no draft model for demo")
 
     def test_one_that_is_not_here_is_not_fetched(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
-        assert choice.why == "1b-q4, which you chose, is not on this machine: --draft 1b-q4 fetches it"
+        assert (
+            choice.reason == "1b-q4, which you chose, is not on this machine; download it with --draft 1b-q4"
+        )
 
 
 def test_the_demo_has_its_own() -> None:
     choice = chosen("demo")
     assert choice.draft is not None
-    assert (choice.draft.name, choice.usual) == ("demo-draft", True)
+    assert (choice.draft.name, choice.is_expected) == ("demo-draft", True)
 
 
 class TestExpectation:
     def test_larger_drafts_are_assumed_to_guess_better(self) -> None:
-        assert [estimate_acceptance(share) for share in (0.01, 0.1, 1.0)] == pytest.approx([0.70, 0.78, 0.86])
+        assert [estimate_acceptance_rate(share) for share in (0.01, 0.1, 1.0)] == pytest.approx(
+            [0.70, 0.78, 0.86]
+        )
 
     @given(st.floats(1e-4, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 1.0))
     def test_more_cost_or_fewer_tokens_never_bring_more(
@@ -252,4 +259,4 @@ class TestExpectation:
         assert best >= estimate_speedup(size, cost, shared)
         assert best >= estimate_speedup(size, cost * 1.5)
         assert best <= estimate_speedup(min(1.0, size * 2), cost)
-        assert 0.0 <= estimate_acceptance(size, shared) <= shared + 1e-12
+        assert 0.0 <= estimate_acceptance_rate(size, shared) <= shared + 1e-12

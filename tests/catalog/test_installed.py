@@ -41,7 +41,7 @@ def references() -> list[str]:
 
 
 def why_skipped() -> dict[str, str]:
-    return {skipped.name: skipped.why for skipped in find_installed().skipped}
+    return {skipped.name: skipped.reason for skipped in find_installed().unusable}
 
 
 class TestOllama:
@@ -87,17 +87,17 @@ class TestOllama:
         odd = ollama.folder / "manifests/registry.ollama.ai/library/odd/latest"
         for content in ("", "[]", '{"layers": 3}', '{"layers": [{"mediaType": 1}]}', "\0", "[" * 100_000):
             odd.write_text(content)
-            assert "in a form that edgespec does not know" in why_skipped()["odd:latest"]
+            assert "cannot parse its manifest" in why_skipped()["odd:latest"]
         odd.write_text(
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it holds no model in GGUF's form"
-        assert why["bad:magic"] == "its file is not in GGUF's form"
-        assert why["tuned:latest"] == "it is a model with an adapter on it"
+        assert why["odd:latest"] == "it has no GGUF model"
+        assert why["bad:magic"] == "its file is not a GGUF file"
+        assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
-        assert why["eyes:latest"] == "it is a projector for pictures, not a model"
+        assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []
         with pytest.raises(
             ModelFileError, match="Ollama's tuned:latest cannot be used: it is a model with an"
@@ -107,7 +107,7 @@ class TestOllama:
     def test_a_name_it_lacks_is_answered_with_the_nearest(self, ollama: OllamaStore) -> None:
         ollama.add("someone/tiny", "q8", DRAFT.read_bytes())
         with pytest.raises(
-            ModelNotFoundError, match="Ollama has no model someone/tiney.*it has someone/tiny:q8"
+            ModelNotFoundError, match="Ollama has no model someone/tiney.*its models include someone/tiny:q8"
         ):
             resolve("ollama:someone/tiney:q8")
         ollama.add("homemade", "latest", DRAFT.read_bytes())
@@ -225,7 +225,7 @@ class TestLmStudio:
         much = tmp_path_factory.mktemp("much")
         for i in range(9):
             add_to_lmstudio(much, f"m{i}/tiny.gguf", DRAFT)
-        monkeypatch.setattr(stored_models, "_MOST_LINKED_ENTRIES", 5)
+        monkeypatch.setattr(stored_models, "_MAX_LINKED_ENTRIES", 5)
         (lmstudio / "a").mkdir()
         (lmstudio / "a" / "much").symlink_to(much)
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
@@ -259,7 +259,7 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it embeds text and writes none"}
+        assert why_skipped() == {"someone/embedder": "it is an embedding model, which writes no text"}
 
 
 def test_one_name_for_two_models_is_refused_naming_both(
@@ -338,7 +338,7 @@ def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, 
 def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(30):
         add_to_lmstudio(lmstudio, f"maker/m{i:02}/tiny.gguf", DRAFT)
-    monkeypatch.setattr(stored_models, "_MOST_ENTRIES", 45)
+    monkeypatch.setattr(stored_models, "_MAX_ENTRIES", 45)
     assert 0 < len(find_installed().models) < 30
     assert resolve("maker/m29", allow_download=False).path.exists()
 
@@ -365,4 +365,4 @@ def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
     (own_home / ".lmstudio").write_text("a file")
     (own_home / ".ollama").write_text("a file")
     shelf = find_installed()
-    assert (shelf.models, shelf.skipped) == ((), ())
+    assert (shelf.models, shelf.unusable) == ((), ())

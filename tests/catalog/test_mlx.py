@@ -81,7 +81,7 @@ class TestFolders:
     @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
     def test_what_is_missing_is_named(self, tmp_path: Path, missing: str) -> None:
         names = {"config.json", "tokenizer.json", "model.safetensors"} - {missing}
-        with pytest.raises(ModelFileError, match=rf"lacks {missing}; add what is missing") as caught:
+        with pytest.raises(ModelFileError, match=rf"lacks {missing}; add the missing files") as caught:
             resolve(str(folder_of(tmp_path, *names)))
         assert "\n" not in str(caught.value)
 
@@ -114,11 +114,11 @@ class TestFolders:
 
     def test_one_gguf_in_it_is_named(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "a.gguf")
-        with pytest.raises(ModelFileError, match=r"name the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(folder))
 
     def test_a_file_of_a_model_is_not_the_model(self) -> None:
-        with pytest.raises(ModelFileError, match="is one file of a model; give its folder: .*demo-mlx"):
+        with pytest.raises(ModelFileError, match="is only one file of a model; give its folder: .*demo-mlx"):
             resolve(str(models_folder() / "demo-mlx" / "model.safetensors"))
 
     def test_a_gguf_stays_one_whatever_lies_beside_it(self, tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ class TestEmbedded:
         assert resolve(str(target.path)).entry == target.entry
 
     def test_another_quantisation(self) -> None:
-        with pytest.raises(ModelNotFoundError, match="demo-mlx comes as 8-bit only, not Q4_0"):
+        with pytest.raises(ModelNotFoundError, match="demo-mlx is available as 8-bit only, not as Q4_0"):
             resolve("demo-mlx:Q4_0")
         with pytest.raises(
             ModelNotFoundError,
-            match="8b-mlx comes as 4-bit only, not Q8_0; ask for .*GGUF form: llama-3.1-8b:Q8_0",
+            match="8b-mlx is available as 4-bit only, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
         ):
             resolve("llama-3.1-8b-mlx:Q8_0")
 
@@ -218,14 +218,16 @@ class TestDownload:
 
     def test_a_part_that_only_the_index_knows(self, mlx_hub: StandInHub) -> None:
         mlx_hub.files[INDEX] = b'{"weight_map": {"a": "model-more.safetensors"}}'
-        with pytest.raises(DownloadError, match=r"lacks 1 of its own files, such as model-more\.safetensors"):
+        with pytest.raises(DownloadError, match=r"is incomplete: it lacks model-more\.safetensors"):
             fetch(REPOSITORY, None)
         with pytest.raises(ModelNotFoundError, match="is not on this machine"):
             fetch(REPOSITORY, None, allow_download=False)
 
     def test_a_file_that_is_gone(self, mlx_hub: StandInHub) -> None:
         mlx_hub.gone = {SECOND}
-        with pytest.raises(DownloadError, match=r"a file of someone/tiny-GGUF is gone .status 404"):
+        with pytest.raises(
+            DownloadError, match=r"a file of someone/tiny-GGUF does not exist any more .status 404"
+        ):
             fetch(REPOSITORY, None)
 
     @pytest.mark.parametrize("name", [FIRST, "config.json"])
@@ -236,13 +238,13 @@ class TestDownload:
         blob = (ready / name).resolve()
         blob.unlink()
         mlx_hub.damaged = True
-        with pytest.raises(DownloadError, match=f"{name} came damaged: its checksum"):
+        with pytest.raises(DownloadError, match=f"{name} is damaged: its checksum"):
             fetch(REPOSITORY, None)
         assert not blob.exists()
         assert not list(cache.rglob("*.edgespec"))
 
     def test_a_quantisation_cannot_be_chosen(self, mlx_hub: StandInHub) -> None:
-        with pytest.raises(ModelNotFoundError, match="is an MLX model of one quantisation.* no Q4_K_M"):
+        with pytest.raises(ModelNotFoundError, match="is an MLX model with one quantisation, so Q4_K_M"):
             resolve(f"{REPOSITORY}:Q4_K_M")
         assert not any("resolve" in request for request in mlx_hub.requests)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.catalog import catalogue, choose_draft, resolve
-from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse
+from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse_reference
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
 
@@ -41,7 +41,7 @@ from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
     ],
 )
 def test_references_are_told_apart(text: str, meaning: Reference) -> None:
-    assert parse(text) == meaning
+    assert parse_reference(text) == meaning
 
 
 def test_the_home_folder_is_expanded(own_home: Path) -> None:
@@ -56,28 +56,28 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
     [
         ("", "the model reference is empty; give a path"),
         ("  ", "the model reference is empty; give a path"),
-        ("hf:", "hf: names no hub repository; write it as hf:user/repo"),
-        ("hf:repo", "hf:repo names no hub repository; write it as"),
-        ("hf.co/user", "names no hub repository; write it as"),
-        ("hf:user/repo with spaces", "names no hub repository; write it as"),
-        ("hf:user/repo:", "ends in a colon, and no quantisation follows; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon, and no quantisation follows; write 8b-q4:Q4_K_M, or leave"),
-        ("8b-q4@main", "8b-q4@main asks for revision main, and only the newest can be had; write 8b-q4"),
-        ("user/repo@", "asks for a revision, and only the newest can be had; write user/repo"),
-        ("hf:user/repo@v1:Q8_0", "asks for revision v1, and only the newest .*; write hf:user/repo:Q8_0"),
-        ("https://example.com/a.gguf", "is not an address of the Hugging Face hub; download the file"),
-        ("https://huggingface.co/u/r/blob/dev/a.gguf", "names no hub repository; write it as"),
-        ("ollama:", "ollama: names no model; write it as ollama:NAME"),
-        ("LMStudio: ", "LMStudio: names no model; write it as lmstudio:NAME"),
-        ("a" * 5000, r"no model has a name of 5,000 characters: a{60}\.\.\.; give"),
-        ("a" * 600, r"no model has a name of 600 characters: a{60}\.\.\.; give"),
-        ("u/" + "a" * 600, r"no model has a name of 602 characters: u/a{58}\.\.\.; give"),
-        ("hf:u/" + "a" * 600 + ":Q4_0", r"no model has a name of 602 characters"),
+        ("hf:", "hf: is not a Hugging Face repository; write it as hf:user/repo"),
+        ("hf:repo", "hf:repo is not a Hugging Face repository; write it as"),
+        ("hf.co/user", "is not a Hugging Face repository; write it as"),
+        ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
+        ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
+        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or leave"),
+        ("8b-q4@main", "8b-q4@main names revision main, and edgespec supports the newest only; write 8b-q4"),
+        ("user/repo@", "names a revision, and edgespec supports the newest only; write user/repo"),
+        ("hf:user/repo@v1:Q8_0", "names revision v1, and .* the newest only; write hf:user/repo:Q8_0"),
+        ("https://example.com/a.gguf", "is not an address of Hugging Face; download the file"),
+        ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
+        ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
+        ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
+        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; give"),
+        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; give"),
+        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; give"),
+        ("hf:u/" + "a" * 600 + ":Q4_0", r"a reference of 602 characters is too long"),
     ],
 )
 def test_what_is_no_reference_says_how_to_write_one(text: str, line: str) -> None:
     with pytest.raises(ModelNotFoundError, match=line) as caught:
-        parse(text)
+        parse_reference(text)
     assert len(str(caught.value)) < 200
 
 
@@ -102,7 +102,7 @@ def test_the_demo_by_its_path_is_still_the_demo() -> None:
 
 
 def test_the_demo_in_a_quantisation_it_does_not_have() -> None:
-    with pytest.raises(ModelNotFoundError, match="comes as Q8_0 only, not Q4_0"):
+    with pytest.raises(ModelNotFoundError, match="is available as Q8_0 only, not as Q4_0"):
         resolve("demo:Q4_0")
     assert resolve("demo:q8_0").path == resolve("demo").path
 
@@ -110,11 +110,11 @@ def test_the_demo_in_a_quantisation_it_does_not_have() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("dmo", "no model is called dmo; did you mean demo"),
+        ("dmo", "there is no model named dmo; did you mean demo"),
         ("llama-3.3", "did you mean llama-3.3-70b"),
         ("8b", "did you mean 8b-q4"),
         ("qwen3:999b", "did you mean qwen3:"),
-        ("zzzzzz", "no model is called zzzzzz; `edgespec models list`"),
+        ("zzzzzz", "there is no model named zzzzzz; `edgespec models list`"),
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(text: str, line: str) -> None:
@@ -134,7 +134,7 @@ class TestFiles:
         with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; give the path"):
             resolve(str(tmp_path))
         (tmp_path / "a.gguf").touch()
-        with pytest.raises(ModelFileError, match=r"name the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(tmp_path))
 
     def test_a_folder_that_could_be_a_repository(
@@ -142,7 +142,7 @@ class TestFiles:
     ) -> None:
         (tmp_path / "user" / "repo").mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ModelFileError, match="written hf:user/repo"):
+        with pytest.raises(ModelFileError, match="write hf:user/repo"):
             resolve("user/repo")
 
     def test_a_file_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ class TestFiles:
             raise PermissionError
 
         monkeypatch.setattr(Path, "open", refuse)  # chmod does not keep root out
-        with pytest.raises(ModelFileError, match="may not be read by this user; change its permissions"):
+        with pytest.raises(ModelFileError, match="you have no permission to read .*; change its permissions"):
             resolve(str(model))
 
     @pytest.mark.parametrize("text", ["\0.gguf", "x" * 5000 + ".gguf", "/dev/null", "~no-such-user/x.gguf"])
@@ -189,7 +189,7 @@ class TestUserAliases:
 
     def test_a_circle_is_refused(self, write: Path) -> None:
         write.write_text('[aliases]\na = "b"\nb = "a"\n', encoding="utf-8")
-        with pytest.raises(ModelNotFoundError, match="leads back to itself .a -> b -> a."):
+        with pytest.raises(ModelNotFoundError, match="refers to itself .a -> b -> a."):
             resolve("a")
 
     @pytest.mark.parametrize("content", ["not toml", "[aliases]\na = 1\n", "aliases = 3\n", "\udcff"])
@@ -283,5 +283,5 @@ def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
 def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
     link = tmp_path / "model.gguf"
     link.symlink_to(tmp_path / "gone.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"is a link to .*gone\.gguf, which is not there"):
+    with pytest.raises(ModelNotFoundError, match=r"is a symbolic link to .*gone\.gguf, which does not exist"):
         resolve(str(link))

@@ -11,10 +11,11 @@ import click
 import pytest
 
 from edgespec import SamplingParams, __version__, load
+from edgespec.cli.commands import COMMANDS
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACHE_NAMES, SAMPLING_NAMES
-from edgespec.cli.program import COMMANDS, program
-from edgespec.methods import DRAFTER_NAMES
+from edgespec.cli.program import program
+from edgespec.method_names import DRAFTER_NAMES
 from tests.cli.conftest import Run, one_line_error
 
 

@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, joined
+from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
@@ -51,7 +51,7 @@ class TestSplit:
         for name, module in split.items():
             if isinstance(module, SplitLinear | SplitEmbedding):
                 assert isinstance(whole[name], QuantizedLinear | QuantizedEmbedding)
-                assert mx.array_equal(joined(module.high, module.low), whole[name].weight).item()
+                assert mx.array_equal(merge_halves(module.high, module.low), whole[name].weight).item()
                 assert mx.array_equal(module.scales, whole[name].scales).item()
                 assert mx.array_equal(module.biases, whole[name].biases).item()
                 found += 1
@@ -76,7 +76,9 @@ class TestSplit:
         assert view.facts.weight_bytes == extra
         assert view.facts.kv_bytes == 0
         logits(split)
-        assert sum(array.nbytes for array in split.parts.low_bits._zeros.values()) == sum(zeros.values())
+        assert sum(array.nbytes for array in split.partial_models.low_bits._zeros.values()) == sum(
+            zeros.values()
+        )
         assert split.facts.quantisation == whole.facts.quantisation
         assert split.facts.parameters == whole.facts.parameters
 
@@ -85,7 +87,7 @@ class TestSplit:
         linear = next(one for _, one in split._net.named_modules() if isinstance(one, SplitLinear))
         x = mx.random.normal((3, linear.scales.shape[1] * linear.group_size))
         codes = mx.dequantize(linear.high, linear.high_scales, linear.draft_biases, linear.group_size, 4)
-        with split.parts.low_bits.lowered():
+        with split.partial_models.low_bits.lowered():
             got = linear(x)
         np.testing.assert_allclose(np.array(got), np.array(x @ codes.T), rtol=1e-3, atol=1e-3)
         assert not np.allclose(np.array(got), np.array(linear(x)), atol=1e-3)
@@ -102,7 +104,7 @@ class TestCopies:
         path = write_checkpoint(folder / f"copied {bits} {quantisation}", "llama", quantisation=quantisation)
         plain, ready = load(path), load(path, low_bits=True)
         np.testing.assert_array_equal(logits(plain), logits(ready))
-        assert {one.few_bits for one in ready.parts.low_bits.weights} == {bits}
+        assert {one.copy_bits for one in ready.partial_models.low_bits.weights} == {bits}
         assert ready.facts.weight_bytes == plain.facts.weight_bytes
         held = mx.array([array.nbytes for array in arrays(ready)]).sum().item()
         extra = ready.self_draft(LowBit()).facts.weight_bytes
@@ -157,7 +159,7 @@ class TestFewerTokens:
         model = load(path, low_bits=True, kv_type=kv_type)
         view = model.self_draft(LowBit(sink_tokens=4, window_tokens=16))
         seen: list[int] = []
-        cache = model.memory.attention[1]
+        cache = model.caches.attention[1]
         append = cache.update_and_fetch
 
         def counted(keys: Any, values: Any) -> Any:
@@ -168,7 +170,7 @@ class TestFewerTokens:
         for length in (12, 40, 90):
             model.truncate(0)
             model.prefill([5 + i % 50 for i in range(length)])
-            cache = model.memory.attention[1]
+            cache = model.caches.attention[1]
             append, cache.update_and_fetch = cache.update_and_fetch, counted
             seen.clear()
             view.verify(TREE)

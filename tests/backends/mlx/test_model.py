@@ -69,7 +69,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("lie", "rollback", "reason"),
         [
-            ("wide", False, "passes of several tokens"),
+            ("wide", False, "a pass of several tokens"),
             ("positions", True, "a token tree"),
             ("raises", True, "the model could not be run"),
         ],
@@ -92,7 +92,7 @@ class TestProbe:
 
     def test_hidden_states_can_be_read(self, folder: Path, llama: LanguageModel) -> None:
         model: Any = mlx.load(str(folder / "llama"), "llama", LoadOptions(context_tokens=64))
-        taps = model.taps()
+        taps = model.hidden_state_hooks()
         with taps.on([1]):
             expected = row(model, TokenTree.chain(5, [6, 7]), 2)
         assert list(taps.outputs) == [1]
@@ -118,11 +118,11 @@ def lying(lie: str) -> Callable[..., Any]:
         class Liar(net):  # type: ignore[misc,valid-type]
             def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
                 wide = tokens.shape[1] > 1
-                in_tree = cache[0]._shape.positions is not None
+                in_tree = cache[0]._layout.positions is not None
                 if in_tree and lie == "raises":
                     raise ValueError("no trees here")
                 if in_tree and lie == "positions":
-                    cache[0]._shape.offsets = cache[0]._shape.offsets + 1
+                    cache[0]._layout.offsets = cache[0]._layout.offsets + 1
                 logits: mx.array = super().__call__(tokens, cache=cache)
                 return logits * 1.01 if wide and lie == "wide" else logits
 
@@ -195,8 +195,8 @@ class TestLoading:
             model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
             model.prefill([5] * 1024)
             inner: Any = getattr(model, "_inner", model)
-            states = sum(cache.nbytes for cache in inner.memory.recurrent)
-            held = inner.memory.nbytes + MAX_CHECKPOINTS * states
+            states = sum(cache.nbytes for cache in inner.caches.recurrent)
+            held = inner.caches.nbytes + MAX_CHECKPOINTS * states
             assert held <= model.facts.kv_bytes
             if kind != "gemma3":  # windows have not used all they may
                 assert held == model.facts.kv_bytes

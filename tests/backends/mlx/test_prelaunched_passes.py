@@ -165,7 +165,7 @@ class TestFollowing:
             draft.truncate(0)
             draft.prefill([5, 6, 7])
             Sampler(SamplingParams(temperature=0.0), 1, [0] * 4).token(draft.verify(TokenTree.chain(9)), 0)
-            assert target.memory.length == 5
+            assert target.caches.length == 5
             other()
             target.truncate(3)
             np.testing.assert_array_equal(row(target, TokenTree.chain(9, [10]), 1), expected)
@@ -175,7 +175,7 @@ class TestFollowing:
 def count_forwards(model: Any) -> list[int]:
     """A list that grows by one for each pass the model runs."""
     runs: list[int] = []
-    passes = model._passes
+    passes = model._runner
     forward = passes._forward
 
     def counted(tokens: mx.array) -> mx.array:

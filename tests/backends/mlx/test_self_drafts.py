@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
-from edgespec.backends.mlx.exits import exit_facts
+from edgespec.backends.mlx.model import measure_exits
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -169,11 +169,11 @@ class TestDemo:
     def test_what_the_lower_layers_computed_is_not_computed_again(self, demo: Any) -> None:
         rows: dict[int, int] = {0: 0, 11: 0}
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         demo.truncate(0)
         demo.prefill(PROMPT)
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         view = demo.self_draft(EarlyExit(6))
         for width in (1, 2, 3):
             view.verify(TokenTree.chain(9, [10, 11][: width - 1]), width - 1)
@@ -191,9 +191,9 @@ class TestDemo:
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
         ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         demo.truncate(len(PROMPT))
 
 
@@ -365,13 +365,13 @@ class TestInterrupted:
                 view = model.self_draft(way)
                 view.run_ahead(True)
                 view.verify(TokenTree.chain(9)).best(0, 1)
-                interrupt_at(model.memory.attention[layer])
+                interrupt_at(model.caches.attention[layer])
                 with contextlib.suppress(KeyboardInterrupt):
                     if mine:
                         view.verify(TokenTree.chain(9, [10]), 1)
                     else:
                         model.verify(tree)
-                vars(model.memory.attention[layer]).pop("update_and_fetch")
+                vars(model.caches.attention[layer]).pop("update_and_fetch")
                 np.testing.assert_array_equal(row(model, tree, 2), expected)
                 model.truncate(len(PROMPT))
         model.close()
@@ -419,7 +419,7 @@ class TestExits:
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
         model.prefill(PROMPT)
         before = model.snapshot().data
-        agreements, layer_bytes, head_bytes = exit_facts(model, tokens)
+        agreements, layer_bytes, head_bytes = measure_exits(model, tokens)
         assert model.snapshot().data == before
         assert list(agreements) == list(range(1, 12))
         assert len(layer_bytes) == 12
@@ -435,7 +435,7 @@ class TestExits:
 
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
+        table = exit_table(*measure_exits(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.is_faster
         assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()

@@ -254,7 +254,7 @@ def test_a_token_beyond_the_model_is_text_or_an_error(tmp_path: Path) -> None:
 
 def test_tokens_that_do_not_exist_are_refused(tiny: MlxVocabulary) -> None:
     for token in (-1, ROWS):
-        with pytest.raises(BackendError, match=f"there is no token {token} among {ROWS}"):
+        with pytest.raises(BackendError, match=f"there is no token {token} in a vocabulary of {ROWS}"):
             tiny.raw_piece(token)
         with pytest.raises(BackendError, match="there is no token"):
             tiny.piece(token)

@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx import weight_loading
+from edgespec.backends.mlx import model_skeleton, weight_loading
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
@@ -148,7 +148,7 @@ def test_too_large_for_the_budget_is_said_before_loading(
 ) -> None:
     weights: Any = mx.load(str(llama / "model.safetensors"))
     size = sum(array.nbytes for array in weights.values())
-    monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
+    monkeypatch.setattr(model_skeleton, "mlx_lm_utils", lambda: pytest.fail("looked at the weights"))
     with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB, which exceeds the limit"):
         _open(llama, memory_bytes=size - 1)
 
@@ -205,7 +205,7 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", llama)
     weights = adapter / "adapters.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="cut short"):
+    with pytest.raises(ModelFileError, match="truncated"):
         _open(llama, adapter=str(adapter))
     weights.unlink()
     with pytest.raises(ModelFileError, match="has no adapters.safetensors"):
@@ -276,7 +276,7 @@ def _without_a_tensor(folder: Path) -> None:
 _HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}}).encode()
 
 TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
-    "gguf": (_gguf, "is a GGUF file, .* wrongly without a word; GGUF models run on llama.cpp"),
+    "gguf": (_gguf, "is a GGUF file, and the MLX backend loads folders only; use llama.cpp"),
     "file": (_a_file, "is a file; give the folder that holds config.json"),
     "missing": (_no_folder, "nowhere does not exist; check the path"),
     "no config": (_remove("config.json"), "has no config.json; download"),
@@ -286,32 +286,35 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "config list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
     "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not JSON"),
     "no model_type": (_config(model_type=None), "names no model_type"),
-    "code": (_config(model_file="evil.py"), "wants to run its own program, 'evil.py'"),
+    "code": (_config(model_file="evil.py"), "needs to run its own Python file, 'evil.py'"),
     "unknown": (
         _config(model_type="gpt99"),
-        r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not know; update mlx-lm",
+        r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not support; update mlx-lm",
     ),
-    "no model": (_config(model_type="cache"), "'cache', which mlx-lm .* does not know"),
-    "library": (_config(model_type="olmo"), "'olmo', which mlx-lm .* does not know"),
-    "outside": (_config(model_type="..convert"), "'..convert', which mlx-lm .* does not know"),
+    "no model": (_config(model_type="cache"), "'cache', which mlx-lm .* does not support"),
+    "library": (_config(model_type="olmo"), "'olmo', which mlx-lm .* does not support"),
+    "outside": (_config(model_type="..convert"), "'..convert', which mlx-lm .* does not support"),
     "no sizes": (_config(hidden_size=None), "could not be loaded: "),
     "other sizes": (_config(hidden_size=32), "could not be loaded: "),
     "fewer tensors": (_without_a_tensor, "could not be loaded: Missing 1 parameters: .*model.norm.weight"),
     "no weights": (
         _remove("model.safetensors"),
-        "1 of 1 weight files of .* are missing, first model.safetensors",
+        "1 of 1 weight files of .* are missing, such as model.safetensors",
     ),
-    "no index": (_renamed("weights.safetensors"), "none named model.*safetensors; rename"),
+    "no index": (_renamed("weights.safetensors"), "none is named model.*safetensors; rename"),
     "torch": (
         _renamed("pytorch_model.bin"),
-        "weights in pytorch_model.bin, and MLX reads safetensors; convert",
+        "weights of .* are in pytorch_model.bin, and MLX reads safetensors only; convert",
     ),
     "nothing": (_renamed("weights"), "has no weights"),
     "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not JSON"),
-    "cut": (_weights(lambda data: data[:-1]), r"is cut short: [\d,]+ of [\d,]+ bytes; download it again"),
-    "cut header": (_weights(lambda data: data[:100]), "is cut short or no safetensors"),
-    "empty": (_weights(lambda data: b""), r"is cut short or no safetensors \(0 bytes\)"),
-    "noise": (_weights(lambda data: b"\x01" * 5000), "is cut short or no safetensors"),
+    "cut": (
+        _weights(lambda data: data[:-1]),
+        r"truncated: it has [\d,]+ of [\d,]+ bytes; download it again",
+    ),
+    "cut header": (_weights(lambda data: data[:100]), "is truncated or not a safetensors file"),
+    "empty": (_weights(lambda data: b""), r"is truncated or not a safetensors file \(0 bytes\)"),
+    "noise": (_weights(lambda data: b"\x01" * 5000), "is truncated or not a safetensors file"),
     "header": (_weights(lambda data: data[:8] + b"x" + data[9:]), "the header of .* is damaged"),
     "offsets": (
         _weights(lambda data: len(_HEADER).to_bytes(8, "little") + _HEADER),
@@ -337,7 +340,7 @@ def test_what_is_wrong_is_said_in_one_line(trouble: str, folder: Path) -> None:
 def test_missing_shards_are_counted(folder: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-00002.safetensors", "c": "model-00003.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* first model-00002.safetensors"):
+    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* such as model-00002.safetensors"):
         _open(folder)
 
 
