@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from edgespec.assembly.loading import load
     from edgespec.assembly.preview import Preview, plan
     from edgespec.backends.base import Capabilities, ModelFacts
-    from edgespec.chat.conversation import Chat
     from edgespec.chat.message import Message
+    from edgespec.conversation import Chat
     from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
     from edgespec.reply import MethodReport, Reply, TextChunk
+    from edgespec.request_queue import QueuedReply, RequestQueue
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.saved_data import delete_data
     from edgespec.stream import ReplyStream
@@ -38,8 +39,10 @@ __all__ = [
     "ModelFacts",
     "PrefixCacheUsage",
     "Preview",
+    "QueuedReply",
     "Reply",
     "ReplyStream",
+    "RequestQueue",
     "Runtime",
     "SamplingParams",
     "Stats",
@@ -54,7 +57,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Capabilities": "edgespec.backends.base",
-    "Chat": "edgespec.chat.conversation",
+    "Chat": "edgespec.conversation",
     "EdgespecError": "edgespec.errors",
     "PrefixCacheUsage": "edgespec.memory.prefix_cache.usage",
     "MemoryPlan": "edgespec.memory.plan",
@@ -64,8 +67,10 @@ _HOMES = {
     "ModelFacts": "edgespec.backends.base",
     "TextChunk": "edgespec.reply",
     "Preview": "edgespec.assembly.preview",
+    "QueuedReply": "edgespec.request_queue",
     "Reply": "edgespec.reply",
     "ReplyStream": "edgespec.stream",
+    "RequestQueue": "edgespec.request_queue",
     "Runtime": "edgespec.runtime",
     "SamplingParams": "edgespec.engine.sampling_params",
     "Stats": "edgespec.engine.stats",

@@ -1,4 +1,4 @@
-"""What a reply is asked for: options from outside, checked once and frozen."""
+"""One validated request for a reply: its prompt tokens, sampling parameters and drafting method."""
 
 from __future__ import annotations
 
@@ -14,22 +14,37 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.methods import parse_method
 
-__all__ = ["ACCEPTANCES", "MAX_DRAFT_LENGTH", "USUAL_REPLY_TOKENS", "Defaults", "Request", "make_request"]
+__all__ = [
+    "ACCEPTANCES",
+    "DEFAULT_MAX_TOKENS",
+    "MAX_DRAFT_LENGTH",
+    "MethodOptions",
+    "Request",
+    "build_request",
+]
 
 MAX_DRAFT_LENGTH = 64
 ACCEPTANCES = ("invariant", "rejection")
-_DRAFT_LENGTH = 4
-_ADAPTIVE_LENGTH = 16
-_NO_LIMIT = (1 << 63) - 1
-# A reply that nobody bounded ends here at the latest: one that repeats itself would fill any context.
-USUAL_REPLY_TOKENS = 8192
+# Default limit of a reply. Chosen: without one, a reply that repeats itself would fill any context.
+DEFAULT_MAX_TOKENS = 8192
+# Default draft lengths, in tokens: of a fixed draft, and of one that adapts to the text. Both chosen.
+_FIXED_DRAFT_LENGTH = 4
+_MAX_ADAPTIVE_DRAFT_LENGTH = 16
+_MAX_INTEGER = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
-    """How replies are produced when a request does not say. Raises OptionError.
+class MethodOptions:
+    """How drafts are made and accepted.
 
-    draft_length: None is 4, and up to 16 for drafters that choose themselves.
+    Attributes:
+        method: `auto`, `none`, or names of drafters joined by `+`.
+        draft_length: The depth of a draft in tokens. None means 4, or up to 16 for drafters that adapt the
+            length to the text.
+        acceptance: `invariant` or `rejection`, see the acceptance rules in the design document.
+
+    Raises:
+        OptionError: A value is invalid.
     """
 
     method: str = "auto"
@@ -43,13 +58,13 @@ class Defaults:
         if self.acceptance not in ACCEPTANCES:
             raise OptionError(f"acceptance is {self.acceptance!r}", f"choose {' or '.join(ACCEPTANCES)}")
 
-    def levels(self, adapts: bool) -> int:
-        """How many levels a drafter is asked for; adapts: it drafts no more of them than pay."""
-        return self.draft_length or (_ADAPTIVE_LENGTH if adapts else _DRAFT_LENGTH)
+    def max_draft_length(self, adapts: bool) -> int:
+        """Return the longest draft to request from a drafter that adapts its draft length, or does not."""
+        return self.draft_length or (_MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH)
 
-    def but(self, method: str | None, draft_length: int | None, acceptance: str | None) -> Defaults:
-        """These defaults with what is not None put in their place."""
-        return Defaults(
+    def override(self, method: str | None, draft_length: int | None, acceptance: str | None) -> MethodOptions:
+        """Return these options with every argument that is not None in place of the default."""
+        return MethodOptions(
             self.method if method is None else method,
             self.draft_length if draft_length is None else draft_length,
             self.acceptance if acceptance is None else acceptance,
@@ -58,20 +73,29 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything that decides a reply, and how it is to be produced."""
+    """Everything that determines one reply.
+
+    Attributes:
+        tokens: The prompt.
+        params: Temperature, filters and penalties.
+        seed: Seed of all random draws.
+        max_tokens: Maximum length of the reply.
+        stop: Strings that end the reply.
+        method_options: How drafts are made and accepted.
+    """
 
     tokens: tuple[int, ...]
     params: SamplingParams
     seed: int
     max_tokens: int
     stop: tuple[str, ...]
-    how: Defaults
+    method_options: MethodOptions
 
 
-def make_request(
+def build_request(
     tokens: Sequence[int],
     facts: ModelFacts,
-    how: Defaults,
+    method_options: MethodOptions,
     *,
     context_tokens: int,
     max_tokens: int | None,
@@ -79,9 +103,21 @@ def make_request(
     stop: Sequence[str],
     sampling: dict[str, Any],
 ) -> Request:
-    """A request that the model can serve in so large a context. Raises OptionError and ContextFullError.
+    """Check the options of a reply and return them as a `Request`.
 
-    max_tokens: None is 8,192, or to the end of the context.
+    Args:
+        tokens: The prompt.
+        facts: The target, whose vocabulary the tokens must belong to.
+        method_options: How drafts are made and accepted.
+        context_tokens: The context size that the prompt must fit.
+        max_tokens: Maximum length of the reply. None means 8192 tokens, or the context if that is smaller.
+        seed: None draws a random seed.
+        stop: Strings that end the reply.
+        sampling: Fields of `SamplingParams`.
+
+    Raises:
+        ContextFullError: The prompt is longer than the context.
+        OptionError: An option is unknown or its value is invalid.
     """
     if not tokens:
         raise OptionError("the prompt is empty", "give at least one word")
@@ -91,24 +127,24 @@ def make_request(
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
     if max_tokens is not None:
-        check_integer("max_tokens", max_tokens, 1, _NO_LIMIT)
+        check_integer("max_tokens", max_tokens, 1, _MAX_INTEGER)
     if seed is not None:
-        check_integer("seed", seed, 0, _NO_LIMIT)
+        check_integer("seed", seed, 0, _MAX_INTEGER)
     params = _sampling_params(sampling)
-    for what, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
-        foreign = next((token for token in ids if not 0 <= token < facts.vocab_size), None)
-        if foreign is not None:
+    for option, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
+        unknown = next((token for token in ids if not 0 <= token < facts.vocab_size), None)
+        if unknown is not None:
             raise OptionError(
-                f"the {what} names token {foreign} and {facts.name} has {facts.vocab_size} tokens",
-                "use token ids of this model's own vocabulary",
+                f"token {unknown} of the {option} is outside the vocabulary of {facts.name}",
+                f"use token ids from 0 to {facts.vocab_size - 1}",
             )
     return Request(
         tokens=tuple(tokens),
         params=params,
         seed=secrets.randbits(32) if seed is None else seed,
-        max_tokens=max_tokens or min(context_tokens, USUAL_REPLY_TOKENS),
+        max_tokens=max_tokens or min(context_tokens, DEFAULT_MAX_TOKENS),
         stop=_stop_strings(stop),
-        how=how,
+        method_options=method_options,
     )
 
 
@@ -118,7 +154,7 @@ def _sampling_params(sampling: dict[str, Any]) -> SamplingParams:
             near = difflib.get_close_matches(name, SamplingParams.names(), 1)
             raise OptionError(
                 f"option {name!r} is unknown",
-                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(SamplingParams.names())}",
+                f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(SamplingParams.names())}",
             )
     return SamplingParams(**sampling)
 
@@ -127,5 +163,5 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     if isinstance(stop, str):
         stop = (stop,)
     if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
-        raise OptionError(f"stop is {stop!r}", "give texts of at least one character")
+        raise OptionError(f"stop is {stop!r}", "give one or more strings of at least one character")
     return tuple(stop)

@@ -1,8 +1,8 @@
-"""One target, its drafters and their memory, wired together: the public API."""
+"""The public API: a loaded target with its drafters, and the replies it generates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -11,10 +11,10 @@ from typing import Any
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
-from edgespec.chat.conversation import Chat, ContextFull
-from edgespec.chat.message import Message
-from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.message import Message, as_messages
+from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.template import ChatTemplate
+from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.stats import Stats
@@ -23,7 +23,7 @@ from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport, Reply
-from edgespec.request import Defaults, make_request
+from edgespec.request import MethodOptions, build_request
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
@@ -32,12 +32,19 @@ __all__ = ["MemoryUse", "Runtime"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What a runtime takes, in bytes. kv_bytes: of the caches of target and draft, where they are now.
+    """The memory that a runtime uses.
 
-    resident_bytes: what the process holds, mapped weights included as far as they were read. plan: what was
-    planned before anything was loaded. context_tokens: of the target's context as it is now, and most_ as it
-    may become. available_bytes: what other programs may still take. reclaimed_bytes: what they were given
-    back, all together; last_reclaim: what that was at last, in words.
+    Attributes:
+        weight_bytes: Weights of target and draft model.
+        kv_bytes: KV caches of target and draft model at their current size.
+        resident_bytes: Resident memory of the process, including the mapped weights that were read so far.
+        prefix_cache: Size and hits of the prefix cache.
+        plan: The memory plan that was made before loading.
+        context_tokens: Current size of the target's context.
+        max_context_tokens: The size that the context may grow to.
+        available_bytes: Memory that other programs may still use.
+        reclaimed_bytes: Memory that was freed for other programs so far.
+        last_reclaim: Description of the last time that memory was freed.
     """
 
     weight_bytes: int
@@ -52,15 +59,19 @@ class MemoryUse:
     last_reclaim: str = ""
 
 
-_DEFAULTS = Defaults()
+_DEFAULTS = MethodOptions()
 
 
 class Runtime:
-    """A loaded target with its drafters. Made by `edgespec.load`.
+    """A loaded target with its drafters. `edgespec.load` creates it.
 
-    One reply at a time: another one raises BusyError. `cancel` may be called from any thread.
-    `method` reports what runs by default; every reply reports its own. `plan` is what was planned to be in
-    memory before anything was loaded.
+    A runtime generates one reply at a time. A second one raises BusyError: put a `RequestQueue` in front of
+    the runtime to serve several callers. `cancel` and `close` may be called from any thread.
+
+    Attributes:
+        vocabulary: The target's tokenizer.
+        method: The drafting method that is used by default.
+        plan: The memory plan that was made before loading.
     """
 
     def __init__(
@@ -69,7 +80,7 @@ class Runtime:
         draft: LanguageModel | None,
         drafters: DrafterSet,
         *,
-        defaults: Defaults = _DEFAULTS,
+        defaults: MethodOptions = _DEFAULTS,
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
@@ -87,7 +98,7 @@ class Runtime:
                     vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
-                # The model can still be used without it: say so when the template is needed.
+                # The model is usable without a template. The error is raised when one is needed.
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults.method)[1]
         self.plan: MemoryPlan | None = plan
@@ -96,62 +107,70 @@ class Runtime:
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
         self._session = Session(target, drafters, prefix_cache, draft)
+        self._prompts: PromptBuilder | None = None
 
     @property
     def target(self) -> ModelFacts:
-        """What is known about the target; its context and cache are as large as they are now."""
+        """Facts about the target, with the current size of its context and its KV cache."""
         facts = self._target.facts
         return replace(facts, notice=self._notice) if self._notice else facts
 
     @property
     def draft(self) -> ModelFacts | None:
-        """The same of the draft model, None where there is none."""
+        """Facts about the draft model, or None if there is none."""
         return self._draft.facts if self._draft else None
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's chat template, None when it has none. Raises TemplateError when it is broken."""
+        """The model's chat template, or None if it has none. Raises TemplateError if it is broken."""
         if isinstance(self._template, TemplateError):
             raise self._template
         return self._template
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the drafters a method may ask for."""
+        """Names of the drafters that a method may combine."""
         return self._session.drafters.names
 
-    def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """What verify passes of the target cost, measured thoroughly and kept for the next load.
+    @property
+    def context_tokens(self) -> int:
+        """Maximum length of prompt and reply together.
 
-        It takes ten seconds at most, or 12 plain steps where those are longer. progress: called when it
-        begins; False cancels. Raises BusyError, CancelledError, ClosedError.
+        The context starts smaller, see `target.context_tokens`, and grows when a conversation needs it.
+        """
+        return self._session.context.limit_tokens
+
+    def method_for(self, method: str) -> MethodReport:
+        """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
+        return self._session.drafters.choose(method)[1]
+
+    def measure_costs(self, progress: Progress | None = None) -> CostCurve:
+        """Measure the cost of verify passes of the target and save the result for the next load.
+
+        It takes at most 10 seconds, or 12 target steps if those take longer.
+
+        Args:
+            progress: Called when the measurement starts. Returning False cancels it.
+
+        Raises:
+            BusyError: A reply is running.
+            CancelledError: `progress` returned False.
+            ClosedError: The runtime was closed.
         """
         with self.borrowed_target():
             return self._costs.renew(progress, repeats=15, budget_seconds=10.0)
 
     @property
     def costs_notice(self) -> str:
-        """What went wrong with keeping what passes cost; empty where it is kept."""
+        """The reason why measured costs could not be saved, or an empty string."""
         return self._costs.notice
 
-    def method_for(self, method: str) -> MethodReport:
-        """What a method comes to with this target. Raises OptionError for one that cannot be used."""
-        return self._session.drafters.choose(method)[1]
-
-    @property
-    def context_tokens(self) -> int:
-        """How many tokens prompt and reply may have together.
-
-        The context may be smaller still, as `target.context_tokens` tells: it grows when a text needs it.
-        """
-        return self._session.context.limit_tokens
-
     def memory_bytes(self) -> int:
-        """The memory this process holds now."""
+        """Return the resident memory of this process."""
         return resident_bytes()
 
     def memory(self) -> MemoryUse:
-        """What takes memory now, and what is kept of other texts than the last. May be asked at any time."""
+        """Return the memory that this runtime uses now. May be called at any time, from any thread."""
         drafts = self.draft
         cache = self._session.prefix_cache
         return MemoryUse(
@@ -168,46 +187,126 @@ class Runtime:
         )
 
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
-        """The texts that are kept, as tokens: the very ones that were read and drawn."""
-        cache = self._session.prefix_cache
-        return [tokens.tolist() for tokens in cache.texts()] if cache else []
+        """Return the token sequences in the prefix cache."""
+        prefix_cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in prefix_cache.texts()] if prefix_cache else []
 
     def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
-        """The whole reply to a prompt.
+        """Generate the reply to one prompt.
 
-        prompt: rendered as a user message by the model's chat template unless `raw`, or unless the
-        model has none. Options: max_tokens, seed, stop, method, draft_length, acceptance, and every field
-        of SamplingParams. Raises OptionError for an unknown option, ContextFullError, BusyError.
+        Args:
+            prompt: The user's message. It goes through the chat template unless `raw` is set or the model has
+                no template.
+            system: Instructions for the model.
+            raw: Continue the prompt as it is, without the chat template.
+            **options: Options of `stream_tokens`.
+
+        Raises:
+            BusyError: Another reply is running.
+            ContextFullError: The prompt is longer than the context.
+            OptionError: An option is unknown or its value is invalid.
+            TemplateError: There is a system prompt but no chat template.
         """
-        stream = self.stream(prompt, system=system, raw=raw, **options)
-        for _ in stream:
-            pass
-        return stream.reply
+        return self.stream(prompt, system=system, raw=raw, **options).wait()
 
     def stream(
         self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any
     ) -> ReplyStream:
-        """The reply to a prompt while it is written; options as for `generate`."""
-        return self.stream_tokens(self._prompt_tokens(prompt, system, raw), **options)
-
-    def _prompt_tokens(self, prompt: str, system: str | None, raw: bool) -> list[int]:
+        """Stream the reply to one prompt. Takes the arguments of `generate`."""
         if not isinstance(prompt, str):
-            raise OptionError(f"the prompt is a {type(prompt).__name__}", "give a text")
-        if system and (raw or self.template is None):
-            raise TemplateError(
-                "a system prompt needs the model's chat template",
-                "leave --system out, or --raw, or use an instruct model",
-            )
+            raise OptionError(f"the prompt is a {type(prompt).__name__}", "give a string")
         if raw or self.template is None:
-            return self.vocabulary.tokenize(prompt, special=True, start=True)
+            if system:
+                raise TemplateError(
+                    "a system prompt needs the model's chat template",
+                    "leave --system out, or --raw, or use an instruct model",
+                )
+            return self.stream_tokens(self.vocabulary.tokenize(prompt, special=True, start=True), **options)
         messages = [Message("system", system)] if system else []
-        return PromptBuilder(self.template, self.vocabulary).build([*messages, Message("user", prompt)])[1]
+        built = PromptBuilder(self.template, self.vocabulary).build([*messages, Message("user", prompt)])
+        return self.stream_tokens(built.tokens, **options)
+
+    def reply(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        context_full: ContextFull = "slide",
+        **options: Any,
+    ) -> Reply:
+        """Generate the reply to a list of messages. Takes the arguments of `stream_messages`."""
+        return self.stream_messages(messages, context_full=context_full, **options).wait()
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        context_full: ContextFull = "slide",
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Any,
+    ) -> ReplyStream:
+        """Stream the reply to a list of messages, which holds the whole conversation.
+
+        A conversation that continues an earlier one reuses its KV cache, so nothing has to be kept between
+        two calls.
+
+        Args:
+            messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
+                `content`. The last message is from the user.
+            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
+                turns, `refuse` raises ContextFullError.
+            on_end: Called once with the reply, or with None if it failed.
+            **options: Options of `stream_tokens`.
+
+        Raises:
+            ContextFullError: The conversation does not fit the context.
+            OptionError: A message or an option is invalid.
+            TemplateError: The model has no chat template, or the template rejects the messages.
+        """
+        builder = self._prompt_builder()
+        prompt = builder.build_fitting(as_messages(messages), self.context_tokens, context_full)
+
+        def remember(reply: Reply | None) -> None:
+            if reply:
+                builder.remember(prompt, reply.tokens)
+            if on_end:
+                on_end(reply)
+
+        return self.stream_tokens(
+            prompt.tokens, on_end=remember, dropped_messages=prompt.dropped_messages, **options
+        )
+
+    def count_tokens(self, messages: Sequence[Message]) -> int:
+        """Return the length of the prompt for these messages. Raises TemplateError."""
+        return len(self._prompt_builder().build(messages).tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
     ) -> Chat:
-        """A conversation. Raises TemplateError when the model has no chat template."""
+        """Start or continue a conversation.
+
+        Args:
+            system: Instructions for the model.
+            messages: Messages that the conversation begins with.
+            context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
+                turns, `refuse` raises ContextFullError.
+
+        Raises:
+            OptionError: `context_full` is something else.
+            TemplateError: The model has no chat template.
+        """
+        check_context_full(context_full)
+        self._prompt_builder()  # Raises TemplateError if the model cannot chat.
         return Chat(self, system, messages, context_full)
+
+    def _prompt_builder(self) -> PromptBuilder:
+        if self._prompts is None:
+            if self.template is None:
+                raise TemplateError(
+                    "this model has no chat template",
+                    "choose an instruct model, or use `edgespec generate --raw`",
+                )
+            self._prompts = PromptBuilder(self.template, self.vocabulary, self.cached_prefixes)
+        return self._prompts
 
     def stream_tokens(
         self,
@@ -221,23 +320,39 @@ class Runtime:
         acceptance: str | None = None,
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
+        dropped_messages: int = 0,
         **sampling: Any,
     ) -> ReplyStream:
-        """The reply to a prompt of tokens.
+        """Stream the reply to a prompt that is given as tokens.
 
-        max_tokens: None ends it after 8,192, or with the context. seed: None draws one; the reply tells it.
-        on_end: called once with the reply, or None when it failed. progress: of the prefill.
+        Args:
+            tokens: The prompt.
+            max_tokens: Maximum length of the reply. None means 8192 tokens, or the rest of the context.
+            seed: Seed of all random draws. None draws one, which the reply reports.
+            stop: Strings that end the reply.
+            method: `auto`, `none`, or names of drafters joined by `+`.
+            draft_length: Depth of a draft in tokens.
+            acceptance: `invariant` or `rejection`.
+            on_end: Called once with the reply, or with None if it failed.
+            progress: Called during the prefill. Returning False cancels the reply.
+            dropped_messages: Number that `ReplyStream.dropped_messages` reports.
+            **sampling: Fields of `SamplingParams`, such as `temperature`.
+
+        Raises:
+            ClosedError: The runtime was closed.
+            ContextFullError: The prompt is longer than the context.
+            OptionError: An option is unknown or its value is invalid.
         """
         if self._session.closed:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
-        how = self._defaults.but(method, draft_length, acceptance)
-        report = self.method_for(how.method)
-        request = make_request(
+        method_options = self._defaults.override(method, draft_length, acceptance)
+        report = self.method_for(method_options.method)
+        request = build_request(
             tokens,
             self.target,
-            how,
+            method_options,
             context_tokens=self.context_tokens,
             max_tokens=max_tokens,
             seed=seed,
@@ -254,10 +369,11 @@ class Runtime:
             stats,
             on_end=lambda reply: self._ended(reply, on_end),
             progress=progress,
+            dropped_messages=dropped_messages,
         )
 
     def _ended(self, reply: Reply | None, on_end: Callable[[Reply | None], None] | None) -> None:
-        """A reply is over; what the draft model alone has guessed tells how good it is for this target."""
+        """Count the first draft tokens of a reply into the acceptance record of this model pair."""
         if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
             stats = reply.stats
             self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
@@ -265,24 +381,26 @@ class Runtime:
             on_end(reply)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
-        """The target itself, for measurements: no reply can start meanwhile, and its cache starts empty.
+        """Lend the target, with an empty cache, for measurements. No reply can start meanwhile.
 
-        Leave it before anything else is asked of the runtime. Raises BusyError, ClosedError.
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The runtime was closed.
         """
         return self._session.borrowed_target()
 
     def clear_cache(self) -> None:
-        """Empty the caches: the next reply reads all of its prompt, as a first one does.
+        """Clear the KV caches and the prefix cache, so that the next reply reads its whole prompt.
 
-        What drafters have learnt and what was measured stays. Raises BusyError, ClosedError.
+        Trained drafters and measured costs stay. Raises BusyError, ClosedError.
         """
         self._session.clear_cache()
 
     def save_prefix_cache(self) -> None:
-        """Where texts are kept on disk, put there now what was read since.
+        """Write the prefix cache to disk, if it was loaded with a cache on disk.
 
-        That happens by itself where nobody asks for a while, and at the end. Nothing is raised: what cannot
-        be kept is read again.
+        This also happens when the runtime is idle and when it closes. Failures are not raised: a prompt that
+        could not be saved is read again.
         """
         self._session.save_prefix_cache()
 
@@ -296,11 +414,11 @@ class Runtime:
         self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
-        """End the running reply within one round, from any thread."""
+        """End the running reply after the current target pass."""
         self._session.cancel()
 
     def close(self) -> None:
-        """Stop what runs and free the models. Closing again does nothing."""
+        """Stop the running reply and free the models. May be called again."""
         self._session.close()
         if self._record:
             self._record.keep()

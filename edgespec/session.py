@@ -1,4 +1,4 @@
-"""A target and its drafters: one reply after another over the same caches, and what is done between them."""
+"""Runs replies on a target and its drafters, one at a time, and uses the idle time between them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,25 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# How a reply stands is put into words now and then: on a small target every round would take longer for it.
-_ACCOUNT_ROUNDS = 8
+# The controller's report goes into the stats every so many target passes, and at the end. Chosen: a report in
+# every pass would slow down small targets.
+_PASSES_PER_REPORT = 8
+# Weight of the newest target step in the moving average of its cost. Chosen.
+_STEP_WEIGHT = 0.2
 
 
 class Session:
-    """Keeps target and drafters in step with the tokens they have seen.
+    """Owns a target, its drafters and their caches, and runs one reply at a time.
 
-    `target_step_seconds`: the last known cost of a plain step of the target. `prefix_cache`: what it has read
-    of other texts, to go back to. `context`: how much target and draft model take, and may come to take.
-    `memory_pressure`: what of that other programs are given back.
+    The models run in the thread that iterates over `run`. `cancel` and `close` may be called from any thread.
+
+    Attributes:
+        target: The target model.
+        drafters: The drafters that are available for it.
+        prefix_cache: KV segments of earlier prompts, or None.
+        context: Resizes the KV caches of target and draft model.
+        memory_pressure: Frees caches when other programs need memory.
+        target_step_seconds: Moving average of the time of one target step.
     """
 
     def __init__(
@@ -56,35 +65,24 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # `_working` is held while a model runs, never while a caller looks at what came out.
-        self._working = threading.Lock()
-        self._state = threading.Lock()
-        self._current: object | None = None
+        # Held while a model computes, but not while the caller of `run` handles a step.
+        self._compute_lock = threading.Lock()
+        self._state_lock = threading.Lock()
+        self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
-        # Between replies these improve; they belong to the last reply, whose tokens are cached.
         self._idle_worker = IdleWorker()
+        # Drafters of the last reply that work in idle time, on the tokens that are still in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
-        self._text = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
+        self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
         _open_sessions.add(self)
 
     @property
     def closed(self) -> bool:
-        """True once `close` was called."""
+        """True after `close` was called."""
         return self._closing
-
-    def _measure_target_step(self) -> float:
-        """The first step pays for cold memory, the second tells."""
-        anything = np.array([0])
-        self.target.verify(TokenTree.chain(0)).at(0, anything)
-        self.target.truncate(0)  # the context may hold one token
-        started = now()
-        self.target.verify(TokenTree.chain(0)).at(0, anything)
-        seconds = now() - started
-        self.target.truncate(0)
-        return seconds
 
     def run(
         self,
@@ -95,162 +93,71 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Generator[Step]:
-        """Decode one reply. The prompt must fit the context.
+        """Yield the steps of one reply. A cancelled reply ends with a step that is marked cancelled.
 
-        Raises BusyError, ClosedError and what the backend raises; a cancel ends with a last Step.
+        Args:
+            request: The request. Its prompt must fit the context.
+            is_stop: Called with every emitted token. Returns True if the reply ends with the token.
+            is_cancelled: Called between target passes.
+            stats: Counts and times, updated in place.
+            progress: Called during the prefill.
+
+        Raises:
+            BackendError: The model failed.
+            BusyError: Another reply is running.
+            ClosedError: The session was closed.
         """
         self._start(request)
-        tokens = list(request.tokens)
+        steps = self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
         try:
-            steps = self._steps(
-                request, tokens, is_stop, lambda: self._stopping or is_cancelled(), stats, progress
-            )
             with ACTIVE_REPLIES.one_more():
                 while (step := self._next(steps)) is not None:
                     yield step
         finally:
             self._end()
 
-    def _start(self, request: object) -> None:
-        with self._state:
-            if self._closing:
-                raise ClosedError("the runtime is closed", "load the model again")
-            if self._current is not None:
-                raise BusyError("another reply is still being produced", "finish or close that one first")
-            self._idle_worker.stop()
-            self._current, self._stopping = request, False
-
-    @contextmanager
-    def borrowed_target(self) -> Iterator[LanguageModel]:
-        """The target with an empty cache, for other work than a reply. Raises BusyError, ClosedError."""
-        self._start(object())
-        try:
-            with self._working:
-                self._idle_drafters = ()
-                self._text.distrust()
-                self.target.truncate(0)
-                yield self.target
-        finally:
-            self._end()
-
-    def clear_cache(self) -> None:
-        """Give up what target and drafters hold of any text. Raises BusyError, ClosedError."""
-        with self.borrowed_target():
-            self.drafters.reset()
-            if self.prefix_cache:
-                self.prefix_cache.store.forget()
-
     def _next(self, steps: Iterator[Step]) -> Step | None:
-        with self._working:
+        with self._compute_lock:
             if self._closing:
                 raise ClosedError("the runtime was closed during the reply", "load the model again")
             return next(steps, None)
 
-    def _end(self) -> None:
-        with self._state:
-            if not self._closed:
-                self._text.settle()
-                self._interrupt(False)
-            self._current = None
-            if not self._closing and (
-                self._idle_drafters or self._text.saved or self.memory_pressure.anything
-            ):
-                self._idle_worker.start(self._use_quiet, self._give_way)
-
-    def _use_quiet(self, wanted: Callable[[], bool]) -> None:
-        """What is done while nobody asks: the text is kept, and drafters improve."""
-        self.save_prefix_cache(wanted)
-        if self._idle_drafters:
-            self.run_idle_work(wanted)
-
-    def _give_way(self, wanted: Callable[[], bool]) -> bool:
-        """Give memory to other programs while nobody asks; False where nothing is left to give."""
-        if self.prefix_cache and self.memory_pressure.short:
-            self.prefix_cache.store.write(wanted)  # what is on disk is soon dropped
-        with self._working:
-            if wanted() and not self._closing and self._current is None:
-                self._text.give_way()
-        return self.memory_pressure.anything
-
-    def save_prefix_cache(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Keep the text in the cache, on disk too, while `wanted()`; a reply may begin meanwhile."""
-        if not self.prefix_cache or not self._text.saved:
-            return
-        with self._working:
-            if wanted() and not self._closed and self._current is None:
-                self._text.keep()
-        self.prefix_cache.store.write(wanted)
-
-    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Run the idle work of the last reply's drafters in this thread.
-
-        It ends when `should_continue()` returns False or a reply begins. A failure is no error of a reply:
-        see `note`.
-        """
-        with self._working:
-            fine = self._idle_worker.run_drafters(
-                self._idle_drafters, lambda: not self._closing and self._current is None and should_continue()
-            )
-            if self._closed:
-                return
-            if fine:
-                self._text.settle()  # what a rest lost is lost
-            else:
-                self._text.distrust()
-
-    def report(self, method: str) -> MethodReport:
-        """How the running or last reply by this method stands: what guesses, why, and what that gains.
-
-        With it what the drafters have learnt, which learn no more, a context that found no memory, and what
-        other programs were given of it.
-        """
-        drafter, report = self.drafters.choose(method)
-        memory = (self.context.notice, self.memory_pressure.notice)
-        if drafter is None:
-            return replace(report, note=" · ".join(filter(None, memory)))
-        trouble = (self._idle_worker.failures.get(part.name, "") for part in drafter.parts)
-        notes = (drafter.note(), *trouble, *memory)
-        report = replace(report, note=" · ".join(filter(None, notes)))
-        if controller := self.drafters.controller(method):
-            account = controller.report()
-            return replace(
-                report,
-                effective="+".join(account.drafters) or "none",
-                reason=account.reason,
-                gain=account.speed_up - 1.0,
-                gain_uncertainty=account.uncertainty,
-            )
-        return report
-
     def _steps(
         self,
         request: Request,
-        tokens: list[int],
         is_stop: Callable[[int], bool],
         is_cancelled: Callable[[], bool],
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prefill, then rounds. `tokens` grows with what is emitted."""
-        drafter, _ = self.drafters.choose(request.how.method)
-        controller = self.drafters.controller(request.how.method)
+        """Prepare the caches for the prompt, then decode and keep the stats and the memory up to date."""
+        method = request.method_options.method
+        drafter, controller = self.drafters.choose(method)[0], self.drafters.controller(method)
+        tokens = list(request.tokens)  # The target cache shares this list, which grows with the reply.
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
         try:
             if not is_cancelled():
-                self._begin(tokens, min(request.max_tokens, MIN_ROOM_TOKENS), drafter, stats, progress)
+                room = min(request.max_tokens, MIN_ROOM_TOKENS)
+                stats.cached_prompt_tokens = self._target_cache.become(tokens, room, stats, progress)
+                self.target.run_ahead(drafter is None)
+                if drafter:
+                    drafter.begin(tokens)
+                    _count_draft_memory(stats, drafter)
+                    self._idle_drafters = drafters_with_idle_work(drafter)
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
-        drafted, seconds = 0, 0.0
-        for step in self._rounds(request, tokens, drafter, is_stop, is_cancelled, stats):
+        drafted_tokens, decode_seconds = 0, 0.0
+        for step in self._decode(request, tokens, drafter, is_stop, is_cancelled, stats):
             tokens.extend(step.tokens)
-            if step.tokens and stats.drafted_tokens == drafted:
-                self.target_step_seconds += 0.2 * (stats.decode_seconds - seconds - self.target_step_seconds)
-            drafted, seconds = stats.drafted_tokens, stats.decode_seconds
+            if step.tokens and stats.drafted_tokens == drafted_tokens:
+                step_seconds = stats.decode_seconds - decode_seconds
+                self.target_step_seconds += _STEP_WEIGHT * (step_seconds - self.target_step_seconds)
+            drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
             if stats.worst_case_loss is None:
                 stats.target_step_seconds = self.target_step_seconds
             if stats.ttft_seconds is None and step.tokens:
@@ -262,18 +169,7 @@ class Session:
                 stats.growth_seconds += self.context.make_room()
             self.memory_pressure.within_reply()
 
-    def _begin(
-        self, tokens: list[int], beyond: int, drafter: Drafter | None, stats: Stats, progress: Progress | None
-    ) -> None:
-        """Bring target and drafter to the prompt, with room for `beyond` tokens more."""
-        stats.cached_prompt_tokens = self._text.become(tokens, beyond, stats, progress)
-        self.target.run_ahead(drafter is None)
-        if drafter:
-            drafter.begin(tokens)
-            _count_memory(stats, drafter)
-            self._idle_drafters = drafters_with_idle_work(drafter)
-
-    def _rounds(
+    def _decode(
         self,
         request: Request,
         tokens: list[int],
@@ -282,83 +178,213 @@ class Session:
         is_cancelled: Callable[[], bool],
         stats: Stats,
     ) -> Iterator[Step]:
-        """The loop, as the request wants it and as target and drafter can do it."""
-        capabilities = self.target.facts.capabilities
+        """Start the decoding loop with the options that the request, the target and the drafter allow."""
+        options, facts = request.method_options, self.target.facts
+        capabilities = facts.capabilities
         self.target.run_ahead(drafter is None)
-        self.target.pipeline_with(self.drafters.chain_model(request.how.method))
+        self.target.pipeline_with(self.drafters.chain_model(options.method))
         return decode(
             self.target,
             drafter,
             _acceptance_rule(request),
             Sampler(request.params, request.seed, tokens),
             tokens[-1],
-            vocab_size=self.target.facts.vocab_size,
+            vocab_size=facts.vocab_size,
             max_width=capabilities.max_width,
             max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=request.how.levels(drafter.chooses_length) if drafter else 0,
+            draft_length=options.max_draft_length(drafter.chooses_length) if drafter else 0,
             max_tokens=request.max_tokens,
             is_stop=is_stop,
             is_cancelled=is_cancelled,
             stats=stats,
         )
 
-    def _interrupt(self, wanted: bool) -> None:
-        self.target.interrupt(wanted)
-        self.drafters.interrupt(wanted)
+    def _start(self, request: object) -> None:
+        with self._state_lock:
+            if self._closing:
+                raise ClosedError("the runtime is closed", "load the model again")
+            if self._active_request is not None:
+                raise BusyError(
+                    "another reply is still being generated", "wait for it, cancel it, or use a RequestQueue"
+                )
+            self._idle_worker.stop()
+            self._active_request, self._stopping = request, False
+
+    def _end(self) -> None:
+        with self._state_lock:
+            if not self._closed:
+                self._target_cache.settle()
+                self._interrupt(False)
+            self._active_request = None
+            if not self._closing and (
+                self._idle_drafters or self._target_cache.saved or self.memory_pressure.anything
+            ):
+                self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
+
+    def report(self, method: str) -> MethodReport:
+        """Return the report of the running or last reply that used this method.
+
+        Its note lists what the drafters report, failures of idle work, and problems with memory.
+        """
+        drafter, report = self.drafters.choose(method)
+        notes = [self.context.notice, self.memory_pressure.notice]
+        if drafter is None:
+            return replace(report, note=" · ".join(filter(None, notes)))
+        failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
+        report = replace(report, note=" · ".join(filter(None, [drafter.note(), *failures, *notes])))
+        if controller := self.drafters.controller(method):
+            progress = controller.report()
+            return replace(
+                report,
+                effective="+".join(progress.drafters) or "none",
+                reason=progress.reason,
+                gain=progress.speed_up - 1.0,
+                gain_uncertainty=progress.uncertainty,
+            )
+        return report
+
+    @contextmanager
+    def borrowed_target(self) -> Iterator[LanguageModel]:
+        """Lend the target, with an empty cache, for other work than a reply.
+
+        Raises:
+            BusyError: A reply is running.
+            ClosedError: The session was closed.
+        """
+        self._start(object())
+        try:
+            with self._compute_lock:
+                self._idle_drafters = ()
+                self._target_cache.distrust()
+                self.target.truncate(0)
+                yield self.target
+        finally:
+            self._end()
+
+    def clear_cache(self) -> None:
+        """Clear the KV caches of target and drafters and the prefix cache. Raises BusyError, ClosedError."""
+        with self.borrowed_target():
+            self.drafters.reset()
+            if self.prefix_cache:
+                self.prefix_cache.store.forget()
+
+    def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
+        """Add the target's KV state to the prefix cache and write the cache to disk.
+
+        Does nothing if the prefix cache is in memory only.
+        """
+        if not self.prefix_cache or not self._target_cache.saved:
+            return
+        with self._compute_lock:
+            if should_continue() and not self._closed and self._active_request is None:
+                self._target_cache.keep()
+        self.prefix_cache.store.write(should_continue)
+
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Run the idle work of the last reply's drafters in this thread.
+
+        It ends when `should_continue()` returns False or a reply starts. A failure is not raised but
+        reported in the note of the next `report`.
+        """
+        with self._compute_lock:
+            succeeded = self._idle_worker.run_drafters(
+                self._idle_drafters,
+                lambda: not self._closing and self._active_request is None and should_continue(),
+            )
+            if self._closed:
+                return
+            if succeeded:
+                self._target_cache.settle()
+            else:
+                self._target_cache.distrust()
+
+    def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
+        self.save_prefix_cache(should_continue)
+        if self._idle_drafters:
+            self.run_idle_work(should_continue)
+
+    def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
+        """Free memory for other programs if they need it. Returns whether there is more to free."""
+        if self.prefix_cache and self.memory_pressure.short:
+            # Segments that are on disk can be dropped from memory without losing them.
+            self.prefix_cache.store.write(should_continue)
+        with self._compute_lock:
+            if should_continue() and not self._closing and self._active_request is None:
+                self._target_cache.give_way()
+        return self.memory_pressure.anything
 
     def cancel(self, request: Request | None = None) -> None:
-        """End the running reply within one round, from any thread; with a request, only if it is that one."""
-        with self._state:
+        """End the running reply after the current target pass.
+
+        Args:
+            request: Cancel only if this request is the one that runs. None cancels any.
+        """
+        with self._state_lock:
             self._idle_worker.stop()
             if (
-                self._current is not None
-                and (request is None or request is self._current)
+                self._active_request is not None
+                and (request is None or request is self._active_request)
                 and not self._closed
             ):
                 self._stopping = True
                 self._interrupt(True)
 
     def close(self) -> None:
-        """Stop what runs and free target and drafters. Closing again does nothing."""
-        with self._state:
+        """Stop the running reply, save the prefix cache and free the models. May be called again."""
+        with self._state_lock:
             self._closing = True
         self.cancel()
-        with self._working, self._state:
+        with self._compute_lock, self._state_lock:
             if not self._closed:
                 self._closed = True
-                if self._text.saved:
+                if self._target_cache.saved:
                     self._interrupt(False)
-                    self._text.keep()
+                    self._target_cache.keep()
                 self.drafters.close()
                 self.target.close()
         self._idle_worker.join()
         if self.prefix_cache:
             self.prefix_cache.store.write()
 
+    def _interrupt(self, interrupted: bool) -> None:
+        self.target.interrupt(interrupted)
+        self.drafters.interrupt(interrupted)
 
-def _count_memory(stats: Stats, drafter: Drafter) -> None:
-    """What looks guesses up has grown by the end of a reply, or began in it."""
+    def _measure_target_step(self) -> float:
+        """Return the seconds of a second target step. The first one includes one-time costs."""
+        rows = np.array([0])
+        self.target.verify(TokenTree.chain(0)).at(0, rows)
+        self.target.truncate(0)  # The context may be as small as one token.
+        started = now()
+        self.target.verify(TokenTree.chain(0)).at(0, rows)
+        seconds = now() - started
+        self.target.truncate(0)
+        return seconds
+
+
+def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
     memory = drafter.memory_use
     stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
     stats.draft_other_bytes = memory.other_bytes
 
 
 def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
-    """How the reply stands by its ledger, where somebody keeps one: now and then, and at the end."""
-    if not ended and stats.target_passes % _ACCOUNT_ROUNDS != 1:
+    """Update the controller's part of the stats, at intervals and at the end of a reply."""
+    if not ended and stats.target_passes % _PASSES_PER_REPORT != 1:
         return
     if controller:
-        account = controller.report()
-        stats.target_step_seconds = account.target_step_seconds
-        stats.ledger_credit_seconds = account.credit_seconds
-        stats.worst_case_loss = account.worst_loss
+        report = controller.report()
+        stats.target_step_seconds = report.target_step_seconds
+        stats.ledger_credit_seconds = report.credit_seconds
+        stats.worst_case_loss = report.worst_loss
     if ended:
-        _count_memory(stats, drafter)
+        _count_draft_memory(stats, drafter)
 
 
 def _acceptance_rule(request: Request) -> Acceptance:
-    """The rule a request asks for."""
-    return Rejection(RandomDraws(request.seed)) if request.how.acceptance == "rejection" else Invariant()
+    if request.method_options.acceptance == "rejection":
+        return Rejection(RandomDraws(request.seed))
+    return Invariant()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -366,6 +392,6 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A native library must not be torn down under a thread that still computes in it."""
+    """Close all sessions at exit, because a library must not be unloaded while a thread computes in it."""
     for session in list(_open_sessions):
         session.close()

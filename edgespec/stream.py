@@ -1,4 +1,4 @@
-"""A reply while it is written."""
+"""The stream of a reply while it is generated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from edgespec.session import Session
 
 __all__ = ["ReplyStream"]
 
-OnEnd = Callable[[Reply | None], None]
-
 
 class ReplyStream:
-    """An iterator of TextChunk. Iterate it in one thread; `cancel` may be called from any.
+    """Iterator over the text chunks of a reply.
 
-    `stats` is live; `reply` is there after the end. `on_end` gets the reply, or None when it failed.
+    Generation starts with the first chunk and runs in the thread that iterates. Iterate in one thread;
+    `cancel` may be called from any.
+
+    Attributes:
+        stats: Counts and times of the reply, updated after every target pass.
+        prompt_tokens: Length of the prompt.
+        dropped_messages: Oldest messages that were left out of the prompt because the context is full.
     """
 
     def __init__(
@@ -34,60 +38,68 @@ class ReplyStream:
         method: MethodReport,
         stats: Stats,
         *,
-        on_end: OnEnd | None = None,
+        on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
+        dropped_messages: int = 0,
     ) -> None:
         self.stats = stats
+        self.prompt_tokens = len(request.tokens)
+        self.dropped_messages = dropped_messages
         self._method = method
         self._session = session
         self._request = request
-        self._names = (target, draft)
+        self._target_name, self._draft_name = target, draft
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
-        self._text = ReplyText(
-            session.target.vocabulary.piece, session.target.vocabulary.is_end, request.stop
-        )
+        vocabulary = session.target.vocabulary
+        self._text = ReplyText(vocabulary.piece, vocabulary.is_end, request.stop)
         self._tokens: list[int] = []
-        self._reason: FinishReason = "cancelled"
+        self._finish_reason: FinishReason = "cancelled"
         self._started = False
         self._cancelled = False
-        self._pieces = self._run()
+        self._chunks = self._generate()
 
     def __iter__(self) -> Iterator[TextChunk]:
         return self
 
     def __next__(self) -> TextChunk:
         self._started = True
-        return next(self._pieces)
+        return next(self._chunks)
 
     @property
     def method(self) -> MethodReport:
-        """What guesses in this reply, why, and what that gains: as it stands now."""
+        """The method that drafts this reply, and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
-        return self._session.report(self._request.how.method)
+        return self._session.report(self._request.method_options.method)
 
     @property
     def reply(self) -> Reply:
-        """The finished reply. Raises EdgespecError before the end."""
+        """The finished reply. Raises EdgespecError before the end of the stream."""
         if self._reply is None:
-            raise EdgespecError("the reply is not finished", "iterate the stream to its end first")
+            raise EdgespecError("the reply is not finished", "iterate over the stream to its end first")
         return self._reply
 
+    def wait(self) -> Reply:
+        """Generate the rest of the reply and return it."""
+        for _ in self:
+            pass
+        return self.reply
+
     def cancel(self) -> None:
-        """Ask for an end within one round; the reply keeps what was produced."""
+        """End the reply after the current target pass. The text generated so far is kept."""
         self._cancelled = True
         self._session.cancel(self._request)
 
     def close(self) -> None:
-        """Give up the reply. What was emitted stays in the caches."""
-        self._pieces.close()
+        """Stop generating. The tokens generated so far stay in the KV cache."""
+        self._chunks.close()
         if not self._started:
             self._started = True
-            self._end(failed=False)
+            self._finish(failed=False)
 
-    def _run(self) -> Generator[TextChunk]:
+    def _generate(self) -> Generator[TextChunk]:
         text = self._text
         failed = False
         steps = self._session.run(
@@ -100,8 +112,8 @@ class ReplyStream:
         try:
             for step in steps:
                 self._tokens.extend(step.tokens)
-                self._reason = step.finish_reason or self._reason
-                yield from _pieces(step, text.drain())
+                self._finish_reason = step.finish_reason or self._finish_reason
+                yield from _chunks(step, text.drain())
             if rest := text.finish():
                 yield TextChunk(rest, 0, False)
         except Exception:
@@ -110,31 +122,30 @@ class ReplyStream:
         finally:
             text.finish()
             steps.close()
-            self._end(failed)
+            self._finish(failed)
 
-    def _end(self, failed: bool) -> None:
+    def _finish(self, failed: bool) -> None:
         self.stats.peak_memory_bytes = peak_bytes()
-        target, draft = self._names
         if not failed:
             self._method = self.method
             self._reply = Reply(
-                self._text.text,
-                tuple(self._tokens),
-                self._reason,
-                self._request.seed,
-                target,
-                draft,
-                self._method,
-                self.stats,
+                text=self._text.text,
+                tokens=tuple(self._tokens),
+                finish_reason=self._finish_reason,
+                seed=self._request.seed,
+                target=self._target_name,
+                draft=self._draft_name,
+                method=self._method,
+                stats=self.stats,
             )
         if self._on_end:
             self._on_end(self._reply)
 
 
-def _pieces(step: Step, texts: list[str]) -> Iterator[TextChunk]:
-    """The text of one round, by who said it first: the drafter, then the target."""
-    guessed, own = texts[: step.accepted], texts[step.accepted :]
-    if guessed:
-        yield TextChunk("".join(guessed), len(guessed), True)
+def _chunks(step: Step, token_texts: list[str]) -> Iterator[TextChunk]:
+    """Yield the text of the accepted draft tokens, then the text of the target's own token."""
+    accepted, own = token_texts[: step.accepted], token_texts[step.accepted :]
+    if accepted:
+        yield TextChunk("".join(accepted), len(accepted), True)
     if own:
         yield TextChunk("".join(own), len(own), False)

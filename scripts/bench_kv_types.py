@@ -43,7 +43,7 @@ def main() -> None:
     with _loaded(args.target, "f32") as runtime:
         builder = PromptBuilder(runtime.template, runtime.vocabulary)
         for prompt in prompts:
-            written = builder.build([Message("user", prompt)])[1]
+            written = builder.build([Message("user", prompt)]).tokens
             stream = runtime.stream_tokens(
                 written, max_tokens=min(args.max_tokens, _MOST_ROWS), temperature=0.0
             )

@@ -96,7 +96,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def tokens_of(runtime: Runtime, prompt: Prompt) -> list[int]:
     assert runtime.template is not None
-    return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
+    return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages).tokens
 
 
 def reply_to(runtime: Runtime, tokens: list[int], params: SamplingParams, seed: int = SEED) -> Reply:

@@ -18,7 +18,7 @@ import edgespec
 from edgespec import Message, Runtime, idle
 from edgespec.backends.tabular import TabularModel
 from edgespec.engine import acceptance
-from edgespec.engine.acceptance import Invariant, Verdict
+from edgespec.engine.acceptance import AcceptedPath, Invariant
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling_params import SamplingParams
@@ -127,13 +127,13 @@ class TestInvariantMode:
         assert all(d.verdict == "violation" for r in report.methods.values() for d in r.divergences)
 
     def test_a_wrong_rule_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def accept(self: object, tree: TokenTree, logits: Any, sampler: Any) -> Verdict:
+        def accept(self: object, tree: TokenTree, logits: Any, sampler: Any) -> AcceptedPath:
             path = (1,) if tree.drafted else ()
             for node in path:
                 sampler.push(tree.tokens[node])
             token = sampler.token(logits, path[-1] if path else 0)
             sampler.pop(len(path))
-            return Verdict(path, token)
+            return AcceptedPath(path, token)
 
         monkeypatch.setattr(Invariant, "accept", accept)
         with runtime(table(1), near(table(1), 2)) as pair:

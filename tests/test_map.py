@@ -1,52 +1,40 @@
-"""The maps of the house: what they name is there, and every room is on them."""
+"""The map in docs/architecture.md lists every module with the first line of its docstring."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-_NAME = re.compile(r"[a-z_]+(?:\.py|/)")
+from tests.docs import DOCS, ROOT, check_block
+
+PACKAGE = ROOT / "edgespec"
 
 
-def mapped(page: str) -> dict[Path, str]:
-    """Every file and folder a page's tree names, with the words on it."""
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    start = lines.index("    edgespec/")
-    found: dict[Path, str] = {}
-    folders: dict[int, Path] = {2: ROOT}
-    for line in lines[start:]:
-        if not line.startswith("    "):
-            break
-        depth = len(line) - len(line.lstrip())
-        folder = folders[depth - 2]
-        names = _NAME.findall(re.split(r"\s{3,}", line.strip())[0])
-        assert names, line
-        folders[depth] = folder / names[0]
-        # What the words name beside it lies in the same folder.
-        also = _NAME.findall(re.split(r"\s{3,}", line.strip(), maxsplit=1)[-1])
-        found |= {folder / name: line for name in (*names, *(name for name in also if name.endswith(".py")))}
-    return found
+def summary(module: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8")))
+    assert docstring, f"{module} has no docstring"
+    return docstring.splitlines()[0]
 
 
-def test_what_the_maps_name_is_there() -> None:
-    for page in ("CONTRIBUTING.md", "README.md"):
-        missing = [f"{page}: {path}" for path in mapped(page) if not path.exists()]
-        assert not missing
+def rows(folder: Path, indent: str = "    ") -> Iterator[str]:
+    """Yield one line per module and package, packages after modules."""
+    modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+    packages = sorted(path.parent for path in folder.glob("*/__init__.py"))
+    for module in modules:
+        yield f"{indent}{module.name:28}{summary(module)}"
+    for package in packages:
+        yield f"{indent}{package.name + '/':28}{summary(package / '__init__.py')}"
+        yield from rows(package, indent + "    ")
 
 
-def test_every_room_is_on_the_map() -> None:
-    package = ROOT / "edgespec"
-    rooms = {
-        path
-        for path in package.iterdir()
-        if not path.name.startswith("__") and (path.suffix == ".py" or (path / "__init__.py").exists())
-    }
-    assert rooms <= set(mapped("CONTRIBUTING.md"))
+def test_the_map_lists_every_module() -> None:
+    check_block("architecture.md", "map", "\n".join(["", "    edgespec/", *rows(PACKAGE, " " * 8), "", ""]))
 
 
-def test_every_way_of_guessing_is_on_the_map() -> None:
-    drafters = ROOT / "edgespec" / "drafters"
-    names = {path.name.removesuffix(".py") for path in drafters.iterdir() if not path.name.startswith("__")}
-    named = {path.name.removesuffix(".py") for path in mapped("CONTRIBUTING.md") if path.parent == drafters}
-    assert named == names - {"cost", "text"}
+def test_files_named_in_the_architecture_exist() -> None:
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("<!-- map -->")[0]
+    for name in re.findall(r"`([a-z_/]+\.(?:py|toml)|[a-z_/]+/)`", text):
+        places = (ROOT / name, PACKAGE / name, *PACKAGE.glob(f"*/*/{name}"))
+        assert any(place.exists() for place in places), name

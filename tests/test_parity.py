@@ -1,28 +1,23 @@
-"""What works where, proved on tiny models of every kind of memory; README.md holds what came out.
+"""Every method on tiny models of every kind of memory, compared with plain decoding.
 
-A cell is not what a model claims: behind every `yes` are replies that were made and compared. What a model
-does not claim to do is a `no` with the model's own reason; a wrong token is a failure.
-`EDGESPEC_WRITE_README=1 pytest tests/test_parity.py` writes the tables into README.md.
+docs/compatibility.md holds the resulting tables. A cell is not what a model claims: behind every `yes` are
+replies that were generated and compared. A feature that a model does not claim is a `no` with the model's own
+reason. A wrong token is a failure. `WRITE_DOCS=1 pytest tests/test_parity.py` rewrites the tables.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from edgespec.methods import DRAFTER_NAMES
+from tests.docs import check_block
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row, loaded_for, models_of, prove
 from tests.parity.models import BACKENDS, COLUMNS, KINDS, Column, Tiny, Zoo
 from tests.parity.tables import Proved, in_markdown
-
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- parity -->\n", "<!-- /parity -->"
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +84,5 @@ def test_a_backend_does_what_it_says(proved: Proved, what: str, backend: str) ->
     assert not reason or "adapter" in reason
 
 
-def test_the_readme_shows_what_came_out(proved: Proved) -> None:
-    block = in_markdown(proved)
-    text = README.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    shown, found, after = rest.partition(END)
-    assert found, f"README.md has no {BEGIN}"
-    if os.environ.get("EDGESPEC_WRITE_README"):
-        README.write_text(f"{before}{BEGIN}{block}{END}{after}", encoding="utf-8", newline="\n")
-        return
-    lines = difflib.unified_diff(shown.splitlines(), block.splitlines(), "README.md", "proved", lineterm="")
-    assert shown == block, "\n".join(["EDGESPEC_WRITE_README=1 pytest tests/test_parity.py", *lines])
+def test_the_documented_tables_match_the_results(proved: Proved) -> None:
+    check_block("compatibility.md", "parity", in_markdown(proved))

@@ -30,7 +30,7 @@ from edgespec.memory import check_room_to_plan
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
 from edgespec.methods import DrafterSet
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
-from edgespec.request import Defaults
+from edgespec.request import MethodOptions
 from edgespec.runtime import Runtime
 
 __all__ = ["eagerly", "load"]
@@ -112,7 +112,7 @@ def load(
         raise OptionError(f"methods is {methods!r}", 'give a list such as ["suffix", "model+ngram"]')
     if progress is not None and not callable(progress):
         raise OptionError(f"progress is {progress!r}", "give a function of a text and a fraction")
-    defaults = Defaults().but(method, draft_length, acceptance)
+    defaults = MethodOptions().override(method, draft_length, acceptance)
     how = Drafting(
         methods=(method, *methods),
         branches=draft_branches,
@@ -153,7 +153,7 @@ def load(
 
 
 def _loaded(
-    planned: LoadPlan, defaults: Defaults, keeping: PrefixCacheOptions, progress: Progress | None
+    planned: LoadPlan, defaults: MethodOptions, keeping: PrefixCacheOptions, progress: Progress | None
 ) -> Runtime:
     """Load both models and put together what drafts. What was loaded is closed again when that fails."""
     pair, how, options = planned.pair, planned.how, planned.options

@@ -40,7 +40,7 @@ def merged(trees: Sequence[TokenTree]) -> Merged:
             parent, token, law = places[i][tree.parents[node]], tree.tokens[node], tree.draft_probs[node]
             known = built.child(parent, token) if law is None else None
             places[i].append(built.add(parent, token, law) if known is None else known)
-    return Merged(built.tree(), tuple(tuple(place) for place in places))
+    return Merged(built.build(), tuple(tuple(place) for place in places))
 
 
 def trimmed(
@@ -85,7 +85,7 @@ def trimmed(
         if speed > best:
             best, size = speed, len(extra)
     kept -= set(extra[size:])
-    return tree if len(kept) == tree.width else tree.only(sorted(kept))
+    return tree if len(kept) == tree.width else tree.subtree(sorted(kept))
 
 
 def _path_values(tree: TokenTree, own: Sequence[float], stays: Sequence[bool]) -> list[float]:

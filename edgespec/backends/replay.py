@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel, scaled_progress
-from edgespec.engine.logits import Logits
-from edgespec.engine.sampling_params import Candidates, SamplingParams
+from edgespec.engine.logits import Logits, Noise
+from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError
 
@@ -296,9 +296,9 @@ class _LaterRows:
         return len(self._logits) - self._skipped
 
     def best(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        return self._logits.best(self._skipped + row, count, params, seed, position)
+        return self._logits.best(self._skipped + row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
         return self._logits.top(self._skipped + row, count)

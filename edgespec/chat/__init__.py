@@ -1,1 +1,1 @@
-"""Conversations: messages, the prompt they make, the text that comes back, and chats that are saved."""
+"""Chat templates, prompts built from messages, text decoded from tokens, and saved chats."""

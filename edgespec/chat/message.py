@@ -1,18 +1,54 @@
-"""One message of a conversation, shared by the conversation, the store and the screen."""
+"""One message of a conversation. Prompts, saved chats and the terminal chat all use this type."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Message", "Role"]
+from edgespec.errors import OptionError
+
+__all__ = ["Message", "Role", "as_messages"]
 
 Role = Literal["user", "assistant", "system"]
+_ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Who said it, and what was said."""
+    """A message with the role of its author and its text."""
 
     role: Role
     content: str
+
+
+def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """Return `items` as a list of `Message`, checked so that a reply to the last one makes sense.
+
+    Args:
+        items: `Message` objects, or dictionaries with the keys `role` and `content`.
+
+    Raises:
+        OptionError: A role is unknown, a content is not text, or the last message is not from the user.
+    """
+    messages = [_as_message(number, item) for number, item in enumerate(items, 1)]
+    if not messages or messages[-1].role != "user":
+        last = f"ends with a message of the {messages[-1].role}" if messages else "is empty"
+        raise OptionError(f"the list of messages {last}", "end the list with a user message")
+    return messages
+
+
+def _as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
+    if isinstance(item, Message):
+        return item
+    role = _ROLES.get(str(item.get("role")))
+    if role is None:
+        raise OptionError(
+            f"message {number} has the role {item.get('role')!r}", f"use one of {', '.join(_ROLES)}"
+        )
+    content = item.get("content")
+    if not isinstance(content, str):
+        raise OptionError(
+            f"the content of message {number} is a {type(content).__name__}", "give the content as a string"
+        )
+    return Message(role, content)

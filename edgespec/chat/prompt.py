@@ -1,125 +1,231 @@
-"""From messages to the tokens of a prompt."""
+"""Turns a list of messages into the tokens of a prompt, and cuts conversations to the context."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
+from edgespec.errors import ContextFullError, OptionError
 
-__all__ = ["PromptBuilder", "RenderedPrompt"]
+__all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full"]
 
-# A prompt as text and as tokens.
-RenderedPrompt = tuple[str, list[int]]
+ContextFull = Literal["slide", "refuse"]
+
+# Part of the context that a prompt must leave free for its reply: this much, or a quarter of a small context.
+_REPLY_TOKENS = 512
+# Conversations whose exact tokens are remembered: enough for the few that are active at the same time.
+_REMEMBERED_CONVERSATIONS = 8
+
+
+def check_context_full(context_full: str) -> None:
+    """Raise OptionError unless `context_full` is `slide` or `refuse`."""
+    if context_full not in ("slide", "refuse"):
+        raise OptionError(f"context_full is {context_full!r}", "choose slide or refuse")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as text and as tokens.
+
+    Attributes:
+        text: The output of the chat template.
+        tokens: The same text as token ids.
+        dropped_messages: Oldest messages that were left out because the context is full. The system prompt
+            is never dropped and does not count.
+    """
+
+    text: str
+    tokens: list[int]
+    dropped_messages: int = 0
 
 
 class PromptBuilder:
     """Renders and tokenizes conversations for one model.
 
-    It remembers the tokens of the last turn: a reply that was sampled rarely tokenizes back to the very
-    tokens that were drawn, and with other tokens the cache would be lost from there on. earlier: texts that
-    were read before, as tokens, where a conversation that goes on may find its own.
+    A sampled reply rarely tokenizes back to the tokens that were sampled. The builder therefore remembers
+    the exact tokens of recent conversations and continues them, so that the KV cache stays usable.
+    Use it from one thread at a time.
+
+    Args:
+        template: The model's chat template.
+        vocabulary: The model's tokenizer.
+        cached_prefixes: Returns token sequences that earlier runs left in the prefix cache. A conversation
+            that is resumed continues the tokens found there.
     """
 
     def __init__(
         self,
         template: ChatTemplate,
         vocabulary: Vocabulary,
-        earlier: Callable[[], Iterable[Sequence[int]]] = tuple,
+        cached_prefixes: Callable[[], Iterable[Sequence[int]]] = tuple,
     ) -> None:
         self.template = template
         self._vocabulary = vocabulary
-        self._earlier = earlier
-        self._known: RenderedPrompt = ("", [])
+        self._cached_prefixes = cached_prefixes
+        # Newest last. A prompt is remembered with and without its reply: "regenerate" needs the latter.
+        self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
     def build(self, messages: Sequence[Message]) -> RenderedPrompt:
-        """The prompt for the assistant's next reply. Raises TemplateError."""
-        shield = _Shield(self._vocabulary, messages)
-        text = self.template.render([shield.over(message) for message in messages])
-        if not self._known[0]:
-            self._known = self._recalled(text)
-        known_text, known_tokens = self._known
-        if known_text and text.startswith(known_text):
-            rest = self._tokenize(text[len(known_text) :], shield, start=False)
-            # Only a control token is sure to begin at the seam whatever stands before it.
+        """Return the prompt for the assistant's next reply. Raises TemplateError."""
+        escaping = _ControlTokenEscaping(self._vocabulary, messages)
+        text = self.template.render([escaping.escape(message) for message in messages])
+        prefix = self._remembered_prefix(text) or self._cached_prefix(text)
+        if prefix:
+            if len(prefix.text) == len(text):
+                return RenderedPrompt(text, list(prefix.tokens))
+            rest = self._tokenize(text[len(prefix.text) :], escaping, start=False)
+            # Only a control token is certain to start a new token, whatever text stands before it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
-                return text, known_tokens + rest
+                return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
-        return text, self._tokenize(text, shield, start=start)
+        return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
 
-    def _recalled(self, text: str) -> RenderedPrompt:
-        """The longest beginning of `text` that an earlier text spells, up to a control token."""
-        known: RenderedPrompt = ("", [])
-        for tokens in self._earlier():
-            spelled = self._spelled(tokens, text)
-            if len(spelled[0]) > len(known[0]):
-                known = spelled
-        return known
+    def build_fitting(
+        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull
+    ) -> RenderedPrompt:
+        """Return the prompt of the newest messages that leave room for a reply in the context.
 
-    def _spelled(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """How far these tokens spell `text`, up to a control token that both go on with, or to their end."""
-        wanted, at, spelled = text.encode("utf-8", "replace"), 0, ("", 0)
+        With `context_full="slide"` the oldest turns are dropped in steps of half the context. The turns
+        between two steps extend the same prompt, so that the KV cache serves them.
+
+        Args:
+            messages: The conversation, with its system prompt first if there is one, ending with the user.
+            context_tokens: The context size.
+            context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
+
+        Raises:
+            ContextFullError: The last message alone does not fit, or the conversation does not fit and
+                `context_full` is `refuse`.
+            OptionError: `context_full` is something else.
+            TemplateError: The chat template rejects the messages.
+        """
+        check_context_full(context_full)
+        prompt = self.build(messages)
+        excess_tokens = len(prompt.tokens) - context_tokens + min(_REPLY_TOKENS, context_tokens // 4)
+        if excess_tokens > 0:
+            if context_full == "refuse":
+                raise ContextFullError(
+                    f"the chat is {len(prompt.tokens)} tokens long and the context holds {context_tokens}",
+                    "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
+                    " model with a larger --context",
+                )
+            step_tokens = max(1, context_tokens // 2)
+            prompt = self._build_shorter(messages, prompt, -(-excess_tokens // step_tokens) * step_tokens)
+        if len(prompt.tokens) >= context_tokens:
+            raise ContextFullError(
+                f"the message is {len(prompt.tokens)} tokens long and the context holds {context_tokens}",
+                f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
+            )
+        return prompt
+
+    def _build_shorter(
+        self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
+    ) -> RenderedPrompt:
+        """Return the prompt without its oldest turns, at least `drop_tokens` shorter if that is possible."""
+        system = [message for message in messages[:1] if message.role == "system"]
+        turns = messages[len(system) :]
+        starts = [place for place, message in enumerate(turns) if message.role == "user"]
+
+        def prompt_from(start: int) -> RenderedPrompt:
+            shorter = self.build([*system, *turns[start:]])
+            return RenderedPrompt(shorter.text, shorter.tokens, start)
+
+        first = bisect_left(
+            starts[:-1], drop_tokens, key=lambda start: len(prompt.tokens) - len(prompt_from(start).tokens)
+        )
+        return prompt_from(starts[first])
+
+    def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
+        """Remember that the model generated `reply_tokens` after `prompt`."""
+        tokens = list(reply_tokens)
+        if tokens and self._vocabulary.is_end(tokens[-1]):
+            tokens.pop()
+        text = b"".join(self._vocabulary.piece(token) for token in tokens).decode("utf-8", "replace")
+        self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
+        self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
+
+    def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
+        """Return the longest remembered conversation that `text` continues."""
+        prefixes = [prefix for prefix in self._remembered if text.startswith(prefix.text)]
+        return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
+
+    def _cached_prefix(self, text: str) -> RenderedPrompt | None:
+        """Return the longest prefix of `text` that the prefix cache holds, up to a control token."""
+        prefixes = (self._spelled_prefix(tokens, text) for tokens in self._cached_prefixes())
+        longest = max(prefixes, key=lambda prefix: len(prefix.text), default=None)
+        return longest if longest and longest.text else None
+
+    def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
+        """Return the part of `text` that `tokens` spell, up to a control token or to the end of `tokens`."""
+        encoded, at = text.encode("utf-8", "replace"), 0
+        spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = _is_control(self._vocabulary, token)
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
-            if not wanted.startswith(piece, at):
+            if not encoded.startswith(piece, at):
                 if i == 0 and control:
-                    continue  # one the tokenizer put first by itself
+                    continue  # The tokenizer adds a start token that the template does not write.
                 break
             if control:
-                spelled = (wanted[:at].decode("utf-8", "replace"), i)
+                spelled_bytes, spelled_tokens = at, i
             at += len(piece)
         else:
-            rest = self._vocabulary.tokenize(
-                wanted[at:].decode("utf-8", "replace"), special=True, start=False
-            )
+            remaining_text = encoded[at:].decode("utf-8", "replace")
+            rest = self._vocabulary.tokenize(remaining_text, special=True, start=False)
             if rest and _is_control(self._vocabulary, rest[0]):
-                spelled = (wanted[:at].decode("utf-8", "replace"), len(tokens))
-        return spelled[0], list(tokens[: spelled[1]])
+                spelled_bytes, spelled_tokens = at, len(tokens)
+        spelled_text = encoded[:spelled_bytes].decode("utf-8", "replace")
+        return RenderedPrompt(spelled_text, list(tokens[:spelled_tokens]))
 
-    def remember(self, prompt: RenderedPrompt, reply: Sequence[int]) -> None:
-        """These tokens followed that prompt."""
-        kept = list(reply[:-1]) if reply and self._vocabulary.is_end(reply[-1]) else list(reply)
-        said = b"".join(self._vocabulary.piece(token) for token in kept)
-        self._known = (prompt[0] + said.decode("utf-8", "replace"), prompt[1] + kept)
-
-    def _tokenize(self, text: str, shield: _Shield, start: bool) -> list[int]:
+    def _tokenize(self, text: str, escaping: _ControlTokenEscaping, start: bool) -> list[int]:
         vocabulary = self._vocabulary
         tokens = vocabulary.tokenize(text, special=True, start=start)
-        if not shield.literals:
+        if not escaping.literals:
             return tokens
-        # Between the template's own control tokens all is plain text, what was shielded included.
-        whole, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
+        # The template's control tokens stay. The text between them, with the escaped literals put back, is
+        # tokenized as plain text.
+        control_tokens, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
         at = 0
-        for token in whole:
+        for token in control_tokens:
             literal = _literal(vocabulary, token)
-            found = text.find(literal, at)
-            if found < 0:  # one the tokenizer put first by itself
+            begin = text.find(literal, at)
+            if begin < 0:  # The tokenizer adds a start token that the template does not write.
                 tokens.append(token)
                 continue
-            if found > at:
-                tokens += vocabulary.tokenize(shield.off(text[at:found]), special=False, start=False)
+            if begin > at:
+                plain = escaping.unescape(text[at:begin])
+                tokens += vocabulary.tokenize(plain, special=False, start=False)
             tokens.append(token)
-            at = found + len(literal)
+            at = begin + len(literal)
         if at < len(text):
-            tokens += vocabulary.tokenize(shield.off(text[at:]), special=False, start=False)
+            tokens += vocabulary.tokenize(escaping.unescape(text[at:]), special=False, start=False)
         return tokens
 
 
-class _Shield:
-    """Marks in place of the control tokens somebody wrote into a message: there they are only text."""
+class _ControlTokenEscaping:
+    """Replaces control tokens that a user typed by marks, so that they are tokenized as plain text.
+
+    Attributes:
+        literals: The replaced literal of each control token, by token id.
+    """
 
     def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
-        said = set().union(*(message.content for message in messages))
-        free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said)
-        self._left, self._right = next(free), next(free)
+        used_characters = set().union(*(message.content for message in messages))
+        # Marks are private-use characters that no message contains.
+        unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
+        self._left, self._right = next(unused), next(unused)
 
-    def over(self, message: Message) -> Message:
-        """The message with its control tokens marked."""
+    def escape(self, message: Message) -> Message:
+        """Return the message with its control tokens replaced by marks."""
         content = message.content
         for token in self._vocabulary.tokenize(content, special=True, start=False):
             literal = _literal(self._vocabulary, token)
@@ -128,8 +234,8 @@ class _Shield:
                 self.literals[token] = literal
         return message if content is message.content else Message(message.role, content)
 
-    def off(self, text: str) -> str:
-        """Text as it was written."""
+    def unescape(self, text: str) -> str:
+        """Return the text with the marks replaced by what the user typed."""
         return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.logits import Logits
-from edgespec.engine.sampling_params import Candidates
+from edgespec.engine.processors import Candidates
 
 __all__ = ["is_sure", "known", "sureness"]
 

@@ -50,7 +50,7 @@ class DraftTree:
 
     def walk(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """The drafted nodes on the way down `tokens`, the root first."""
-        return self.drafted.tree().walk(tokens)
+        return self.drafted.build().walk(tokens)
 
     def ran_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
         """What the model has run: its lag after the first token, then these nodes up to one it lacks."""
@@ -69,4 +69,4 @@ class DraftTree:
         depend on its own token, so it may be cut off by its place.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.places[node] is None)
-        return self.drafted.tree(block).only(order)
+        return self.drafted.build(block).subtree(order)

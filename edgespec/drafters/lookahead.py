@@ -147,15 +147,15 @@ class LookaheadDrafter(Drafter):
             return TokenTree.chain(last, candidates[0][:draft_length] if candidates else ())
         grown = TreeBuilder([last])
         for candidate in candidates:
-            grown.grow(0, candidate[:draft_length])
+            grown.add_path(0, candidate[:draft_length])
         self._fill(shape)
         before = 0
         for number, column in enumerate(self._columns):
             if number + len(column.tokens) > draft_length:
                 break
-            before = grown.grow(before, column.tokens[:1])
-            grown.grow(before, column.tokens[1:])
-        return grown.tree()
+            before = grown.add_path(before, column.tokens[:1])
+            grown.add_path(before, column.tokens[1:])
+        return grown.build()
 
     def _look(self, draft_length: int) -> None:
         """Does it pay? Asked when a reply begins, and now and then."""

@@ -130,7 +130,7 @@ class ModelDrafter(BudgetedDrafter):
         for depth in range(draft_length):
             first, grown.done = grown.done, len(grown.ran)
             self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(grown.ran.tree(), first).limit_vocab(self._vocab_size)
+            logits = self._model.verify(grown.ran.build(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
             if not frontier or len(grown.ran) > widest:
                 break

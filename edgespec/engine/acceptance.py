@@ -1,7 +1,7 @@
-"""The rules of acceptance: which drafted tokens stay, and what follows them.
+"""Acceptance rules: which drafted tokens are kept, and which token follows them.
 
-Each rule emits tokens of exactly the target's distribution. A rule also says how a drafter with
-probabilities draws, because the two must fit together.
+Both rules emit tokens of exactly the target distribution. A rule also defines how drafters with probabilities
+draw their tokens, because drafting and accepting must match.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from edgespec.engine.noise import Stream, gumbel, uniform
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Acceptance", "Draw", "Invariant", "RandomDraws", "RandomSource", "Rejection", "Verdict"]
+__all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "RandomSource", "Rejection"]
 
+# A drafted token and the distribution it was drawn from (None if it was not drawn at random).
 Draw = tuple[int, Distribution | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What one pass decided: the accepted nodes from the root down, and the token after them.
+class AcceptedPath:
+    """The result of one round.
 
-    The token is a correction, or a bonus when the path ends in a leaf.
+    Attributes:
+        path: The accepted nodes in order, without the root.
+        token: The token after them: a correction, or the bonus token if the path ends in a leaf.
     """
 
     path: tuple[int, ...]
@@ -34,26 +37,32 @@ class Verdict:
 
 
 class Acceptance(Protocol):
-    """One rule of acceptance."""
+    """An acceptance rule."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Up to `count` different tokens for a drafter to propose, in order, each with its law."""
+        """Draw up to `count` different tokens for a drafter, in the order in which they will be tried."""
 
-    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
-        """Walk the tree over the target's logits (row i belongs to node i)."""
+    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
+        """Walk down the tree and return the accepted path.
+
+        Args:
+            tree: The verified tree.
+            logits: The target's logits; row i follows node i.
+            sampler: The sampler at the root. It is there again afterwards.
+        """
 
 
 class Invariant:
-    """The target's token is a pure function of seed, position and logits; a draft can only guess it.
+    """Invariant mode: the target's token depends only on seed, position and target logits.
 
-    Coupling by shared Gumbel noise (arXiv 2408.07978): acceptance is at least (1 - TV) / (1 + TV),
-    and for a seed the text does not depend on the drafter.
+    Target and draft share Gumbel noise (arXiv 2408.07978), which accepts with a probability of at least
+    (1 - TV) / (1 + TV). For a given seed, the text does not depend on the drafter.
     """
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         return [(token, None) for token in sampler.ranked(logits, row, count)]
 
-    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
+    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         path: list[int] = []
         node = 0
         while True:
@@ -65,126 +74,136 @@ class Invariant:
             sampler.push(token)
             node = child
         sampler.pop(len(path))
-        return Verdict(tuple(path), token)
+        return AcceptedPath(tuple(path), token)
 
 
 class RandomSource(Protocol):
-    """Where rejection mode takes its luck from."""
+    """The random decisions of rejection mode. Tests replace it to enumerate all outcomes."""
 
-    def coin(self, probability: float) -> bool:
-        """True with this probability."""
+    def bernoulli(self, probability: float) -> bool:
+        """Return True with this probability."""
 
-    def pick(self, law: Distribution) -> int:
-        """One token of a distribution."""
+    def sample(self, distribution: Distribution) -> int:
+        """Draw one token."""
 
-    def order(self, law: Distribution, count: int) -> list[int]:
-        """Up to `count` tokens drawn one after another without replacement."""
+    def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
+        """Draw up to `count` tokens one after another without replacement."""
 
 
 class RandomDraws:
-    """Counter-based chance with disjoint streams for drafting, accepting and recovering.
+    """A random source with one counter-based stream each for drafting, accepting and recovery.
 
-    Every draw moves its counter on: a number that took part in one decision, even about a token that
-    was then thrown away, never takes part in another.
+    Every draw advances the counter of its stream, so that no random number is used for two decisions.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._thrown = dict.fromkeys(Stream, 0)
+        self._counters = dict.fromkeys(Stream, 0)
 
     def _next(self, stream: Stream) -> int:
-        self._thrown[stream] += 1
-        return self._thrown[stream]
+        self._counters[stream] += 1
+        return self._counters[stream]
 
-    def coin(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         return uniform(self._seed, Stream.ACCEPT, self._next(Stream.ACCEPT)) < probability
 
-    def pick(self, law: Distribution) -> int:
-        return law.pick(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
+    def sample(self, distribution: Distribution) -> int:
+        return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
-    def order(self, law: Distribution, count: int) -> list[int]:
-        # Gumbel top-k, in order, is sampling without replacement (arXiv 1903.06059).
-        noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), law.tokens)
+    def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
+        # Gumbel top-k in descending order is sampling without replacement (arXiv 1903.06059).
+        noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), distribution.tokens)
         with np.errstate(divide="ignore"):
-            ranking = np.argsort(-(np.log(law.probs) + noise), kind="stable")
-        return [int(t) for t in law.tokens[ranking[:count]]]
+            ranking = np.argsort(-(np.log(distribution.probs) + noise), kind="stable")
+        return [int(token) for token in distribution.tokens[ranking[:count]]]
 
 
 class Rejection:
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) on chains and trees.
 
-    Siblings are tried in order against a shrinking residual: with the law q_k the k-th child was
-    drawn from, accept with min(1, r(x_k) / q_k(x_k)), else r = norm(max(r - q_k, 0)). Point masses
-    (no law) and children without replacement (SpecInfer, arXiv 2305.09781) are the same rule.
-    Chains that were meant as such use block verification (arXiv 2403.10444, algorithm 2) unless `block`
-    is False.
+    Siblings are tried in order against a shrinking residual r, which starts as the target distribution. Child
+    k with token x_k, drawn from q_k, is accepted with probability min(1, r(x_k) / q_k(x_k)). If it is
+    rejected, r becomes norm(max(r - q_k, 0)). Drafts without probabilities have a point mass as q_k. Children
+    drawn without replacement (SpecInfer, arXiv 2305.09781) follow the same rule.
+
+    Args:
+        random: The random decisions.
+        block_verification: Use block verification (arXiv 2403.10444, algorithm 2) on trees that are
+            `block_verifiable`.
     """
 
-    def __init__(self, chance: RandomSource, block: bool = True) -> None:
-        self._chance = chance
-        self._block = block
+    def __init__(self, random: RandomSource, block_verification: bool = True) -> None:
+        self._random = random
+        self._block_verification = block_verification
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         if sampler.greedy:
             return [(token, None) for token in sampler.ranked(logits, row, count)]
-        law: Distribution | None = sampler.distribution(logits, row)
+        left: Distribution | None = sampler.distribution(logits, row)
         draws: list[Draw] = []
-        for token in self._chance.order(law, count) if law else ():
-            if law is None:
+        for token in self._random.sample_distinct(left, count) if left else ():
+            if left is None:
                 break
-            draws.append((token, law))
-            law = law.without([token])
+            draws.append((token, left))
+            left = left.without([token])
         return draws
 
-    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
-        if self._block and tree.block and tree.drafted > 1:
+    def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
+        if self._block_verification and tree.block_verifiable and tree.drafted > 1:
             return self._accept_block(tree, logits, sampler)
         path: list[int] = []
         node = 0
         while True:
             target = sampler.distribution(logits, node)
             for child in tree.children(node):
-                token, law = tree.tokens[child], _law(tree, child)
-                if self._chance.coin(min(1, target.prob(token) / law.prob(token))):
+                token, draft = tree.tokens[child], _draft_distribution(tree, child)
+                if self._random.bernoulli(min(1, target.prob(token) / draft.prob(token))):
                     path.append(child)
                     sampler.push(token)
                     break
-                target = _residual(target, law)
+                target = _residual(target, draft)
             else:
                 break
             node = child
         sampler.pop(len(path))
-        return Verdict(tuple(path), self._chance.pick(target))
+        return AcceptedPath(tuple(path), self._random.sample(target))
 
-    def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> Verdict:
-        """`joint` is the paper's clipped product of ratios, `keep` its acceptance probability h."""
+    def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
+        """Accept a prefix of a chain by block verification.
+
+        `joint` is the paper's clipped product of probability ratios, `keep` its acceptance probability h.
+        """
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
-        recovery = _residual(after, _law(tree, 1))
+        recovery = _residual(after, _draft_distribution(tree, 1))
         for node in range(1, tree.width):
             token = tree.tokens[node]
-            joint = min(1, joint * after.prob(token) / _law(tree, node).prob(token))
+            joint = min(1, joint * after.prob(token) / _draft_distribution(tree, node).prob(token))
             sampler.push(token)
             after = sampler.distribution(logits, node)
             if node < tree.drafted:
-                left = after.minus(_law(tree, node + 1), joint).sum()
+                left = after.residual(_draft_distribution(tree, node + 1), joint).sum()
                 keep = left / (left + 1 - joint) if left > 0 else 0
             else:
                 keep = joint
-            if self._chance.coin(keep):
+            if self._random.bernoulli(keep):
                 accepted = node
-                recovery = after if node == tree.drafted else _residual(after, _law(tree, node + 1), joint)
+                recovery = (
+                    after
+                    if node == tree.drafted
+                    else _residual(after, _draft_distribution(tree, node + 1), joint)
+                )
         sampler.pop(tree.drafted)
-        return Verdict(tuple(range(1, accepted + 1)), self._chance.pick(recovery))
+        return AcceptedPath(tuple(range(1, accepted + 1)), self._random.sample(recovery))
 
 
-def _law(tree: TokenTree, node: int) -> Distribution:
-    """The law a node was drawn from; a point mass where it was proposed for certain."""
-    law = tree.draft_probs[node]
-    return law if law is not None else Distribution.certain(tree.tokens[node])
+def _draft_distribution(tree: TokenTree, node: int) -> Distribution:
+    """Return the distribution that a node was drawn from; a point mass if it was not drawn at random."""
+    probs = tree.draft_probs[node]
+    return probs if probs is not None else Distribution.point_mass(tree.tokens[node])
 
 
-def _residual(target: Distribution, law: Distribution, scale: float = 1) -> Distribution:
-    """norm(max(scale * target - law, 0)); the target itself where rounding leaves nothing."""
-    weights = target.minus(law, scale)
+def _residual(target: Distribution, draft: Distribution, scale: float = 1) -> Distribution:
+    """Return norm(max(scale * target - draft, 0)), or the target if rounding leaves no mass."""
+    weights = target.residual(draft, scale)
     return Distribution.normalised(target.tokens, weights) if weights.sum() > 0 else target

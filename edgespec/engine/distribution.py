@@ -13,10 +13,11 @@ __all__ = ["Distribution"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """Probabilities of a set of tokens; every other token has probability zero.
+    """Probabilities of a set of tokens. Every other token has probability zero.
 
-    `tokens`: int64 [n], strictly ascending, so that `argmax` breaks ties towards the lowest id.
-    `probs`: float64 [n], not negative, summing to one.
+    Attributes:
+        tokens: Token ids, int64 [n], strictly ascending, so that `argmax` prefers the lowest id on ties.
+        probs: Probabilities, float64 [n], not negative, with a sum of one.
     """
 
     tokens: NDArray[np.int64]
@@ -24,50 +25,53 @@ class Distribution:
 
     @classmethod
     def normalised(cls, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> Distribution:
-        """The distribution proportional to `weights` (their sum must be positive)."""
+        """Return the distribution proportional to `weights`, whose sum must be positive."""
         return cls(tokens, weights / weights.sum())
 
     @classmethod
-    def certain(cls, token: int) -> Distribution:
-        """All mass on one token. The one is a whole number: exact whatever it is reckoned with."""
+    def point_mass(cls, token: int) -> Distribution:
+        """Return the distribution with all probability on one token.
+
+        The probability is the integer 1, which stays exact in the fractions that tests compute with.
+        """
         return cls(np.array([token], np.int64), np.array([1]))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def prob(self, token: int) -> float:
-        """The probability of one token, 0.0 outside the set."""
+        """Return the probability of one token, 0 if it is not in the set."""
         i = int(np.searchsorted(self.tokens, token))
         if i == len(self.tokens) or self.tokens[i] != token:
             return 0
         prob: float = self.probs[i]
         return prob
 
-    def on(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The probabilities of `tokens` (int64 [m]), float64 [m]."""
+    def probs_of(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the probabilities of `tokens` (int64 [m]) as float64 [m]."""
         i = np.minimum(np.searchsorted(self.tokens, tokens), len(self.tokens) - 1)
         return np.where(self.tokens[i] == tokens, self.probs[i], 0)
 
-    def minus(self, other: Distribution, scale: float = 1) -> NDArray[np.float64]:
-        """max(scale * self - other, 0) on this distribution's own tokens: float64 [n], not normalised.
+    def residual(self, other: Distribution, scale: float = 1) -> NDArray[np.float64]:
+        """Return max(scale * self - other, 0) on this distribution's tokens, float64 [n], not normalised.
 
-        This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3); tokens only
-        `other` knows have no mass in it.
+        This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3). Tokens that only
+        `other` contains have no mass in it.
         """
-        return np.maximum(scale * self.probs - other.on(self.tokens), 0)
+        return np.maximum(scale * self.probs - other.probs_of(self.tokens), 0)
 
     def without(self, tokens: Iterable[int]) -> Distribution | None:
-        """This distribution given that none of `tokens` came out; None when nothing is left."""
+        """Return this distribution conditioned on none of `tokens`, or None if no mass is left."""
         keep = ~np.isin(self.tokens, np.fromiter(tokens, np.int64))
         weights = self.probs[keep]
         if weights.sum() <= 0:
             return None
         return Distribution.normalised(self.tokens[keep], weights)
 
-    def pick(self, uniform: float) -> int:
-        """The token at `uniform` in [0, 1) of the cumulative distribution."""
+    def sample(self, uniform: float) -> int:
+        """Return the token at `uniform` (in [0, 1)) of the cumulative distribution."""
         cumulative = np.cumsum(self.probs)
-        # Rounding may reach the very end: never beyond the last token that has any mass.
+        # Rounding may reach past the end. Never return a token after the last one that has any mass.
         last = np.searchsorted(cumulative, cumulative[-1], side="left")
         i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(self.tokens[min(i, last)])

@@ -1,89 +1,149 @@
-"""The logits of one pass, where the backend keeps them."""
+"""The logits of one pass, in host memory or on a device, and the sampling of tokens from them."""
 
 from __future__ import annotations
 
-import math
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.noise import Stream, gumbel
-from edgespec.engine.sampling_params import Candidates, SamplingParams, filtered
+from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature
 
-__all__ = ["HostLogits", "Logits", "best_drawn", "survivors"]
+__all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
+
+
+class Noise(NamedTuple):
+    """The Gumbel noise of one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`.
+
+    Attributes:
+        seed: The seed of the reply.
+        position: Index of the sampled token in prompt and reply, from 0.
+    """
+
+    seed: int
+    position: int
 
 
 class Logits(Protocol):
-    """Rows of logits, one for each node of a pass. Valid until the backend's next pass.
+    """The logits of one pass, one row per node of the tree. Valid until the backend's next pass.
 
-    The sampler asks for the least it can do with, so that a backend may filter where the logits are
-    and hand over candidates instead of whole rows.
+    The sampler requests only the tokens that can matter, so that a device backend can filter there and
+    return a few candidates instead of copying whole rows.
     """
 
     vocab_size: int
 
     @property
     def waited_seconds(self) -> float:
-        """How long calls have waited for the pass itself, where it runs on after `verify`."""
+        """Seconds that calls have waited for an asynchronous pass to finish after `verify` returned."""
 
     @property
     def overlapped_seconds(self) -> float:
-        """How long the pass was worked on before it was asked for, while the draft was made."""
+        """Seconds that the pass ran before `verify` was called, while the draft was still computed."""
 
     def __len__(self) -> int:
-        """How many rows there are."""
+        """Return the number of rows."""
 
     def best(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        """The `count` tokens of largest log p + noise, best first, and the largest logit of the row.
+        """Return the `count` best tokens of a row after the sampling chain, best first.
 
-        p is softmax(logits) after temperature and filters, the noise that of `noise.gumbel` for this
-        `seed` and `position` (of the token in the whole text, from 0); at temperature 0 they are the
-        largest logits, lowest id first on ties. Penalties and bias are not looked at. Fewer come back when
-        the filters leave fewer. The largest logit is as the model gave it, before temperature: where it is
-        not finite, the row is not to be used.
+        A backend may compute this on the device only if it implements every processor of the chain.
+        Otherwise it must call `best_on_host`.
+
+        Args:
+            row: The row.
+            count: Maximum number of tokens. Filters may leave fewer.
+            processors: The sampling chain.
+            noise: The Gumbel noise to add to the log-probabilities. None ranks by logit (temperature 0).
+                Ties go to the lowest id.
+
+        Returns:
+            The tokens, and the row's largest logit before the chain. If that is not finite, the row is
+            invalid.
         """
 
     def top(self, row: int, count: int) -> Candidates:
-        """At least the `count` largest logits of a row, ties included: (ids ascending, logits)."""
+        """Return at least the `count` largest logits of a row, with all ties. 0 returns the whole row."""
 
     def above(self, row: int, margin: float) -> Candidates:
-        """Every logit of a row within `margin` of its largest: (ids ascending, logits)."""
+        """Return every logit of a row that is at most `margin` below the largest."""
 
     def limit_vocab(self, vocab_size: int) -> Logits:
-        """The same rows without the ids from `vocab_size` on."""
+        """Return the same rows without token ids of `vocab_size` and above."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The logits of `tokens` (int64 [n]) in a row: float64 [n]."""
+        """Return the logits of `tokens` (int64 [n]) in a row as float64 [n]."""
 
 
-def survivors(logits: Logits, row: int, params: SamplingParams) -> Candidates:
-    """Logits of every token that temperature and filters may keep, and perhaps of some more."""
-    if params.top_k == 0 and params.min_p > 0 and params.top_p >= 1 and params.typical_p >= 1:
-        margin = -math.log(params.min_p) * params.temperature
-        return logits.above(row, margin * (1 + 1e-6) + 1e-6)
-    return logits.top(row, params.top_k)
-
-
-def best_drawn(
-    logits: Logits, row: int, count: int, params: SamplingParams, seed: int, position: int
+def best_on_host(
+    logits: Logits, row: int, count: int, processors: Sequence[LogitsProcessor], noise: Noise | None
 ) -> tuple[list[int], float]:
-    """What `Logits.best` gives above temperature 0, worked out on the host in double precision."""
-    tokens, values = survivors(logits, row, params)
-    peak = float(values.max(initial=-np.inf))
+    """Implement `Logits.best` on the host in double precision, for any processors."""
+    found, peak = candidates(logits, row, processors, 0 if noise else count)
     if not np.isfinite(peak):
         return [], peak
-    tokens, scores = filtered(tokens, values, params)
-    scores = scores + gumbel(seed, Stream.TOKEN, position, tokens)
+    for processor in processors:
+        found = processor.apply(found)
+    tokens, scores = found
+    if not scores.max(initial=-np.inf) > -np.inf:
+        return [], peak
+    if noise:
+        scores = scores + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
 
 
+def candidates(
+    logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
+) -> tuple[Candidates, float]:
+    """Return every token that may survive a sampling chain, before the chain is applied.
+
+    Args:
+        logits: The logits of the pass.
+        row: The row.
+        processors: The sampling chain.
+        count: Number of tokens needed after the chain, if the logits alone rank them. 0 means all.
+
+    Returns:
+        The candidates, which may include some more tokens, and the row's largest logit.
+    """
+    touched = np.zeros(0, np.int64)
+    scale = 1.0
+    for processor in processors:
+        limit, margin = processor.max_candidates(), processor.max_margin()
+        if limit is not None:
+            count = limit
+            break
+        if margin is not None and not len(touched):
+            # The margin is widened by a rounding error: `apply` decides, and must see every survivor.
+            found = logits.above(row, margin * scale * (1 + 1e-6) + 1e-6)
+            return found, float(found[1].max(initial=-np.inf))
+        more = processor.touched_tokens(logits.vocab_size)
+        if more is None:
+            count = 0
+            break
+        touched = np.union1d(touched, more) if len(touched) else more
+        if isinstance(processor, Temperature):
+            scale = processor.temperature
+    # Touched tokens may leave the best ones or join them: fetch that many more, and the touched ones.
+    tokens, values = logits.top(row, count + len(touched) if count else 0)
+    peak = float(values.max(initial=-np.inf))
+    if count and len(touched):
+        rest = ~np.isin(tokens, touched, assume_unique=True)
+        tokens = np.concatenate([tokens[rest], touched])
+        values = np.concatenate([values[rest], logits.at(row, touched)])
+        order = np.argsort(tokens)
+        tokens, values = tokens[order], values[order]
+    return (tokens, values), peak
+
+
 class HostLogits:
-    """Logits in ordinary memory: float32 [rows, vocab], a view that is never copied whole."""
+    """Logits in host memory: float32 [rows, vocab], a view that is never copied as a whole."""
 
     __slots__ = ("overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
@@ -98,16 +158,12 @@ class HostLogits:
         return len(self.rows)
 
     def best(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        if params.temperature > 0.0:
-            return best_drawn(self, row, count, params, seed, position)
-        if count == 1:
+        if count == 1 and noise is None and not processors:
             token = int(self.rows[row].argmax())
             return [token], float(self.rows[row][token])
-        tokens, values = self.top(row, count)
-        ranking = np.argsort(-values, kind="stable")[:count]
-        return tokens[ranking].tolist(), float(values.max(initial=-np.inf))
+        return best_on_host(self, row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]
@@ -117,14 +173,14 @@ class HostLogits:
                 floor = np.partition(logits, len(logits) - count)[len(logits) - count]
                 return self._from(logits, floor)
             return np.arange(len(logits)), logits.astype(np.float64)
-        # In interleaved blocks, the count-th largest block maximum is no larger than the count-th largest
-        # logit: a floor for two cheap passes, where a partition of the row would cost a millisecond.
+        # In interleaved blocks, the count-th largest block maximum is at most the count-th largest logit.
+        # Finding this lower bound takes two fast passes; partitioning the row would take a millisecond.
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, blocks - count)[blocks - count])
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        # Rounded down, or a logit at the very edge would be lost.
+        # Rounded down, so that a logit exactly at the bound is included.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:

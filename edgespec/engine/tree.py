@@ -1,4 +1,4 @@
-"""The draft as a token tree: what one verify pass holds."""
+"""The token tree: the draft that one verify pass checks."""
 
 from __future__ import annotations
 
@@ -11,62 +11,68 @@ from edgespec.engine.distribution import Distribution
 __all__ = ["TokenTree", "TreeBuilder"]
 
 
-# Without slots: its shape is asked for several times a round, and kept once found.
+# The class has no slots, because `cached_property` needs a dict. Each round reads these properties often.
 @dataclass(frozen=True)
 class TokenTree:
-    """A root and the tokens guessed after it.
+    """The last emitted token (the root) and the tokens drafted after it.
 
-    Node 0 is the root: the last emitted token, which no cache holds yet. Nodes are in topological
-    order (`parents[i] < i`, `parents[0] == -1`), siblings in the order they were drawn. A chain is a
-    tree without branches; the root alone is plain decoding.
+    Node 0 is the root, which is not in the KV cache yet. Nodes are in topological order (`parents[i] < i`,
+    `parents[0] == -1`), and siblings are in the order in which they were drawn. A chain is a tree without
+    branches; a root alone is a target step.
 
-    `draft_probs[i]` is the law node i was really drawn from, given that its earlier siblings were not it;
-    None means it was proposed for certain (n-gram, greedy). Only rejection mode reads it.
-
-    `block` vouches that this was to be one chain, whatever was drawn; only its end may depend on that.
-    Block verification spends on one chain what it saves on another, so it must not be chosen by luck.
+    Attributes:
+        tokens: The token of each node.
+        parents: The parent of each node.
+        draft_probs: The distribution that each node was drawn from, given that it differs from its earlier
+            siblings. None for nodes that were not drawn at random (n-gram, greedy). Only rejection mode
+            reads it.
+        block_verifiable: The drafter meant to draft one chain before it drew any token; only its length may
+            depend on the drawn tokens. Block verification is biased for any other choice of trees.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     draft_probs: tuple[Distribution | None, ...]
-    block: bool = False
+    block_verifiable: bool = False
 
     @classmethod
     def chain(
-        cls, root: int, drafted: Sequence[int] = (), draft_probs: Sequence[Distribution | None] | None = None
+        cls,
+        root: int,
+        drafted: Sequence[int] = (),
+        draft_probs: Sequence[Distribution | None] | None = None,
     ) -> TokenTree:
-        """The tree without branches; `draft_probs` has one entry for each drafted token."""
+        """Return a tree without branches. `draft_probs` has one entry per drafted token."""
         return cls(
             (root, *drafted),
             tuple(range(-1, len(drafted))),
             (None, *(draft_probs if draft_probs is not None else (None,) * len(drafted))),
-            block=True,
+            block_verifiable=True,
         )
 
     @property
     def width(self) -> int:
-        """Rows of the verify pass: drafted tokens + 1."""
+        """Number of rows of the verify pass: drafted tokens + 1."""
         return len(self.tokens)
 
     @property
     def drafted(self) -> int:
-        """How many tokens were guessed."""
+        """Number of drafted tokens."""
         return len(self.tokens) - 1
 
     @cached_property
     def is_chain(self) -> bool:
-        """True when no node has two children."""
+        """True if no node has two children."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
-    def leaves(self) -> int:
-        """How many nodes have no child."""
+    def leaf_count(self) -> int:
+        """Number of nodes without children."""
         return 1 if self.is_chain else self.width - len(set(self.parents[1:]))
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The depth of each node; the root has depth 0."""
+        """The depth of each node. The root has depth 0."""
         if self.is_chain:
             return tuple(range(self.width))
         depths = [0] * self.width
@@ -75,20 +81,20 @@ class TokenTree:
         return tuple(depths)
 
     def children(self, node: int) -> list[int]:
-        """The children of a node, in the order they were drawn."""
+        """Return the children of a node in the order in which they were drawn."""
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that holds `token`, or None."""
+        """Return the child of `node` that holds `token`, or None."""
         for i in range(node + 1, len(self.parents)):
             if self.parents[i] == node and self.tokens[i] == token:
                 return i
         return None
 
     def walk(self, tokens: Sequence[int], node: int = 0) -> tuple[int, ...]:
-        """The nodes that hold these tokens one after the other below `node`, as far as there are any.
+        """Return the longest path from `node` whose following nodes hold the first of `tokens`.
 
-        `node` itself comes first: one node more than tokens were found.
+        The path begins with `node` itself, so it has one node more than the number of matched tokens.
         """
         nodes = [node]
         for token in tokens:
@@ -98,23 +104,29 @@ class TokenTree:
             nodes.append(child)
         return tuple(nodes)
 
-    def only(self, nodes: Sequence[int]) -> TokenTree:
-        """The tree of these nodes, in this order: each after its parent, siblings as they were drawn."""
+    def subtree(self, nodes: Sequence[int]) -> TokenTree:
+        """Return the tree of these nodes in this order, which must keep parents before children."""
         at = {node: i for i, node in enumerate(nodes)}
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
             tuple(at.get(self.parents[node], -1) for node in nodes),
             tuple(self.draft_probs[node] for node in nodes),
-            self.block,
+            self.block_verifiable,
         )
 
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """This tree without tokens outside the vocabulary, nodes too deep, too many or one branch too much.
+        """Return this tree without nodes beyond the limits, and without their descendants.
 
-        Their heirs go with them. Whether a node of the vocabulary stays never depends on its own token, only
-        on the nodes before it: a draft chosen by what was drawn would bias rejection mode.
+        Whether a node is kept depends on earlier nodes and on its token being in the vocabulary, never on
+        which of the vocabulary's tokens was drawn. Choosing by drawn tokens would bias rejection mode.
+
+        Args:
+            vocab_size: Token ids must be below this.
+            max_depth: Maximum depth of a node.
+            max_width: Maximum number of nodes, root included.
+            max_branches: Maximum number of leaves.
         """
         depths = self.depths
         if (
@@ -122,10 +134,10 @@ class TokenTree:
             and min(self.tokens) >= 0
             and max(self.tokens) < vocab_size
             and self.width <= max_width
-            and (self.is_chain or self.leaves <= max_branches)
+            and (self.is_chain or self.leaf_count <= max_branches)
         ):
             return self
-        kept = {-1: None}  # the root's parent, then what stays, in its order
+        kept = {-1: None}  # The root's parent, then the kept nodes in order.
         parents: set[int] = set()
         branches = 1
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
@@ -138,13 +150,14 @@ class TokenTree:
                 kept[i] = None
                 parents.add(parent)
                 branches += branching
-        return self.only([node for node in kept if node >= 0])
+        return self.subtree([node for node in kept if node >= 0])
 
 
 class TreeBuilder:
-    """A token tree in the making: nodes as in TokenTree, in the order in which they are added.
+    """A token tree under construction. Nodes are numbered in the order in which they are added.
 
-    chain: the tokens it begins with, each the parent of the next; the first one is the root.
+    Args:
+        chain: Tokens to start with, each the parent of the next. The first one is the root.
     """
 
     __slots__ = ("_places", "depths", "draft_probs", "is_chain", "parents", "tokens")
@@ -162,41 +175,41 @@ class TreeBuilder:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def add(self, parent: int, token: int, law: Distribution | None = None) -> int:
-        """A new node below `parent` (-1: the root), and which one it is. It may have a sibling's token."""
+    def add(self, parent: int, token: int, draft_probs: Distribution | None = None) -> int:
+        """Add a node below `parent` (-1 for the root) and return its number. Siblings may share a token."""
         node = len(self.tokens)
         self._places.setdefault((parent, token), node)
         self.is_chain = self.is_chain and parent == node - 1
         self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         self.tokens.append(token)
         self.parents.append(parent)
-        self.draft_probs.append(law)
+        self.draft_probs.append(draft_probs)
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """The first child of `parent` that holds `token`, or None."""
+        """Return the first child of `parent` that holds `token`, or None."""
         return self._places.get((parent, token))
 
-    def grow(self, node: int, tokens: Sequence[int]) -> int:
-        """Put a path below `node`; what stands there already is shared. Where it ends."""
+    def add_path(self, node: int, tokens: Sequence[int]) -> int:
+        """Add a path below `node`, reusing existing nodes, and return its last node."""
         for token in tokens:
             child = self.child(node, token)
             node = self.add(node, token) if child is None else child
         return node
 
     def extend(self, tree: TokenTree, first: int) -> None:
-        """Nodes `first` and up of a tree whose others are here, under the same numbers."""
+        """Add nodes `first` and up of a tree whose earlier nodes are the nodes of this builder."""
         for node in range(first, tree.width):
             self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The nodes after the root down to `node`."""
+        """Return the nodes from the root to `node`, without the root."""
         path = []
         while node > 0:
             path.append(node)
             node = self.parents[node]
         return tuple(reversed(path))
 
-    def tree(self, block: bool = False) -> TokenTree:
-        """What has grown so far."""
-        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block)
+    def build(self, block_verifiable: bool = False) -> TokenTree:
+        """Return the tree of all nodes added so far."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block_verifiable)

@@ -73,4 +73,4 @@ def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:
     if runtime.template is None:
         text = "\n".join(message.content for message in prompt.messages)
         return runtime.vocabulary.tokenize(text, special=True, start=True)
-    return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
+    return PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages).tokens

@@ -17,7 +17,6 @@ import edgespec
 from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.registry import process_bytes
 from edgespec.backends.replay import ReplayModel
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
 from edgespec.memory import budget
@@ -180,7 +179,7 @@ def _verify(model: Any, width: int) -> None:
     able = model.facts.capabilities
     tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
     if tree.width <= model.free_tokens:
-        model.verify(tree).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+        model.verify(tree).best(0, 1)
         model.commit(())
 
 

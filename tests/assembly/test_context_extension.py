@@ -14,7 +14,7 @@ from edgespec.assembly.planning import LoadPlan, PlanRequest, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.memory import Budget
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
-from edgespec.request import Defaults, make_request
+from edgespec.request import MethodOptions, build_request
 from tests.backends.tiny_models import WORDS, write_llama
 
 USUAL, LONG = 8192, 1 << 17
@@ -154,9 +154,9 @@ def test_a_reply_without_a_limit_ends(target: Path) -> None:
         facts = runtime.target
 
     def most(context_tokens: int, max_tokens: int | None) -> int:
-        request = make_request(
-            [1], facts, Defaults(), context_tokens=context_tokens, max_tokens=max_tokens, seed=1, stop=(),
-            sampling={},
+        request = build_request(
+            [1], facts, MethodOptions(), context_tokens=context_tokens, max_tokens=max_tokens, seed=1,
+            stop=(), sampling={},
         )  # fmt: skip
         return request.max_tokens
 

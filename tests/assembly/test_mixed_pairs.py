@@ -39,7 +39,7 @@ def replies_of(runtime: Runtime, temperature: float, **options: Any) -> list[Rep
     assert runtime.template is not None
     replies = []
     for prompt in PROMPTS:
-        tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages)[1]
+        tokens = PromptBuilder(runtime.template, runtime.vocabulary).build(prompt.messages).tokens
         options = {"max_tokens": MAX_TOKENS, "seed": 5, "temperature": temperature} | options
         stream = runtime.stream_tokens(tokens, **options)
         for _ in stream:

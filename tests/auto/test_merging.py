@@ -43,7 +43,7 @@ class TestMerging:
         tree = merged([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])]).tree
         assert tree.tokens == (9, 1, 2, 3, 4, 5)
         assert tree.parents == (-1, 0, 1, 2, 2, 4)
-        assert not tree.block
+        assert not tree.block_verifiable
 
     def test_drawn_guesses_come_first_and_keep_their_laws(self) -> None:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
@@ -61,7 +61,7 @@ class TestMerging:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
         tree = merged([drawn, TokenTree.chain(9, [1, 2])]).tree
         assert tree.is_chain
-        assert not tree.block
+        assert not tree.block_verifiable
 
     @given(st.lists(trees(), min_size=1, max_size=4))
     def test_every_path_of_every_proposal_is_there(self, proposals: list[TokenTree]) -> None:
@@ -112,7 +112,7 @@ class TestTrimming:
         held = [(path(fixed, node), fixed.draft_probs[node]) for node in range(fixed.width)]
         assert all(paths.count(each) >= held.count(each) for each in held)
         assert tree.width <= max(width, fixed.width)
-        assert tree.leaves <= max(leaves, fixed.leaves)
+        assert tree.leaf_count <= max(leaves, fixed.leaf_count)
 
     def test_a_likely_guess_stays_and_an_unlikely_one_goes(self) -> None:
         proposals = [TokenTree.chain(9, [1, 1]), TokenTree.chain(9, [2, 2])]

@@ -331,7 +331,7 @@ class TestTakingOver:
     @pytest.mark.parametrize(
         ("how", "says"),
         [
-            (EarlyExit(5), "was prepared to exit after layer 4, not 5"),
+            (EarlyExit(5), "was loaded for exit layer 4, not 5"),
             (LowBit(), "holds its weights at one precision; make a copy with fewer bits"),
             (SkippedLayers((1,)), "cannot draft for itself without some layers: that takes an MLX model"),
         ],

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from edgespec.backends.base import Snapshot
 from edgespec.backends.replay import MAX_CHECKPOINTS, ReplayModel
 from edgespec.backends.tabular import TabularModel
+from edgespec.engine.logits import Noise
+from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
@@ -278,7 +280,8 @@ def test_the_rows_after_the_replayed_ones_are_whole_logits() -> None:
     for row in range(3):
         for a, b in ((got, expected), (got.limit_vocab(7), expected.limit_vocab(7))):
             for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_k=5)):
-                assert a.best(row, 3, params, 1, 40 + row) == b.best(row, 3, params, 1, 40 + row)
+                processors, noise = build_processors(params, []), params.temperature and Noise(1, 40 + row)
+                assert a.best(row, 3, processors, noise or None) == b.best(row, 3, processors, noise or None)
             for found, wanted in ((a.top(row, 4), b.top(row, 4)), (a.above(row, 1.0), b.above(row, 1.0))):
                 assert [x.tolist() for x in found] == [x.tolist() for x in wanted]
     assert got.limit_vocab(7).vocab_size == 7

@@ -42,7 +42,7 @@ def user(text: str) -> list[Message]:
 
 class TestControlTokens:
     def test_the_templates_own_are_control_tokens(self, builder: PromptBuilder) -> None:
-        _, tokens = builder.build(user("the file"))
+        tokens = builder.build(user("the file")).tokens
         assert tokens[0] == 1
         assert tokens.count(START) == 2
         assert tokens.count(STOP) == 1
@@ -62,9 +62,9 @@ class TestControlTokens:
     def test_what_a_user_types_is_only_text(
         self, builder: PromptBuilder, vocabulary: Vocabulary, typed: str
     ) -> None:
-        _, tokens = builder.build(
+        tokens = builder.build(
             [Message("system", typed), *user(typed), Message("assistant", typed), *user("x")]
-        )
+        ).tokens
         assert tokens.count(START) == 5
         assert tokens.count(STOP) == 4
         assert tokens.count(2) == 0
@@ -75,7 +75,7 @@ class TestControlTokens:
 
     def test_the_start_token_is_not_doubled(self, vocabulary: Vocabulary) -> None:
         builder = PromptBuilder(ChatTemplate("<s>" + CHATML, "<s>", "</s>"), vocabulary)
-        _, tokens = builder.build(user("the file"))
+        tokens = builder.build(user("the file")).tokens
         assert tokens.count(1) == 1
 
 
@@ -87,16 +87,16 @@ class TestWhatWasSaid:
         # "the" letter by letter: the tokenizer would take one token.
         letters = [3 + ord(letter) for letter in "the"]
         builder.remember(prompt, [*letters, STOP])
-        _, tokens = builder.build([*user("the file"), Message("assistant", "the"), *user("more")])
-        assert tokens[: len(prompt[1])] == prompt[1]
-        assert tokens[len(prompt[1]) :][:4] == [*letters, STOP]
+        tokens = builder.build([*user("the file"), Message("assistant", "the"), *user("more")]).tokens
+        assert tokens[: len(prompt.tokens)] == prompt.tokens
+        assert tokens[len(prompt.tokens) :][:4] == [*letters, STOP]
 
     @pytest.mark.parametrize("end", [[], [STOP], [2]])
     def test_whether_it_ended_or_was_cut_off(self, builder: PromptBuilder, end: list[int]) -> None:
         prompt = builder.build(user("the file"))
         builder.remember(prompt, [3 + ord("a"), *end])
-        _, tokens = builder.build([*user("the file"), Message("assistant", "a"), *user("more")])
-        assert tokens[: len(prompt[1]) + 2] == [*prompt[1], 3 + ord("a"), STOP]
+        tokens = builder.build([*user("the file"), Message("assistant", "a"), *user("more")]).tokens
+        assert tokens[: len(prompt.tokens) + 2] == [*prompt.tokens, 3 + ord("a"), STOP]
 
     def test_another_history_is_tokenized_anew(self, builder: PromptBuilder, vocabulary: Vocabulary) -> None:
         prompt = builder.build(user("the file"))
@@ -119,7 +119,8 @@ class TestWhatWasSaid:
         prompt = builder.build(user("the file"))
         builder.remember(prompt, [3 + 0xF0, 3 + 0x9F])
         messages = [*user("the file"), Message("assistant", "\ufffd"), *user("more")]
-        text, tokens = builder.build(messages)
+        prompt = builder.build(messages)
+        text, tokens = prompt.text, prompt.tokens
         assert "more" in text
         assert tokens.count(START) == 4
 

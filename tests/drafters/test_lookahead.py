@@ -93,7 +93,7 @@ class TestJacobi:
                 expected_paths |= prefixes(candidate)
             assert paths == expected_paths
             assert tree.width == len(paths) <= window.rows
-            assert tree.leaves <= window.leaves
+            assert tree.leaf_count <= window.leaves
             assert max(tree.depths) <= window.depth
             logits = target.verify(tree)
             verdict = Invariant().accept(tree, logits, sampler)

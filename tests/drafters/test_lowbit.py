@@ -15,7 +15,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions, LowBit
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
-from tests.runtime.asking import HOWTO, REPEATS, equal
+from tests.runtime.questions import HOWTO, REPEATS, equal
 from tests.tables import with_drafter
 
 LONG = "Tell me about `tar`, `find`, `du`, `sort` and what else lists files by size. " * 6

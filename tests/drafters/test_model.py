@@ -94,7 +94,7 @@ class TestItsGuesses:
         drafter = ModelDrafter(table(3), VOCAB, branches=branches)
         drafter.begin([0, 1, 2])
         tree = propose(drafter, [0, 1, 2], 5)
-        assert tree.leaves == leaves
+        assert tree.leaf_count == leaves
         assert max(tree.depths) == 5
         for node in range(tree.width):
             children = [tree.tokens[child] for child in tree.children(node)]

@@ -29,7 +29,7 @@ def suffix(rule: SuffixConfig, vocab_size: int) -> SuffixDrafter:
 
 
 def law_of(
-    target: Table, make: Any, *, block: bool, depth: int, max_tokens: int
+    target: Table, make: Any, *, block_verification: bool, depth: int, max_tokens: int
 ) -> tuple[dict[Path, Fraction], int]:
     """The law of what several rounds emit, and the widest tree of them."""
     chance = AllChances()
@@ -43,7 +43,7 @@ def law_of(
         steps = decode(
             ExactModel(target, len(target(()))),  # type: ignore[arg-type]
             drafter,
-            Rejection(chance, block=block),
+            Rejection(chance, block_verification=block_verification),
             ExactSampler(ROOT),  # type: ignore[arg-type]
             ROOT[0],
             vocab_size=len(target(())),
@@ -65,7 +65,9 @@ def law_of(
 @pytest.mark.parametrize("seed", range(4))
 def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
     target = random_table(seed, 3)
-    emitted, drafted = law_of(target, lambda: suffix(rule, 3), block=block, depth=3, max_tokens=3)
+    emitted, drafted = law_of(
+        target, lambda: suffix(rule, 3), block_verification=block, depth=3, max_tokens=3
+    )
     assert_law(emitted, target, ROOT, 3)
     assert drafted >= (5 if rule.can_branch else 2), "nothing worth a proof was guessed"
 
@@ -73,7 +75,7 @@ def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_several_rounds(seed: int) -> None:
     target = random_table(seed + 10, 2, zeros=0.1)
-    emitted, _ = law_of(target, lambda: suffix(WIDE, 2), block=True, depth=2, max_tokens=4)
+    emitted, _ = law_of(target, lambda: suffix(WIDE, 2), block_verification=True, depth=2, max_tokens=4)
     assert_law(emitted, target, ROOT, 2)
 
 
@@ -84,5 +86,5 @@ def test_beside_a_draft_model() -> None:
         model: Any = ExactModel(draft, 2)
         return CombinedDrafter([ModelDrafter(model, 2), suffix(WIDE, 2)], can_branch=True)
 
-    emitted, _ = law_of(target, both, block=True, depth=2, max_tokens=3)
+    emitted, _ = law_of(target, both, block_verification=True, depth=2, max_tokens=3)
     assert_law(emitted, target, ROOT, 2)

@@ -87,7 +87,7 @@ class TestItsShape:
 
     def test_where_rows_cost_nothing_a_tree_is_wide_and_where_they_cost_a_step_there_is_none(self) -> None:
         wide = draft(grown(curve=flat))
-        assert wide.leaves > 2
+        assert wide.leaf_count > 2
         assert draft(grown(curve=steep)).drafted == 0
 
     def test_it_goes_past_a_hump_of_the_curve_to_where_it_dips(self) -> None:
@@ -105,7 +105,7 @@ class TestItsShape:
         limits = PassLimits.of(Capabilities(True, True), Capabilities(True, False))
         tree = draft(grown(limits, flat), table(3, tree=False))
         assert tree.is_chain
-        assert tree.block
+        assert tree.block_verifiable
         assert tree.drafted > 1
 
     @settings(max_examples=100, deadline=None)
@@ -126,7 +126,7 @@ class TestItsShape:
             growth.record_outcome(np.full(4, 0.5), rank)
         tree = draft(growth, table(seed), depth)
         assert tree.width <= width
-        assert tree.leaves <= leaves
+        assert tree.leaf_count <= leaves
         assert max(tree.depths) <= depth
         assert tree.pruned(VOCAB, depth, width, leaves) is tree
 

@@ -53,18 +53,18 @@ class AllChances:
         self.weight *= weight
         return value
 
-    def coin(self, probability: float) -> bool:
+    def bernoulli(self, probability: float) -> bool:
         exact: Fraction = probability  # type: ignore[assignment]
         return bool(self._choose([(True, exact), (False, 1 - exact)]))
 
-    def pick(self, law: Distribution) -> int:
+    def sample(self, law: Distribution) -> int:
         return int(self._choose(list(zip(law.tokens.tolist(), law.probs, strict=True))))
 
-    def order(self, law: Distribution, count: int) -> list[int]:
+    def sample_distinct(self, law: Distribution, count: int) -> list[int]:
         drawn: list[int] = []
         left: Distribution | None = law
         while left is not None and len(drawn) < count:
-            drawn.append(self.pick(left))
+            drawn.append(self.sample(left))
             left = left.without([drawn[-1]])
         return drawn
 
@@ -130,7 +130,7 @@ class ExactSampler:
     def distribution(self, logits: ExactLogits, row: int) -> Distribution:
         assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
         if self.greedy:
-            return Distribution.certain(logits.greedy(row))
+            return Distribution.point_mass(logits.greedy(row))
         return exact_distribution(logits.table(logits.paths[row]))
 
     def ranked(self, logits: ExactLogits, row: int, count: int) -> list[int]:

@@ -32,11 +32,11 @@ Rule = Callable[[RandomSource], Any]
 
 
 def token_wise(chance: RandomSource) -> Rejection:
-    return Rejection(chance, block=False)
+    return Rejection(chance, block_verification=False)
 
 
 def block_wise(chance: RandomSource) -> Rejection:
-    return Rejection(chance, block=True)
+    return Rejection(chance, block_verification=True)
 
 
 RULES = [pytest.param(token_wise, id="token-wise"), pytest.param(block_wise, id="block")]
@@ -339,5 +339,5 @@ def test_zero_weight_never_reaches_the_walk() -> None:
     """A law with fewer tokens than branches gives fewer children, not impossible ones."""
     chance = AllChances()
     law = exact_distribution([Fraction(0), Fraction(1), Fraction(0)])
-    assert chance.outcomes(lambda: tuple(chance.order(law, 3))) == {(1,): 1}
+    assert chance.outcomes(lambda: tuple(chance.sample_distinct(law, 3))) == {(1,): 1}
     assert np.array_equal(law.tokens, [0, 1, 2])

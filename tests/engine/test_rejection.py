@@ -51,7 +51,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 RULES: dict[str, Callable[[int], Acceptance]] = {
     "invariant": lambda seed: Invariant(),
     "rejection": lambda seed: Rejection(RandomDraws(seed)),
-    "token-wise": lambda seed: Rejection(RandomDraws(seed), block=False),
+    "token-wise": lambda seed: Rejection(RandomDraws(seed), block_verification=False),
 }
 
 
@@ -174,7 +174,7 @@ class _Leaky(Rejection):
             sampler.push(tree.tokens[node])
         law = sampler.distribution(logits, verdict.path[-1] if verdict.path else 0)
         sampler.pop(len(verdict.path))
-        return type(verdict)(verdict.path, self._chance.pick(law))
+        return type(verdict)(verdict.path, self._random.sample(law))
 
 
 class _Blind(Rejection):
@@ -191,19 +191,23 @@ class _Blind(Rejection):
 class _OneStream(RandomDraws):
     """Uses the number that drew a draft to accept it, too."""
 
-    def coin(self, probability: float) -> bool:
-        self._thrown = dict.fromkeys(self._thrown, 0)
-        return super().coin(probability)
+    def bernoulli(self, probability: float) -> bool:
+        self._counters = dict.fromkeys(self._counters, 0)
+        return super().bernoulli(probability)
 
-    def pick(self, law: Distribution) -> int:
-        self._thrown = dict.fromkeys(self._thrown, 0)
-        return super().pick(law)
+    def sample(self, law: Distribution) -> int:
+        self._counters = dict.fromkeys(self._counters, 0)
+        return super().sample(law)
 
 
 WRONG: dict[str, tuple[Callable[[int], Acceptance], str, str]] = {
-    "no residual": (lambda seed: _Leaky(RandomDraws(seed), block=False), "chain", "open"),
+    "no residual": (lambda seed: _Leaky(RandomDraws(seed), block_verification=False), "chain", "open"),
     "penalties blind to the path": (lambda seed: _Blind(RandomDraws(seed)), "chain", "penalties"),
-    "the same luck twice": (lambda seed: Rejection(_OneStream(seed), block=False), "tree", "open"),
+    "the same luck twice": (
+        lambda seed: Rejection(_OneStream(seed), block_verification=False),
+        "tree",
+        "open",
+    ),
 }
 
 
@@ -221,19 +225,19 @@ class TestDice:
 
     def test_coins(self) -> None:
         dice = RandomDraws(1)
-        heads = sum(dice.coin(0.3) for _ in range(20_000))
+        heads = sum(dice.bernoulli(0.3) for _ in range(20_000))
         assert stats.binomtest(heads, 20_000, 0.3).pvalue > 1e-4
-        assert all(dice.coin(1) for _ in range(1000))
-        assert not any(dice.coin(0) for _ in range(1000))
+        assert all(dice.bernoulli(1) for _ in range(1000))
+        assert not any(dice.bernoulli(0) for _ in range(1000))
 
     def test_picks(self) -> None:
         dice = RandomDraws(2)
-        counts = Counter(dice.pick(self.LAW) for _ in range(20_000))
+        counts = Counter(dice.sample(self.LAW) for _ in range(20_000))
         assert stats.chisquare([counts[i] for i in range(4)], self.LAW.probs * 20_000).pvalue > 1e-4
 
     def test_orders(self) -> None:
         dice = RandomDraws(3)
-        counts = Counter(tuple(dice.order(self.LAW, 2)) for _ in range(20_000))
+        counts = Counter(tuple(dice.sample_distinct(self.LAW, 2)) for _ in range(20_000))
         probs = self.LAW.probs
         law = {(i, j): probs[i] * probs[j] / (1 - probs[i]) for i, j in product(range(4), repeat=2) if i != j}
         assert stats.chisquare([counts[p] for p in law], [p * 20_000 for p in law.values()]).pvalue > 1e-4
@@ -242,7 +246,7 @@ class TestDice:
         grid: NDArray[np.int64] = np.zeros((4, 2, 4), np.int64)
         for seed in range(20_000):
             dice = RandomDraws(seed)
-            grid[dice.order(self.LAW, 1)[0], int(dice.coin(0.5)), dice.pick(self.LAW)] += 1
+            grid[dice.sample_distinct(self.LAW, 1)[0], int(dice.bernoulli(0.5)), dice.sample(self.LAW)] += 1
         for a, b in ((0, 1), (0, 2), (1, 2)):
             other = 3 - a - b
             assert stats.chi2_contingency(grid.sum(axis=other)).pvalue > 1e-4
@@ -255,6 +259,6 @@ class TestDice:
             for token, law in draws:
                 assert law is not None
                 assert law.prob(token) > 0
-        assert self.LAW.pick(np.nextafter(1.0, 0.0)) == 3
+        assert self.LAW.sample(np.nextafter(1.0, 0.0)) == 3
         ends = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
-        assert ends.pick(np.nextafter(1.0, 0.0)) == 1
+        assert ends.sample(np.nextafter(1.0, 0.0)) == 1

@@ -20,7 +20,7 @@ def trees(draw: st.DrawFn) -> TokenTree:
 class TestShape:
     def test_a_chain(self) -> None:
         tree = TokenTree.chain(7, [1, 2])
-        assert (tree.width, tree.drafted, tree.leaves, tree.depths) == (3, 2, 1, (0, 1, 2))
+        assert (tree.width, tree.drafted, tree.leaf_count, tree.depths) == (3, 2, 1, (0, 1, 2))
         assert tree.is_chain
         assert tree.child(1, 2) == 2
         assert tree.child(1, 1) is None
@@ -28,12 +28,12 @@ class TestShape:
     def test_siblings_keep_the_order_they_were_drawn_in(self) -> None:
         tree = TokenTree((7, 3, 1, 2), (-1, 0, 0, 1), (None,) * 4)
         assert tree.children(0) == [1, 2]
-        assert tree.leaves == 2
+        assert tree.leaf_count == 2
         assert not tree.is_chain
 
     @given(trees())
     def test_leaves_and_depths(self, tree: TokenTree) -> None:
-        assert tree.leaves == sum(not tree.children(node) for node in range(tree.width))
+        assert tree.leaf_count == sum(not tree.children(node) for node in range(tree.width))
         assert all(tree.depths[n] == tree.depths[tree.parents[n]] + 1 for n in range(1, tree.width))
 
 
@@ -64,7 +64,7 @@ class TestWalking:
     @given(trees())
     def test_the_same_nodes_in_another_order(self, tree: TokenTree) -> None:
         order = sorted(range(tree.width), key=lambda node: (tree.depths[node], node))
-        turned = tree.only(order)
+        turned = tree.subtree(order)
         assert sorted(turned.depths) == list(turned.depths)
         for i, node in enumerate(order):
             assert [order[at] for at in path(turned, i)] == path(tree, node)
@@ -79,7 +79,7 @@ class TestBuilding:
         for node in range(first):
             assert built.add(tree.parents[node], tree.tokens[node]) == node
         built.extend(tree, first)
-        assert built.tree() == tree
+        assert built.build() == tree
         assert (len(built), tuple(built.depths)) == (tree.width, tree.depths)
         assert built.is_chain is tree.is_chain
         for node in range(tree.width):
@@ -90,9 +90,9 @@ class TestBuilding:
     @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=6))
     def test_paths_share_what_they_begin_with(self, paths: list[list[int]]) -> None:
         built = TreeBuilder([9])
-        ends = [built.grow(0, tokens) for tokens in paths]
-        tree = built.tree(block=True)
-        assert tree.block
+        ends = [built.add_path(0, tokens) for tokens in paths]
+        tree = built.build(block_verifiable=True)
+        assert tree.block_verifiable
         for tokens, end in zip(paths, ends, strict=True):
             walked = tree.walk(tokens)
             assert (len(walked), walked[-1]) == (len(tokens) + 1, end)
@@ -100,7 +100,7 @@ class TestBuilding:
         assert tree.width == len(beginnings | {()})
 
     def test_it_begins_with_a_chain(self) -> None:
-        assert TreeBuilder([7, 1, 2]).tree(block=True) == TokenTree.chain(7, [1, 2])
+        assert TreeBuilder([7, 1, 2]).build(block_verifiable=True) == TokenTree.chain(7, [1, 2])
         assert len(TreeBuilder()) == 0
 
     def test_a_try_of_its_own_may_have_a_siblings_token(self) -> None:
@@ -116,7 +116,7 @@ class TestPruning:
         cut = tree.pruned(8, depth, width, branches)
         assert cut.tokens[0] == tree.tokens[0]
         assert cut.width <= width
-        assert cut.leaves <= branches
+        assert cut.leaf_count <= branches
         assert max(cut.depths) <= depth
         assert all(0 <= token < 8 for token in cut.tokens)
 
@@ -154,4 +154,4 @@ class TestPruning:
     @pytest.mark.parametrize("block", [True, False])
     def test_a_block_stays_a_block(self, block: bool) -> None:
         tree = TokenTree((1, 2, 3, 4), (-1, 0, 1, 2), (None,) * 4, block)
-        assert tree.pruned(9, 2).block is block
+        assert tree.pruned(9, 2).block_verifiable is block

@@ -1,4 +1,4 @@
-"""The tables of README.md, in Markdown, from what was proved."""
+"""Markdown tables for docs/compatibility.md, built from the results of the parity tests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from tests.parity.models import BACKENDS, COLUMNS, IN_HALVES, KINDS, Column
 __all__ = ["Proved", "in_markdown"]
 
 _LEGEND = """\
-A column is a backend and how the model remembers: *full* attention, a sliding *window*, a *recurrent* state
-(hybrids too), *chunked* attention. **yes**: at temperature 0, and sampled with a seed, the reply is plain
-decoding's token for token, and of what was drafted some was accepted and some was not; with
-`--acceptance rejection` it is so at temperature 0, and above that it runs (`tests/engine` enumerates its
-law). **in trees**: some passes held several guesses for one position. Wide passes count as free here, so
-that nothing is left out because it would not pay.
+A column is a backend and a kind of model memory: *full* attention, sliding-*window* attention, a *recurrent*
+state (also in hybrids) or *chunked* attention. **yes** means that at temperature 0, and when sampling with a
+seed, the reply equals plain decoding token for token, and that some draft tokens were accepted and some
+rejected. With `--acceptance rejection` this holds at temperature 0, and `tests/engine` checks the
+distribution above that. **in trees** means that some passes verified several candidates for one position.
+The tests treat wide passes as free, so that every method drafts.
 """
 _NUMBERS = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫"
 
 
 @dataclass(frozen=True)
 class Proved:
-    """Asks for proofs. Each says why something does not work; nothing where it was proved to.
+    """Functions that run a proof and return the reason why something does not work, or an empty string.
 
-    cells: for each model that stands for the kind.
+    Attributes:
+        cells: Results of a method in a column, by model.
+        of_models: Result of a capability in a column.
+        of_backend: Result of a capability of a backend.
     """
 
     cells: Callable[[Row, Column], Mapping[str, Cell]]
@@ -35,7 +38,7 @@ class Proved:
 
 
 class _Notes:
-    """Footnotes, numbered as they come up."""
+    """Footnotes, numbered in order of first use."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -50,10 +53,10 @@ class _Notes:
 
 
 def in_markdown(proved: Proved) -> str:
-    """Both tables with their legend, their footnotes, and the models they were proved on."""
+    """Return both tables with legend, footnotes and the list of test models."""
     notes = _Notes()
     tables = [_methods(proved, notes), _LEGEND, _capabilities(proved, notes)]
-    return "\n".join([*tables, "Why not, as edgespec itself says:\n", notes.lines(), _models()])
+    return "\n".join([*tables, "Reasons, as edgespec reports them:\n", notes.lines(), _models()])
 
 
 def _methods(proved: Proved, notes: _Notes) -> str:
@@ -67,11 +70,11 @@ def _capabilities(proved: Proved, notes: _Notes) -> str:
     for what in OF_BACKENDS:
         reasons = [proved.of_backend(what, backend) for backend in BACKENDS]
         rows.append([what, *(_answer(reason, notes) for reason in reasons)])
-    return _table(["what", *BACKENDS], rows)
+    return _table(["capability", *BACKENDS], rows)
 
 
 def _answers(cells: Mapping[str, Cell], notes: _Notes) -> str:
-    """One answer where all models of the kind agree."""
+    """Return a single answer if all models of the kind agree, else one per model."""
     answers = {name: _answer(cell.missing, notes, branched=cell.branched) for name, cell in cells.items()}
     if len(set(answers.values())) == 1:
         return next(iter(answers.values()))
@@ -85,7 +88,7 @@ def _answer(missing: str, notes: _Notes, *, branched: bool = False) -> str:
 
 
 def _kinds(proved: Proved, backend: str, what: str, notes: _Notes) -> str:
-    """Which kinds of memory can, and which cannot."""
+    """List the kinds of memory that support a capability, and those that do not."""
     reasons = {c.memory: proved.of_models(what, c) for c in COLUMNS if c.backend == backend}
     can = ", ".join(memory for memory, reason in reasons.items() if not reason)
     cannot = ", ".join(f"{memory}{notes.number(reason)}" for memory, reason in reasons.items() if reason)
@@ -93,15 +96,15 @@ def _kinds(proved: Proved, backend: str, what: str, notes: _Notes) -> str:
 
 
 def _models() -> str:
-    """The architectures that stand for the kinds."""
+    """List the architectures of the test models."""
     lines = []
     for backend in BACKENDS:
         columns = [column for column in COLUMNS if column.backend == backend]
         names = [name for column in columns for name in (*KINDS[column], *IN_HALVES.get(column, ()))]
         lines.append(f"{backend}: {', '.join(names)}")
     every = "; ".join(row.title for row in ROWS if row.every)
-    which = f"On all of these: {every};\nthe other rows on the first of each kind.\n"
-    return "Proved on tiny models. " + ";\n".join(lines) + ".\n" + which
+    which = f"Tested on all of these: {every}.\nThe other rows are tested on the first model of each kind.\n"
+    return "Tiny test models. " + ";\n".join(lines) + ".\n" + which
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

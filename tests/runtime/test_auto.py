@@ -22,7 +22,7 @@ from edgespec.engine.acceptance import Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
-from tests.runtime.asking import HOWTO, REPEATS
+from tests.runtime.questions import HOWTO, REPEATS
 
 ROOT = (0,)
 
@@ -78,7 +78,7 @@ class TestTheLaw:
             steps = decode(
                 ExactModel(target, 2),  # type: ignore[arg-type]
                 auto,
-                Rejection(chance, block=block),
+                Rejection(chance, block_verification=block),
                 ExactSampler(ROOT),  # type: ignore[arg-type]
                 ROOT[0],
                 vocab_size=2,

@@ -13,7 +13,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.errors import BackendError, BusyError
 from edgespec.methods import DrafterSet
-from tests.runtime.asking import HOWTO, REPEATS
+from tests.runtime.questions import HOWTO, REPEATS
 from tests.tables import PROMPT, near, runtime, table
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
-from tests.runtime.asking import HOWTO, REPEATS, equal
+from tests.runtime.questions import HOWTO, REPEATS, equal
 
 
 def take(stream: edgespec.ReplyStream, count: int) -> None:

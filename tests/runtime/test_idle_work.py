@@ -187,7 +187,7 @@ def test_no_step_is_taken_within_a_reply(runtime: Runtime, drafter: IdleDrafter)
     wrong: list[object] = []
 
     def watch() -> None:
-        if session._current is not None and not session._working.locked():
+        if session._active_request is not None and not session._compute_lock.locked():
             wrong.append("a step without the lock")
 
     drafter.step = watch

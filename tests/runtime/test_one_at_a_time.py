@@ -13,7 +13,7 @@ import pytest
 import edgespec
 from edgespec import Reply, Runtime
 from edgespec.errors import BusyError, ClosedError, EdgespecError
-from tests.runtime.asking import HOWTO, REPEATS, equal
+from tests.runtime.questions import HOWTO, REPEATS, equal
 
 
 class TestOneAtATime:

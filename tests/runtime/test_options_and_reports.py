@@ -13,7 +13,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from tests.backends.tiny_models import CHATML, write_llama
-from tests.runtime.asking import HOWTO, METHODS, REPEATS
+from tests.runtime.questions import HOWTO, METHODS, REPEATS
 
 
 def _drained(stream: edgespec.ReplyStream) -> Reply:

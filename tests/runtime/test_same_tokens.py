@@ -12,7 +12,7 @@ import pytest
 import edgespec
 from edgespec import Reply, Runtime
 from edgespec.losslessness import read_prompts, verify
-from tests.runtime.asking import HOWTO, METHODS, REPEATS, equal
+from tests.runtime.questions import HOWTO, METHODS, REPEATS, equal
 
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
 SAMPLING = {

@@ -13,7 +13,7 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.errors import ClosedError
-from tests.runtime.asking import HOWTO, REPEATS, equal
+from tests.runtime.questions import HOWTO, REPEATS, equal
 
 LONG = "What does `ls` do? " * 20
 OPTIONS: dict[str, Any] = {"seed": 3, "temperature": 0.8}

@@ -12,7 +12,7 @@ from textual.content import Content
 from edgespec.chat.message import Message
 from edgespec.chat.store import Setting
 from edgespec.errors import OptionError
-from edgespec.request import USUAL_REPLY_TOKENS
+from edgespec.request import DEFAULT_MAX_TOKENS
 from edgespec.tui import commands, numbers
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import ChatEntry, OpenChat, code_blocks
@@ -128,7 +128,7 @@ def test_any_stop_text_survives_being_shown(text: str) -> None:
 
 def test_every_setting_has_a_default_to_show() -> None:
     assert all(default_text(field) for field in FIELDS)
-    assert default_text(field_named("max_tokens")) == f"{USUAL_REPLY_TOKENS:,}"
+    assert default_text(field_named("max_tokens")) == f"{DEFAULT_MAX_TOKENS:,}"
 
 
 def test_a_saved_chats_settings_are_checked() -> None:

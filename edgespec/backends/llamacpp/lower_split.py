@@ -88,7 +88,7 @@ class LowerSplit:
                 self.end_round()
         run = len(self._tree)
         self._find(tree, first)
-        whole = self._tree.tree()
+        whole = self._tree.build()
         if first == 0 and run and not self._fits(whole):
             # The draft's other nodes take the place this tree needs.
             self.end_round()
@@ -102,11 +102,11 @@ class LowerSplit:
         """Where the target's nodes are in this tree; those it lacks are added."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
-            self._nodes.append(self._tree.grow(parent, tree.tokens[node : node + 1]))
+            self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
 
     def _fits(self, tree: TokenTree) -> bool:
         room = self.context.tokens - self.cells.length
-        return tree.width <= room and tree.leaves <= self._max_branches
+        return tree.width <= room and tree.leaf_count <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the root and these of the target's nodes."""

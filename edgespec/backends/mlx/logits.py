@@ -6,22 +6,57 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation
-from edgespec.engine.logits import HostLogits, best_drawn
+from edgespec.engine.logits import HostLogits, Noise, best_on_host
 from edgespec.engine.noise import Stream, key
-from edgespec.engine.sampling_params import Candidates, SamplingParams
+from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temperature, TopK, TopP
 
 __all__ = ["DeviceLogits"]
 
 # How many more candidates are fetched than asked for, so that ties at the edge are seen.
 _SPARE = 16
 _FEW = 64
+
+
+class _DeviceChain(NamedTuple):
+    """The settings of a sampling chain that the device code implements. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+# The processors that the device code implements, in the only order in which it applies them.
+_ON_DEVICE = (Temperature, TopK, TopP, MinP)
+
+
+def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
+    """Return the settings of a chain that can run on the device, or None if it must run on the host.
+
+    This is an allowlist of exact types: a chain with any other processor runs on the host.
+    """
+    kinds = [type(processor) for processor in processors]
+    if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (Temperature in kinds) != bool(noise):
+        return None
+    chain = _DeviceChain()
+    for processor in processors:
+        match processor:
+            case Temperature(temperature):
+                chain = chain._replace(temperature=temperature)
+            case TopK(k):
+                chain = chain._replace(top_k=k)
+            case TopP(mass):
+                chain = chain._replace(top_p=mass)
+            case MinP(share):
+                chain = chain._replace(min_p=share)
+    return chain
 
 
 class DeviceLogits:
@@ -50,22 +85,24 @@ class DeviceLogits:
         return len(self._depths)
 
     def best(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        if params.typical_p < 1 and params.temperature > 0:  # rare enough to be done where it is easy
-            return best_drawn(self, row, count, params, seed, position)
-        root = position - self._depths[row]
-        what = (count, seed, root, params.temperature, params.top_k, params.top_p, params.min_p)
-        if what not in self._fetched:
+        chain = _device_chain(processors, noise)
+        if chain is None:
+            return best_on_host(self, row, count, processors, noise)
+        root = noise.position - self._depths[row] if noise else 0
+        key_of_answer = (count, chain, noise and noise.seed, root)
+        if key_of_answer not in self._fetched:
             started = self._started if count == 1 and row == len(self) - 1 else None
-            self._fetched[what] = self._fetch_best(count, params, seed, root, started)
-        tokens, kept, peaks = self._fetched[what]
+            seed = noise.seed if noise else 0
+            self._fetched[key_of_answer] = self._fetch_best(count, chain, seed, root, started)
+        tokens, kept, peaks = self._fetched[key_of_answer]
         return tokens[row][: kept[row]], peaks[row]
 
     def _fetch_best(
         self,
         count: int,
-        params: SamplingParams,
+        chain: _DeviceChain,
         seed: int,
         root: int,
         started: Callable[[mx.array, DeviceLogits], None] | None,
@@ -73,9 +110,9 @@ class DeviceLogits:
         rows = self._rows
         peaks = rows.max(axis=-1)
         kept = None
-        if params.temperature > 0.0:
+        if chain.temperature > 0.0:
             keys = _words(key(seed, Stream.TOKEN, root + depth) for depth in self._depths)
-            tokens, kept = _drawn(rows, peaks, keys, count, params)
+            tokens, kept = _drawn(rows, peaks, keys, count, chain)
         elif count == 1:
             tokens = mx.argmax(rows, axis=-1, keepdims=True)
         else:
@@ -160,27 +197,27 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 
 
 def _drawn(
-    rows: mx.array, peaks: mx.array, keys: mx.array, count: int, params: SamplingParams
+    rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: _DeviceChain
 ) -> tuple[mx.array, mx.array | None]:
     """The `count` tokens of largest log p + noise of each row, and how many the filters kept (None: all).
 
-    The same chain as `engine.chain.filtered`, in single precision.
+    The same chain as the classes in `engine.processors`, in single precision.
     """
-    if params.top_k > 0 or params.top_p < 1:
+    if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
-        wanted = min(params.top_k or size, size)
+        wanted = min(chain.top_k or size, size)
         tokens, values = _largest(rows, min(wanted + _SPARE, size))
         tokens, values = tokens[:, :wanted], values[:, :wanted]
     else:
         tokens, values = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape), rows
-    log_probs = (values - peaks[:, None]) / params.temperature
+    log_probs = (values - peaks[:, None]) / chain.temperature
     scores = log_probs + _gumbel(keys, tokens)
     keep = None
-    if params.top_p < 1:
+    if chain.top_p < 1:
         probs = mx.softmax(log_probs, axis=-1, precise=True)
-        keep = mx.cumsum(probs, axis=-1) - probs < params.top_p
-    if params.min_p > 0:
-        likely = log_probs >= math.log(params.min_p)
+        keep = mx.cumsum(probs, axis=-1) - probs < chain.top_p
+    if chain.min_p > 0:
+        likely = log_probs >= math.log(chain.min_p)
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)

@@ -125,7 +125,7 @@ class SuffixDrafter(Drafter):
                 tuple(guess.tokens),
                 parents,
                 (None,) * len(parents),
-                block=parents == tuple(range(-1, len(parents) - 1)),
+                block_verifiable=parents == tuple(range(-1, len(parents) - 1)),
             )
 
     def commit(self, tokens: tuple[int, ...]) -> None:

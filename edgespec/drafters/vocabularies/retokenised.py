@@ -15,12 +15,10 @@ from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
 
-_GREEDY = SamplingParams(temperature=0.0)
 # So many of the last tokens are tokenized again together with what follows them.
 _CONTEXT_TOKENS = 8
 # So few of the draft's tokens are run as a part of the next guess.
@@ -139,7 +137,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         for done in range(most):
             self._model.run_ahead(done + 1 < most)
             logits = self._model.verify(TokenTree.chain(chain[0], chain[1:]), done)
-            token = logits.best(0, 1, _GREEDY, 0, 0)[0][0]
+            token = logits.best(0, 1)[0][0]
             piece = self._model.vocabulary.piece(token)
             ended = self._model.vocabulary.is_end(token)
             if ended or not piece:

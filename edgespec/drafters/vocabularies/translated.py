@@ -103,7 +103,7 @@ class TranslatedModel(BaseModel):
                 self._bring_up()
             begun = len(self._inner)
             self._translate(tree, first)
-            logits = self._model.verify(self._inner.tree(), begun)
+            logits = self._model.verify(self._inner.build(), begun)
         except BaseException:
             self._end_round()
             raise

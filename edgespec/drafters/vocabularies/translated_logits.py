@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.drafters.vocabularies.translation import TokenTranslation
-from edgespec.engine.logits import Logits, best_drawn
-from edgespec.engine.sampling_params import Candidates, SamplingParams
+from edgespec.engine.logits import Logits, Noise, best_on_host
+from edgespec.engine.processors import Candidates, LogitsProcessor
 
 __all__ = ["TranslatedLogits"]
 
@@ -45,13 +45,9 @@ class TranslatedLogits:
         return len(self._rows)
 
     def best(
-        self, row: int, count: int, params: SamplingParams, seed: int, position: int
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        if params.temperature > 0.0:
-            return best_drawn(self, row, count, params, seed, position)
-        tokens, values = self.top(row, count)
-        ranking = np.argsort(-values, kind="stable")[:count]
-        return tokens[ranking].tolist(), float(values.max(initial=-np.inf))
+        return best_on_host(self, row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
         asked = count + _MORE

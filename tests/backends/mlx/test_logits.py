@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.engine.logits import HostLogits
+from edgespec.engine.logits import HostLogits, Noise
 from edgespec.engine.noise import Stream, gumbel
+from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling_params import SamplingParams
 
 VOCAB = 500
@@ -34,6 +35,13 @@ chains = st.builds(
 )
 
 
+def best(
+    logits: HostLogits | DeviceLogits, row: int, count: int, params: SamplingParams, seed: int, position: int
+) -> tuple[list[int], float]:
+    noise = Noise(seed, position) if params.temperature else None
+    return logits.best(row, count, build_processors(params, []), noise)
+
+
 class TestBest:
     @settings(max_examples=150, deadline=None)
     @given(several, chains, st.integers(0, 2**64 - 1), st.sampled_from([1, 2, 7]))
@@ -43,8 +51,8 @@ class TestBest:
         # What stands right at the edge of a nucleus may fall to either side of it in single precision.
         host, device = HostLogits(rows), DeviceLogits(mx.array(rows), [0, 1, 1])
         for row, depth in enumerate((0, 1, 1)):
-            wanted, peak = host.best(row, count, params, seed, 10 + depth)
-            got, its_peak = device.best(row, count, params, seed, 10 + depth)
+            wanted, peak = best(host, row, count, params, seed, 10 + depth)
+            got, its_peak = best(device, row, count, params, seed, 10 + depth)
             assert its_peak == peak
             assert (
                 got == wanted or params.top_p < 1 or close(rows[row], params, seed, 10 + depth, got, wanted)
@@ -55,7 +63,7 @@ class TestBest:
         params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         for position in range(30):
             noise = gumbel(3, Stream.TOKEN, position, np.arange(100_000))
-            got = DeviceLogits(flat, [0]).best(0, 5, params, 3, position)[0]
+            got = best(DeviceLogits(flat, [0]), 0, 5, params, 3, position)[0]
             assert got == np.argsort(-noise, kind="stable")[:5].tolist()
 
     def test_samples_follow_the_distribution(self) -> None:
@@ -65,7 +73,7 @@ class TestBest:
         params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         rows = mx.array(np.log(np.tile(law, (4000, 1))).astype(np.float32))
         logits = DeviceLogits(rows, range(4000))
-        drawn = [logits.best(row, 1, params, 1, row)[0][0] for row in range(4000)]
+        drawn = [best(logits, row, 1, params, 1, row)[0][0] for row in range(4000)]
         assert chisquare(np.bincount(drawn, minlength=5), law * 4000).pvalue > 1e-4
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -73,18 +81,18 @@ class TestBest:
         rows = np.zeros((2, VOCAB), np.float32)
         rows[1, 7] = np.nan
         logits = DeviceLogits(mx.array(rows), [0, 1])
-        assert not np.isfinite(logits.best(1, 1, SamplingParams(temperature=temperature), 0, 0)[1])
+        assert not np.isfinite(best(logits, 1, 1, SamplingParams(temperature=temperature), 0, 0)[1])
 
     def test_the_next_step_begins_before_the_answer_is_waited_for(self) -> None:
         seen: list[int] = []
         rows = mx.array(some_rows(0, 3.0, coarse=False))
         logits = DeviceLogits(rows, [0, 1, 2], lambda token, _: seen.append(int(np.array(token)[0])))
         params = SamplingParams(temperature=0.0)
-        first = logits.best(0, 1, params, 0, 0)[0]
+        first = best(logits, 0, 1, params, 0, 0)[0]
         assert not seen
         assert first == [int(np.array(rows)[0].argmax())]
         logits = DeviceLogits(rows, [0, 1, 2], lambda token, _: seen.append(int(np.array(token)[0])))
-        assert logits.best(2, 1, params, 0, 2)[0] == seen
+        assert best(logits, 2, 1, params, 0, 2)[0] == seen
 
 
 def close(
@@ -131,7 +139,7 @@ class TestCandidates:
         assert device.at(1, np.array([4, 2, 499])).tolist() == rows[1][[4, 2, 499]].tolist()
         few = device.limit_vocab(10)
         assert (len(few), few.vocab_size) == (3, 10)
-        assert few.best(2, 1, SamplingParams(temperature=0.0), 0, 0)[0] == [int(rows[2][:10].argmax())]
+        assert best(few, 2, 1, SamplingParams(temperature=0.0), 0, 0)[0] == [int(rows[2][:10].argmax())]
         assert device.limit_vocab(VOCAB) is device
 
     def test_half_precision_is_widened_not_rounded(self) -> None:

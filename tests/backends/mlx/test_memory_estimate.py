@@ -16,7 +16,6 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.backends.mlx import memory_estimate
 from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
 from edgespec.catalog import resolve
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -74,7 +73,7 @@ def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
     mx.reset_peak_memory()
     width = model.facts.capabilities.max_width
     model.prefill([5 + i % 200 for i in range(context_tokens - width)])
-    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1)
     taken = mx.get_peak_memory() - before
     model.close()
     # A machine that is busy computes less at once, and then takes less.
@@ -123,7 +122,7 @@ def run(path, tokens):
     Path("/proc/self/clear_refs").write_text("5")
     width = model.facts.capabilities.max_width
     model.prefill([5 + i % 200 for i in range(tokens - width)])
-    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1)
     taken = held("VmHWM") - loaded
     model.close()
     return taken

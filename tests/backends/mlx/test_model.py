@@ -20,7 +20,6 @@ from edgespec.backends.mlx import loading
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, MemoryBudgetError, OptionError
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
@@ -62,7 +61,7 @@ class TestProbe:
         model.truncate(1)
         assert model.length == 0
         model.run_ahead(True)
-        model.verify(TokenTree.chain(5)).best(0, 1, SamplingParams(temperature=0.0), 0, 0)
+        model.verify(TokenTree.chain(5)).best(0, 1)
         model.commit(())
         np.testing.assert_array_equal(row(model, TokenTree.chain(6)), expected)
         model.close()

@@ -18,7 +18,9 @@ from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
+from edgespec.engine.logits import Noise
 from edgespec.engine.loop import decode
+from edgespec.engine.processors import build_processors
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
@@ -81,11 +83,10 @@ class TestRunAhead:
         llama.truncate(0)
         llama.prefill([5] * 510)
         llama.run_ahead(True)
-        greedy = SamplingParams(temperature=0.0)
         for room in (2, 1):
             assert llama.free_tokens == room
             logits = llama.verify(TokenTree.chain(5))
-            logits.best(0, 1, greedy, 0, 0)
+            logits.best(0, 1)
             llama.commit(())
         assert llama.free_tokens == 0
         llama.run_ahead(False)
@@ -205,7 +206,7 @@ class TestThreads:
         def plain_step() -> None:
             # What this one begins is asked for in the next thread.
             logits = models[0].verify(TokenTree.chain(last[0]))
-            last[:] = logits.best(0, 1, SamplingParams(), 1, 1)[0]
+            last[:] = logits.best(0, 1, build_processors(SamplingParams(), []), Noise(1, 1))[0]
             rows.append(logits.at(0, np.arange(models[0].vocabulary.size)))
             models[0].commit(())
 

@@ -190,7 +190,7 @@ class TestDemo:
         demo.prefill(PROMPT)
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
-        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
+        ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1)
         assert demo.memory.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
         assert demo.memory.length == len(PROMPT) + 2
@@ -250,10 +250,10 @@ class TestHistories:
             tree = TokenTree((token, 5, token + 1, 6, token + 2), (-1, 0, 0, 1, 2), (None,) * 5)
             if what == "draft":
                 view.run_ahead(token % 2 == 0)
-                view.verify(chain).best(2, 1, GREEDY, 0, 2)
+                view.verify(chain).best(2, 1)
             elif what == "plain":
                 model.run_ahead(True)
-                model.verify(TokenTree.chain(token)).best(0, 1, GREEDY, 0, 0)
+                model.verify(TokenTree.chain(token)).best(0, 1)
                 model.run_ahead(False)
                 model.commit(())
                 tokens.append(token)
@@ -364,7 +364,7 @@ class TestInterrupted:
             for mine in (True, False):
                 view = model.self_draft(way)
                 view.run_ahead(True)
-                view.verify(TokenTree.chain(9)).best(0, 1, GREEDY, 0, 0)
+                view.verify(TokenTree.chain(9)).best(0, 1)
                 interrupt_at(model.memory.attention[layer])
                 with contextlib.suppress(KeyboardInterrupt):
                     if mine:

@@ -142,7 +142,7 @@ class TestSecondThoughts:
         chat = demo.chat()
         calls: list[Callable[[], object]] = [chat.regenerate, lambda: chat.edit_last("x")]
         for call in calls:
-            with pytest.raises(OptionError, match="no message"):
+            with pytest.raises(OptionError, match="no user message"):
                 call()
         assert chat.messages == []
 

@@ -1,0 +1,128 @@
+"""A conversation with a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from edgespec.chat.message import Message
+from edgespec.chat.prompt import ContextFull
+from edgespec.errors import OptionError, TemplateError
+from edgespec.reply import Reply
+from edgespec.stream import ReplyStream
+
+__all__ = ["Chat"]
+
+
+class _MessageRuntime(Protocol):
+    """The part of `Runtime` that a conversation uses."""
+
+    def count_tokens(self, messages: Sequence[Message]) -> int: ...
+
+    def stream_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        context_full: ContextFull,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Any,
+    ) -> ReplyStream: ...
+
+
+class Chat:
+    """A conversation over a runtime. `Runtime.chat` creates it.
+
+    Attributes:
+        system: Instructions for the model. A change takes effect with the next turn.
+        messages: The messages of user and assistant in turn. Do not change the list during a reply.
+        dropped_messages: Oldest messages that the last turn left out of the prompt because the context is
+            full.
+    """
+
+    def __init__(
+        self,
+        runtime: _MessageRuntime,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        context_full: ContextFull = "slide",
+    ) -> None:
+        self.system = system
+        self.messages = list(messages)
+        self.dropped_messages = 0
+        self._runtime = runtime
+        self._context_full = context_full
+        # None until the first turn of a conversation that began with messages.
+        self._used_tokens: int | None = None if self.messages else 0
+
+    @property
+    def context_used_tokens(self) -> int:
+        """The tokens that prompt and reply of the last turn take of the context.
+
+        Before the first turn this counts the messages that the conversation began with, which may be more
+        than the context holds. It is 0 if the chat template rejects them.
+        """
+        if self._used_tokens is None:
+            with suppress(TemplateError):
+                return self._runtime.count_tokens(self._with_system(self.messages))
+        return self._used_tokens or 0
+
+    def stream(self, text: str, **options: Any) -> ReplyStream:
+        """Send a message and stream the reply.
+
+        The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far. A
+        reply that fails, or is cancelled before its first word, leaves the conversation as it was.
+
+        Args:
+            text: The user's message.
+            **options: Options of `Runtime.stream_tokens`.
+
+        Raises:
+            ContextFullError: The message does not fit the context.
+            OptionError: An option is unknown or has an invalid value.
+            TemplateError: The chat template rejects the conversation.
+        """
+        return self._answer([*self.messages, Message("user", text)], options)
+
+    def ask(self, text: str, **options: Any) -> Reply:
+        """Send a message and wait for the reply. Takes the options of `stream`."""
+        return self.stream(text, **options).wait()
+
+    def regenerate(self, **options: Any) -> ReplyStream:
+        """Answer the last user message again. Raises OptionError if there is none."""
+        return self._answer(self.messages[: self._last_user_index() + 1], options)
+
+    def edit_last(self, text: str, **options: Any) -> ReplyStream:
+        """Replace the last user message and answer it. Raises OptionError if there is none."""
+        return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
+
+    def clear(self) -> None:
+        """Remove all messages. The system prompt stays."""
+        self.messages = []
+        self.dropped_messages = self._used_tokens = 0
+
+    def _last_user_index(self) -> int:
+        for i in range(len(self.messages) - 1, -1, -1):
+            if self.messages[i].role == "user":
+                return i
+        raise OptionError("there is no user message to answer again", "send a message first")
+
+    def _answer(self, messages: list[Message], options: dict[str, Any]) -> ReplyStream:
+        before = self.messages, self.dropped_messages, self._used_tokens
+
+        def on_end(reply: Reply | None) -> None:
+            if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
+                self.messages, self.dropped_messages, self._used_tokens = before
+            else:
+                self.messages = [*messages, Message("assistant", reply.text)]
+                self._used_tokens = stream.prompt_tokens + len(reply.tokens)
+
+        stream = self._runtime.stream_messages(
+            self._with_system(messages), context_full=self._context_full, on_end=on_end, **options
+        )
+        self.messages, self.dropped_messages = messages, stream.dropped_messages
+        self._used_tokens = stream.prompt_tokens
+        return stream
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        return [*([Message("system", self.system)] if self.system else []), *messages]

@@ -1,0 +1,296 @@
+"""The sampling chain: penalties, bias, temperature and filters as logits processors.
+
+A new processor is one class here and one line in `build_processors`. Every backend can run it, because the
+sampler falls back to `LogitsProcessor.apply` on the host unless a backend implements the whole chain.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.engine.sampling_params import SamplingParams
+
+__all__ = [
+    "Candidates",
+    "LogitBias",
+    "LogitsProcessor",
+    "MinP",
+    "Penalties",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "TypicalP",
+    "build_processors",
+]
+
+# Token ids (int64 [n], ascending) and their logits (float64 [n]). After `Temperature` the second array holds
+# log-probabilities up to a constant.
+Candidates: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+class LogitsProcessor(ABC):
+    """One step of the sampling chain: a penalty, a bias, a mask or a filter.
+
+    The sampler calls `push` for each token along a drafted path and `pop` to return, so that `apply` always
+    sees the tokens before the position that is sampled. Target and draft use the same processors.
+
+    Invariants:
+
+    - `apply` depends only on the arguments of the constructor and on the pushed tokens.
+    - `pop(n)` restores exactly the state before the last n calls of `push`.
+    - Token ids stay in ascending order.
+    """
+
+    @abstractmethod
+    def apply(self, candidates: Candidates) -> Candidates:
+        """Return the candidates with changed logits, or fewer candidates. -inf forbids a token."""
+
+    def push(self, token: int) -> None:  # noqa: B027
+        """Append a token to the current path."""
+
+    def pop(self, count: int) -> None:  # noqa: B027
+        """Remove the last `count` tokens from the current path."""
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Return the only token ids whose logits `apply` may change, or None if it needs the whole row.
+
+        The sampler fetches no other tokens than these and the most likely ones, which saves milliseconds
+        for large vocabularies. The default is always correct.
+        """
+        return None
+
+    def max_candidates(self) -> int | None:
+        """Return N if `apply` keeps only candidates among the N largest logits, else None."""
+        return None
+
+    def max_margin(self) -> float | None:
+        """Return m if `apply` discards every logit that is more than m below the largest, else None."""
+        return None
+
+
+class Penalties(LogitsProcessor):
+    """Repetition, presence and frequency penalties over the last tokens.
+
+    The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it
+    multiplies negative logits.
+    """
+
+    def __init__(
+        self, history: Iterable[int], *, repetition: float, presence: float, frequency: float, window: int
+    ) -> None:
+        """Start after `history`, the tokens of the prompt. A negative window means all tokens."""
+        self._repetition, self._presence, self._frequency = repetition, presence, frequency
+        self._window = window if window >= 0 else 1 << 60
+        self._path = list(history)
+        self._counts = Counter(self._path[-self._window :])
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, logits = candidates
+        penalised = self.touched_tokens(1 << 62)
+        at = _places(tokens, penalised)
+        counts = np.array([self._counts[token] for token in tokens[at].tolist()], np.float64)
+        values = logits[at]
+        values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        logits = logits.copy()
+        logits[at] = values - counts * self._frequency - self._presence
+        return tokens, logits
+
+    def push(self, token: int) -> None:
+        self._path.append(token)
+        self._counts[token] += 1
+        if len(self._path) > self._window:
+            self._uncount(self._path[-self._window - 1])
+
+    def pop(self, count: int) -> None:
+        for _ in range(count):
+            self._uncount(self._path.pop())
+            if len(self._path) >= self._window:
+                self._counts[self._path[-self._window]] += 1
+
+    def _uncount(self, token: int) -> None:
+        self._counts[token] -= 1
+        if not self._counts[token]:
+            del self._counts[token]
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        tokens = np.sort(np.fromiter(self._counts, np.int64, len(self._counts)))
+        return tokens[tokens < vocab_size]
+
+
+class LogitBias(LogitsProcessor):
+    """A constant that is added to the logits of some tokens."""
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._tokens = np.array(sorted(bias), np.int64)
+        self._bias = np.array([bias[token] for token in sorted(bias)], np.float64)
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, logits = candidates
+        at = _places(tokens, self._tokens)
+        logits = logits.copy()
+        logits[at] += self._bias[_places(self._tokens, tokens[at])]
+        return tokens, logits
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:
+        return self._tokens[self._tokens < vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature(LogitsProcessor):
+    """Turn logits into log-probabilities (up to a constant) at a temperature above 0."""
+
+    temperature: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, logits = candidates
+        with np.errstate(over="ignore"):  # At tiny temperatures all but the largest logits become -inf.
+            return tokens, (logits - logits.max()) / self.temperature
+
+    def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:  # noqa: ARG002
+        return _NO_TOKENS  # The order of the logits does not change.
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(LogitsProcessor):
+    """Keep the k most likely tokens; ties go to the lowest id."""
+
+    k: int
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, log_probs = candidates
+        if self.k >= len(tokens):
+            return candidates
+        keep = np.sort(np.argsort(-log_probs, kind="stable")[: self.k])
+        return tokens[keep], log_probs[keep]
+
+    def max_candidates(self) -> int:
+        return self.k
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalP(LogitsProcessor):
+    """Keep the tokens whose surprise is closest to the entropy, up to a probability mass.
+
+    Locally typical sampling (Meister et al. 2023, arXiv 2202.00666). At least one token is kept.
+    """
+
+    mass: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, log_probs = candidates
+        probs = _softmax(log_probs)
+        surprise = -np.log(np.maximum(probs, 1e-300))
+        distance = np.abs(surprise - (probs * surprise).sum())
+        keep = _lowest_rank_with_mass(distance, probs, self.mass, guesses=(1.0, 4.0))
+        return tokens[keep], log_probs[keep]
+
+
+@dataclass(frozen=True, slots=True)
+class TopP(LogitsProcessor):
+    """Keep the most likely tokens, up to a probability mass.
+
+    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751). At least one token is kept.
+    """
+
+    mass: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, log_probs = candidates
+        probs = _softmax(log_probs)
+        keep = _lowest_rank_with_mass(-probs, probs, self.mass, guesses=(-1e-3, -1e-5))
+        return tokens[keep], log_probs[keep]
+
+
+@dataclass(frozen=True, slots=True)
+class MinP(LogitsProcessor):
+    """Discard tokens less likely than `share` times the most likely one (arXiv 2407.01082)."""
+
+    share: float
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, log_probs = candidates
+        keep = log_probs >= log_probs.max() + math.log(self.share)
+        return tokens[keep], log_probs[keep]
+
+    def max_margin(self) -> float:
+        return -math.log(self.share)
+
+
+def build_processors(
+    params: SamplingParams, history: Sequence[int], extra: Sequence[LogitsProcessor] = ()
+) -> tuple[LogitsProcessor, ...]:
+    """Return the sampling chain of a reply, in the order in which it is applied.
+
+    Args:
+        params: The sampling settings.
+        history: The tokens of the prompt.
+        extra: Further processors, such as constraints. They come first and see the model's own logits.
+
+    Returns:
+        The chain. At temperature 0 it ends after the bias, because filters never remove the largest logit.
+    """
+    chain = list(extra)
+    if params.has_penalties:
+        chain.append(
+            Penalties(
+                history,
+                repetition=params.repetition_penalty,
+                presence=params.presence_penalty,
+                frequency=params.frequency_penalty,
+                window=params.penalty_window,
+            )
+        )
+    if params.logit_bias:
+        chain.append(LogitBias(params.logit_bias))
+    if params.temperature > 0:
+        chain.append(Temperature(params.temperature))
+        if params.top_k > 0:
+            chain.append(TopK(params.top_k))
+        if params.typical_p < 1:
+            chain.append(TypicalP(params.typical_p))
+        if params.top_p < 1:
+            chain.append(TopP(params.top_p))
+        if params.min_p > 0:
+            chain.append(MinP(params.min_p))
+    return tuple(chain)
+
+
+def _places(tokens: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.intp]:
+    """Return the indices in `tokens` of those `wanted` tokens that it contains. Both are ascending."""
+    at = np.searchsorted(tokens, wanted)
+    at = at[at < len(tokens)]
+    found: NDArray[np.intp] = at[tokens[at] == wanted[: len(at)]]
+    return found
+
+
+def _softmax(log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(log_probs - log_probs.max())
+    probs: NDArray[np.float64] = weights / weights.sum()
+    return probs
+
+
+def _lowest_rank_with_mass(
+    rank: NDArray[np.float64], probs: NDArray[np.float64], mass: float, guesses: tuple[float, ...]
+) -> NDArray[np.intp]:
+    """Return the indices, ascending, of the fewest candidates of lowest rank that hold `mass` together.
+
+    Sorting a whole vocabulary takes milliseconds. Candidates with a rank up to a guessed bound are tried
+    first, because they nearly always hold enough mass.
+    """
+    for guess in (*guesses, np.inf):
+        near = np.flatnonzero(rank <= guess)
+        if guess == np.inf or probs[near].sum() > mass:
+            break
+    order = near[np.argsort(rank[near], kind="stable")]
+    size = int(np.searchsorted(np.cumsum(probs[order]), mass, side="left")) + 1
+    return np.sort(order[:size])
