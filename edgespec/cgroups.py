@@ -1,4 +1,4 @@
-"""The control groups that this process is in (Linux): a container may have less than the machine."""
+"""Linux control groups of this process, which may limit it to less than the whole machine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ __all__ = ["ControlGroup", "control_groups"]
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A group: its folder, its name as the process sees it, and whether it is of version 1."""
+    """A Linux control group.
+
+    Attributes:
+        folder: Its folder below /sys/fs/cgroup.
+        name: Its path as this process sees it, such as `/app.slice/chat`.
+        version_1: Whether it belongs to a cgroup v1 hierarchy.
+    """
 
     folder: Path
     name: str
     version_1: bool
 
     def read(self, file: str) -> str:
-        """A file of it; empty where there is none."""
+        """Return the content of one of the group's files, or "" if it cannot be read."""
         try:
             return (self.folder / file).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
@@ -26,15 +32,18 @@ class ControlGroup:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """The groups of this process that may limit what `controller` is for, inner ones first.
+    """Yield the groups of this process that `controller` may limit, innermost first.
 
-    controller: `memory` or `cpu`. root: the folder under which /proc and /sys are.
+    Args:
+        controller: `memory` or `cpu`.
+        root: The folder that contains `proc` and `sys`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    # In a container the path may be that outside of it: then only the root is to be seen.
+    # A container may show the group's path on the host, which does not exist inside. Only the root group is
+    # readable then, so all parents are yielded too.
     for line in lines or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -43,8 +52,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         folder = root / "sys/fs/cgroup"
         if controllers:
             folder /= controller
-        inner = PurePosixPath(path.lstrip("/"))
-        for group in (inner, *inner.parents):
+        innermost = PurePosixPath(path.lstrip("/"))
+        for group in (innermost, *innermost.parents):
             if ".." not in group.parts:
-                shown = "" if str(group) == "." else str(group)
-                yield ControlGroup(folder / group, f"/{shown}", bool(controllers))
+                name = "" if str(group) == "." else str(group)
+                yield ControlGroup(folder / group, f"/{name}", bool(controllers))

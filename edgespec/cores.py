@@ -1,4 +1,4 @@
-"""How many cores there are for this process."""
+"""The number of processor cores that this process may use."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ __all__ = ["usable_cores"]
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Physical cores that this process may run on, or their time in a container; at least one.
+    """Return the number of physical cores that this process may use, at least 1.
 
-    root: the folder under which /proc and /sys are.
+    The process affinity and the CPU quotas of its control groups (`docker run --cpus`) both limit it.
+
+    Args:
+        root: The folder that contains `proc` and `sys`.
     """
     cores = psutil.cpu_count(logical=False) or 1
-    with suppress(AttributeError, psutil.Error):  # some systems bind no process to cores
+    with suppress(AttributeError, psutil.Error):  # psutil has no cpu_affinity on macOS
         cores = min(cores, len(psutil.Process().cpu_affinity()))
-    quotas = [ceil(quota) for group in control_groups("cpu", root) if (quota := _quota(group))]
+    quotas = [ceil(quota) for group in control_groups("cpu", root) if (quota := _cpu_quota(group))]
     return max(1, min([cores, *quotas]))
 
 
-def _quota(group: ControlGroup) -> float | None:
-    """How many cores' time a group gets (`docker run --cpus`); None where that is not limited."""
+def _cpu_quota(group: ControlGroup) -> float | None:
+    """Return the CPU quota of a group in cores, or None if it has none."""
     if group.version_1:
-        told = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
+        fields = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
     else:
-        told = group.read("cpu.max").split()
-    if len(told) == 2 and all(number.isdigit() for number in told) and int(told[1]):
-        return int(told[0]) / int(told[1])
+        fields = group.read("cpu.max").split()
+    if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
+        return int(fields[0]) / int(fields[1])
     return None

@@ -1,4 +1,4 @@
-"""The error tree. Every error a person can meet is one line: what failed, the number, the next step."""
+"""The exceptions that edgespec raises. Each message is one line: what failed, the value, the next step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ __all__ = [
 
 
 class EdgespecError(Exception):
-    """Base of every error edgespec raises on purpose.
+    """Base class of all edgespec exceptions. Catch it to handle every expected failure.
 
-    The message is one line: `what` failed (with its number), then the `next_step` a person can take.
+    Attributes:
+        what: What failed, with the value that caused it.
+        next_step: What the user can do about it; may be empty.
     """
 
     def __init__(self, what: str, next_step: str = "") -> None:
@@ -37,68 +39,68 @@ class EdgespecError(Exception):
 
 
 class OptionError(EdgespecError, ValueError):
-    """An option is unknown or its value makes no sense (exit status 2)."""
+    """Raised for an unknown option or an invalid value. Correct the option; the CLI exits with status 2."""
 
 
 class ConfigurationError(EdgespecError):
-    """The file of settings, or an environment variable, says something that cannot be used."""
+    """Raised when the settings file or an environment variable is invalid. Correct or delete the entry."""
 
 
 class ModelNotFoundError(EdgespecError):
-    """A model reference points at nothing."""
+    """Raised when a model reference matches no model. `edgespec models` lists the installed ones."""
 
 
 class ModelFileError(EdgespecError):
-    """A model file is missing, unreadable, damaged, or not a model."""
+    """Raised when a model file is missing, damaged or unsupported. Download or replace the file."""
 
 
 class DownloadError(EdgespecError):
-    """A model could not be fetched."""
+    """Raised when a model cannot be downloaded. Check the network and disk space, then try again."""
 
 
 class BackendMissingError(EdgespecError):
-    """The library that would run this model is not installed."""
+    """Raised when the library that runs this model is not installed. The message names the package."""
 
 
 class BackendError(EdgespecError):
-    """The backend failed while loading or running a model."""
+    """Raised when the backend fails while it loads or runs a model. Close the model and load it again."""
 
 
 class CapabilityError(BackendError):
-    """The model cannot do what was asked of it, such as rolling back its memory."""
+    """Raised when a model does not support an operation, such as rollback. Choose another method or model."""
 
 
 class VocabularyMismatchError(EdgespecError):
-    """Target and draft do not share their tokens."""
+    """Raised when target and draft model use different tokens. Choose a draft of the same model family."""
 
 
 class MemoryBudgetError(EdgespecError):
-    """The models and their caches do not fit the memory they were given."""
+    """Raised when models and caches exceed the memory budget. Reduce the context or raise the budget."""
 
 
 class OutOfMemoryError(MemoryBudgetError, BackendError):
-    """A library found no memory for what it was doing; the model stays as it was before."""
+    """Raised when an allocation fails while a model runs. The model keeps its state and stays usable."""
 
 
 class ContextFullError(EdgespecError):
-    """The tokens do not fit the context."""
+    """Raised when tokens do not fit the context. Use a larger context or a shorter prompt."""
 
 
 class TemplateError(EdgespecError):
-    """The model's chat template is missing or cannot be rendered."""
+    """Raised when a model has no usable chat template. Choose another model, or use raw prompts."""
 
 
 class ChatFileError(EdgespecError):
-    """A saved chat cannot be read or written."""
+    """Raised when a saved chat cannot be read or written. Check the file's permissions and the disk space."""
 
 
 class ClosedError(EdgespecError):
-    """The object was used after it was closed."""
+    """Raised when an object is used after `close`. Load the model again."""
 
 
 class BusyError(EdgespecError):
-    """Another reply is still being produced on this runtime."""
+    """Raised when a runtime is still generating another reply. Wait for that reply or cancel it."""
 
 
 class CancelledError(EdgespecError):
-    """The caller asked for the work to stop."""
+    """Raised when the caller cancels an operation, through `interrupt` or a progress callback."""

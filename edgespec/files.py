@@ -1,4 +1,4 @@
-"""The folders edgespec keeps its own files in, and files that are written in one step: whole or not there."""
+"""edgespec's own folders, atomic and private file writes, and descriptions of sizes and errors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ __all__ = [
     "write_private_file",
 ]
 
+# What `sampled_sha256` reads of a file: its head, then this many blocks spread evenly over the file. Chosen
+# so that a fingerprint takes milliseconds.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -39,13 +41,14 @@ _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _chosen(variable: str) -> Path | None:
-    """The folder that a variable names; a line end after it was never meant."""
+    """Return the folder named by an environment variable, or None if it is unset."""
+    # Values read from a file may end with a line break.
     text = os.environ.get(variable, "").rstrip("\r\n")
     return Path(text).expanduser() if text else None
 
 
 def data_folder() -> Path:
-    """Where edgespec keeps what a user made: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
+    """Return the folder of the user's data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
     if chosen := _chosen("EDGESPEC_DATA_DIR"):
         return chosen
     from platformdirs import user_data_path
@@ -54,7 +57,7 @@ def data_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Where edgespec keeps what it can make again: `$EDGESPEC_CACHE_DIR`, or the platform's cache folder."""
+    """Return the cache folder: `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder."""
     if chosen := _chosen("EDGESPEC_CACHE_DIR"):
         return chosen
     from platformdirs import user_cache_path
@@ -63,7 +66,7 @@ def cache_folder() -> Path:
 
 
 def config_folder() -> Path:
-    """Where a user's settings are: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
+    """Return the settings folder: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
     if chosen := _chosen("EDGESPEC_CONFIG_DIR"):
         return chosen
     from platformdirs import user_config_path
@@ -72,21 +75,21 @@ def config_folder() -> Path:
 
 
 def log_folder() -> Path:
-    """Where the log of llama.cpp is."""
+    """Return the folder of llama.cpp's log file."""
     from platformdirs import user_log_path
 
     return user_log_path("edgespec", appauthor=False)
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, or make it such a one. Raises OSError."""
+    """Create a folder that only its owner can enter, or restrict an existing one. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
 def regular_file_bytes(path: Path) -> int:
-    """The size of a file. Raises OSError, also for a pipe, a device or a folder."""
+    """Return the size of a regular file in bytes. Raises OSError for pipes, devices and folders too."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(EINVAL, "it is not a regular file")
@@ -94,16 +97,23 @@ def regular_file_bytes(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """What is in a file. Raises OSError, also for a pipe or a device: it may have no end."""
+    """Return the content of a regular file. Raises OSError for pipes and devices too: they may never end."""
     regular_file_bytes(path)
     return path.read_bytes()
 
 
 def write_private_file(path: Path, *payload: bytes) -> None:
-    """Put `payload`, part after part, where older content may be, for its owner's eyes only. Raises OSError.
+    """Write a file that only its owner can read, atomically replacing an older version.
 
-    A folder that has to be made for it is private, too; one that is there is left as it is. What was left
-    half written of this file long ago is deleted.
+    A missing parent folder is created as a private one; an existing one keeps its permissions. Temporary
+    files that earlier, killed writers of this file left behind are deleted.
+
+    Args:
+        path: The file to write.
+        payload: The parts of its content, in order.
+
+    Raises:
+        OSError: The file cannot be written. The older version is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     delete_stale_temporaries(path.parent, path.name)
@@ -122,15 +132,18 @@ def write_private_file(path: Path, *payload: bytes) -> None:
 
 
 def touch_private(path: Path) -> None:
-    """Make an empty private file, or give one that is there the time of now. Raises OSError."""
+    """Create an empty private file, or set the modification time of an existing one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.touch(mode=0o600)
 
 
 def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
-    """Delete what `write_private_file` left half written in a folder when its process was killed, long ago.
+    """Delete temporary files that killed writers of `write_private_file` left in a folder.
 
-    name: of one file, not of all.
+    Args:
+        folder: The folder to clean.
+        name: Delete only temporary files of this file; "" means of all files.
+        older_seconds: Keep files younger than this, as their writers may still run.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
@@ -141,18 +154,19 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 
 @contextmanager
 def replace_when_written(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place when the block ends well. Raises OSError.
+    """Yield a temporary path, and rename the file written there to `path` if the block succeeds.
 
-    One writer at a time: what a block that failed has written stays until the next one.
+    There must be one writer at a time. If the block fails, the temporary file stays until the next write.
+    Raises OSError.
     """
-    growing = path.with_name(f"{path.name}.tmp")
-    yield growing
-    sync_to_disk(growing)
-    growing.replace(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    yield temporary
+    sync_to_disk(temporary)
+    temporary.replace(path)
 
 
 def sync_to_disk(path: Path) -> None:
-    """Make sure the disk has a file or folder; folders cannot be asked everywhere."""
+    """Flush a file or folder to disk, where the system supports that."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -165,10 +179,10 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sampled_sha256(path: Path) -> str:
-    """The SHA-256 of a file's size, its first megabyte and a few blocks spread over the rest. Raises OSError.
+    """Return the SHA-256 of a file's size, its first MiB and 16 blocks spread over the file. Raises OSError.
 
-    A file that is cut, replaced or written over nearly always has another, and it is had without reading
-    the whole.
+    The digest changes if the file is truncated or replaced, and reading a sample is much faster than reading
+    a whole model file.
     """
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(b"%d\0" % size_bytes)
@@ -181,9 +195,9 @@ def sampled_sha256(path: Path) -> str:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Bytes for people, in powers of 1024: 900 B, 1.4 GiB, 118 MiB.
+    """Return a size for display, in powers of 1024: `900 B`, `1.4 GiB`, `118 MiB`.
 
-    Files and memory are written alike: what a file takes on disk is what its weights take in memory.
+    File sizes use the same units as memory, because a model file takes as much memory as disk space.
     """
     size, unit = float(size_bytes), 0
     while size >= 999.5 and unit + 1 < len(_SIZE_UNITS):
@@ -193,13 +207,13 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """What the system said, in its words."""
-    said = error.strerror if isinstance(error, OSError) else str(error)
-    return (said or type(error).__name__).lower()
+    """Return the reason of an error in lower case, such as `no space left on device`."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return (reason or type(error).__name__).lower()
 
 
 def delete_files(paths: Iterable[Path]) -> int:
-    """Delete files. Gives the bytes that were freed. Raises OSError."""
+    """Delete files and return the freed bytes. Missing files are skipped. Raises OSError."""
     freed_bytes = 0
     for path in paths:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What this machine is and what is installed on it: the facts behind `edgespec doctor`."""
+"""Facts about this machine and the installed backends, as reported by `edgespec doctor`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ __all__ = ["Folders", "LlamaCppInfo", "MachineInfo", "MlxInfo", "inspect_machine
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppInfo:
-    """The installed llama.cpp; without one, `problem` says why and the rest is empty."""
+    """The installed llama.cpp.
+
+    Attributes:
+        version: The version of llama-cpp-python.
+        gpu_offload: Whether it was built with support for a GPU.
+        default_threads: The number of threads used for large models.
+        features: The CPU features and build options that llama.cpp reports.
+        problem: Why the library cannot be loaded; empty if it can. The other attributes are empty then.
+    """
 
     version: str = ""
     gpu_offload: bool = False
@@ -35,9 +43,16 @@ class LlamaCppInfo:
 
 @dataclass(frozen=True, slots=True)
 class MlxInfo:
-    """The installed mlx and mlx-lm; without them, `problem` says why and the rest is empty.
+    """The installed mlx and mlx-lm.
 
-    `device`: what models run on. `working_set_bytes`: how much of them Metal keeps in place; 0 elsewhere.
+    Attributes:
+        version: The version of mlx.
+        lm_version: The version of mlx-lm.
+        device: The device that models run on.
+        metal: Whether MLX supports Metal here.
+        cuda: Whether MLX supports CUDA here.
+        working_set_bytes: Metal's recommended limit of GPU memory; 0 without Metal.
+        problem: Why MLX is missing or cannot be loaded; empty if it can. The other attributes are empty then.
     """
 
     version: str = ""
@@ -51,7 +66,7 @@ class MlxInfo:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where edgespec keeps things. They need not exist yet."""
+    """Folders and files that edgespec uses. They may not exist yet."""
 
     models: Path
     chats: Path
@@ -61,7 +76,12 @@ class Folders:
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """One machine. `accelerator`: what could take layers here (`metal`, `cuda` or empty)."""
+    """A machine: system, processor, memory and installed backends.
+
+    Attributes:
+        accelerator: The kind of GPU that could run layers: `metal`, `cuda`, or empty.
+        memory_available_bytes: Memory that new programs can use, limited by control groups.
+    """
 
     edgespec_version: str
     python_version: str
@@ -77,13 +97,13 @@ class MachineInfo:
     folders: Folders
 
     def to_json(self) -> dict[str, object]:
-        """The facts by name."""
+        """Return the attributes as JSON-compatible values, with paths as strings."""
         folders = {name: str(path) for name, path in asdict(self.folders).items()}
         return asdict(self) | {"folders": folders}
 
 
 def inspect_machine() -> MachineInfo:
-    """Look at this machine. Loads llama.cpp and MLX where they are installed, but no model."""
+    """Return facts about this machine. Loads llama.cpp and MLX if they are installed, but no model."""
     return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
@@ -120,9 +140,9 @@ def _accelerator() -> str:
 
 def _llama_cpp() -> LlamaCppInfo:
     try:
-        from edgespec.backends.llamacpp.build_info import about
+        from edgespec.backends.llamacpp.build_info import build_info
 
-        facts = about()
+        facts = build_info()
     except BackendMissingError as error:
         return LlamaCppInfo(problem=str(error))
     return LlamaCppInfo(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
@@ -132,9 +152,9 @@ def _mlx() -> MlxInfo:
     if not mlx_installed():
         return MlxInfo(problem="not installed")
     try:
-        from edgespec.backends.mlx.build_info import about
+        from edgespec.backends.mlx.build_info import build_info
 
-        facts = about()
+        facts = build_info()
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
     return MlxInfo(

@@ -1,4 +1,4 @@
-"""Methods by name: which drafters take part, and why not the others."""
+"""Methods by name, such as `auto` or `model+ngram`, and the drafters that each one uses."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import MappingProxyType
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoConfig, AutoController
 from edgespec.auto.loss_limit import LossLimit
-from edgespec.auto.text_kind import kind_of
+from edgespec.auto.text_kind import text_kind
 from edgespec.backends.base import Capabilities, LanguageModel
-from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import BudgetedDrafter, Drafter
@@ -24,32 +24,50 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "DrafterSet", "MissingDrafter", "parse_method"]
 
-# In the order in which their guesses are merged: a self-draft first, so that the target can take over what
-# it computed, and what is certain of its guesses after what is drawn.
+# The order in which drafts are merged. A self-draft comes first, because the target can then reuse its
+# computation. Lookups come last, because tokens drawn from a distribution must be merged before them.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Each drafts on the target's own memory, and there is one of it.
+# Drafters that use the target's own weights and cache. A method may name only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
-# What `auto` uses of what is there.
-_AUTOMATIC = ("model", "suffix")
-# Of these the first that is there drafts for `auto`.
-_AUTOMATIC_MODELS = ("model", "layerskip", "lowbit")
+# Drafters of `auto`: the first available one of the models, and suffix lookup.
+_AUTO_MODELS = ("model", "layerskip", "lowbit")
+_AUTO_LOOKUP = "suffix"
+# Tokens from the end of a prompt that are classified as a kind of text.
+_CLASSIFIED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class MissingDrafter:
-    """Why a drafter cannot take part, and what would help."""
+    """Explanation of why a drafter is not available.
 
-    why: str
+    Attributes:
+        reason: Why it is not available.
+        hint: What a user can do about it.
+    """
+
+    reason: str
     hint: str
 
 
-class DrafterSet:
-    """The drafters a target has, made once and put together as a method asks.
+_UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose another method")
 
-    branches: of the draft model's tree; a TreeGrowth is this drafter's alone. why_no_draft: said when `auto`
-    has no draft model to use. others: drafters beside the draft model's and n-gram lookup, or why they are
-    missing, by name; a `model` among them takes the usual one's place. curve: v(m) of the target. policy:
-    decides round by round for `auto`; without one that drafts as drafters that are named do.
+
+class DrafterSet:
+    """All drafters of a target, and the combinations of them that methods name.
+
+    Owned by the session. Combinations and controllers are made on first use and then kept, because they
+    learn acceptance rates.
+
+    Args:
+        target: The target.
+        draft: The draft model, if there is one.
+        branches: Shape of the draft model's tree, or a growth rule that no other drafter uses.
+        min_confidence: The draft model stops drafting below this probability.
+        why_no_draft: Why there is no draft model, for reports and errors.
+        others: Further drafters by name, or why they are missing. An entry `model` replaces the usual drafter
+            of the draft model.
+        v: Cost of a verify pass by width, in target steps.
+        auto_config: Settings of the controller; without them `auto` drafts in every round.
     """
 
     def __init__(
@@ -61,164 +79,162 @@ class DrafterSet:
         min_confidence: float = 0.0,
         why_no_draft: str = "",
         others: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
-        curve: Curve = gentle,
-        policy: AutoConfig | None = None,
+        v: CostFunction = assumed_cost,
+        auto_config: AutoConfig | None = None,
     ) -> None:
-        self._policy = policy
-        self._ahead = target.run_ahead
+        self._auto_config = auto_config
+        self._run_ahead = target.run_ahead
         self._piece = lambda token: target.vocabulary.piece(token).decode("utf-8", "replace")
         self._target = target.facts
         self._why_no_draft = why_no_draft
-        self._curve = curve
-        self._made: dict[str, Drafter] = {"ngram": NgramDrafter()}
+        self._v = v
+        self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "give --draft REF or use --method ngram"
             )
         }
-        self._combined: dict[tuple[str, ...], CombinedDrafter] = {}
-        self._guarded: dict[tuple[str, ...], AutoController] = {}
-        self._chains = draft if not branches and "model" not in others else None
+        self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
+        self._controllers: dict[tuple[str, ...], AutoController] = {}
+        self._chain_model = draft if not branches and "model" not in others else None
         if draft is not None and "model" not in others:
-            self._made["model"] = ModelDrafter(
+            self._drafters["model"] = ModelDrafter(
                 draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
             )
         for name, drafter in others.items():
             if isinstance(drafter, MissingDrafter):
                 self._missing[name] = drafter
             else:
-                self._made[name] = drafter
+                self._drafters[name] = drafter
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The drafters that can take part."""
-        return tuple(name for name in DRAFTER_NAMES if name in self._made)
+        """Names of the available drafters."""
+        return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
-        """The drafter for a method, and the report of what runs.
+        """Return the drafter of a method, and a report on what runs.
 
-        Raises OptionError for an unknown method, and for one whose drafters are not all there.
+        Raises:
+            OptionError: The method is unknown, or one of its drafters is not available.
         """
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
-            reason = f"{self._target.name} decodes plainly: {capabilities.reason}"
+            reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
             return None, MethodReport(method, "none", reason)
         if method == "auto":
-            names = self._automatic()
-            drafts = any(not self._made[name].is_lookup for name in names)
-            reason = "guesses while that pays" if drafts else self._why_no_draft
+            names = self._auto_names()
+            has_model = any(not self._drafters[name].is_lookup for name in names)
+            reason = "chosen automatically" if has_model else self._why_no_draft
         else:
-            reason = "asked for"
+            reason = "as requested"
         for name in names:
-            if name not in self._made:
-                missing = self._missing.get(name, _NEVER)
-                raise OptionError(f"method {method!r} cannot be used: {missing.why}", missing.hint)
-        effective = "+".join(names) or "none"
+            if name not in self._drafters:
+                missing = self._missing.get(name, _UNKNOWN_DRAFTER)
+                raise OptionError(f"method {method!r} cannot be used: {missing.reason}", missing.hint)
+        report = MethodReport(method, "+".join(names) or "none", reason)
         names = tuple(sorted(names, key=DRAFTER_NAMES.index))
-        if names and self._policy and (method == "auto" or self._policy.everywhere):
-            return self._under(self._policy, names), MethodReport(method, effective, reason)
-        drafter = self._combination(names) if len(names) > 1 else self._made[names[0]] if names else None
-        return drafter, MethodReport(method, effective, reason)
+        if not names:
+            return None, report
+        if self._auto_config and (method == "auto" or self._auto_config.controls_named):
+            return self._controlled(self._auto_config, names), report
+        return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
     def controller(self, method: str) -> AutoController | None:
-        """Return the controller that decides for a method; None where every round drafts."""
+        """Return the controller of a method; None if it drafts in every round."""
         drafter, _ = self.choose(method)
         return drafter if isinstance(drafter, AutoController) else None
 
-    def _automatic(self) -> tuple[str, ...]:
-        """What `auto` takes of what is there."""
-        models = [name for name in _AUTOMATIC_MODELS if name in self._made]
-        return tuple(name for name in (*models[:1], "suffix") if name in self._made)
+    def _auto_names(self) -> tuple[str, ...]:
+        models = [name for name in _AUTO_MODELS if name in self._drafters]
+        return tuple(name for name in (*models[:1], _AUTO_LOOKUP) if name in self._drafters)
 
-    def _under(self, policy: AutoConfig, names: tuple[str, ...]) -> AutoController:
-        """The drafters of these names under the policy; made once, for it goes on learning."""
-        if names not in self._guarded:
+    def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
+        """Return the controller of the named drafters."""
+        if names not in self._controllers:
             for name in names:
-                self._made[name].warm_up()
-            costs, ledger = policy.costs, LossLimit(policy.terms)
-            able = self._target.capabilities
+                self._drafters[name].warm_up()
+            costs, loss_limit = config.costs, LossLimit(config.limits)
             combined = CombinedDrafter(
-                [self._growing(self._made[name], policy) for name in names],
-                able.tree,
-                limits=PassLimits(able.max_width, able.max_branches if able.tree else 1),
-                curve=costs.v,
-                may_lose=lambda: ledger.may_lose_seconds(costs.plain_seconds),
-                may_try=lambda: ledger.may_try_seconds(costs.plain_seconds),
+                [self._with_adaptive_length(self._drafters[name], config) for name in names],
+                self._target.capabilities.tree,
+                limits=PassLimits.of(self._target.capabilities),
+                v=costs.v,
+                allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
+                exploration_seconds=lambda: loss_limit.exploration_seconds(costs.target_step_seconds),
             )
-            self._guarded[names] = AutoController(
+            self._controllers[names] = AutoController(
                 combined,
-                ledger,
+                loss_limit,
                 costs,
-                kind_of=self._kind_of,
-                ahead=self._ahead,
-                notes=policy.notes("+".join(names)) if policy.notes else None,
+                text_kind=self._text_kind,
+                run_ahead=self._run_ahead,
+                store=config.open_store("+".join(names)) if config.open_store else None,
             )
-        return self._guarded[names]
+        return self._controllers[names]
 
-    def _kind_of(self, tokens: Sequence[int]) -> str:
-        """The kind of text that a prompt's end is."""
-        return kind_of("".join(map(self._piece, tokens[-_LOOKED_AT_TOKENS:])))
+    def _text_kind(self, tokens: Sequence[int]) -> str:
+        return text_kind("".join(map(self._piece, tokens[-_CLASSIFIED_TOKENS:])))
 
-    def _growing(self, drafter: Drafter, policy: AutoConfig) -> Drafter:
-        """A draft model's drafter, so that its drafts are as long as pays; others as they are."""
+    def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
+        """Return a drafter that chooses its draft length, for drafters that run a model."""
 
-        def growth(able: Capabilities) -> TreeGrowth:
-            limits = PassLimits.of(self._target.capabilities, able)
-            return AdaptiveTreeGrowth(limits, policy.costs.v, siblings=1)
+        def make_growth(draft: Capabilities) -> TreeGrowth:
+            limits = PassLimits.of(self._target.capabilities, draft)
+            return AdaptiveTreeGrowth(limits, config.costs.v, siblings=1)
 
-        if policy.grows and isinstance(drafter, BudgetedDrafter):
-            return drafter.with_growth(growth)
+        if config.adapts_length and isinstance(drafter, BudgetedDrafter):
+            return drafter.with_growth(make_growth)
         return drafter
 
-    def _combination(self, names: tuple[str, ...]) -> CombinedDrafter:
-        """The drafters of these names together; made once, for it learns which of them is worth asking."""
-        if names not in self._combined:
-            able = self._target.capabilities
-            self._combined[names] = CombinedDrafter(
-                [self._made[name] for name in names],
-                able.tree,
-                limits=PassLimits(able.max_width, able.max_branches if able.tree else 1),
-                curve=self._curve,
+    def _combined(self, names: tuple[str, ...]) -> CombinedDrafter:
+        """Return the combination of the named drafters."""
+        if names not in self._combinations:
+            self._combinations[names] = CombinedDrafter(
+                [self._drafters[name] for name in names],
+                self._target.capabilities.tree,
+                limits=PassLimits.of(self._target.capabilities),
+                v=self._v,
             )
-        return self._combined[names]
+        return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """The draft model whose chains this method proposes as they stand, if there is one."""
-        held = self._policy is not None and self._policy.everywhere  # then they end where it pays
-        return self._chains if method == "model" and not held else None
+        """Return the draft model if a method proposes its chains unchanged, else None."""
+        is_controlled = self._auto_config is not None and self._auto_config.controls_named
+        return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:
-        """Let every drafter give up what it holds of the last text."""
-        for drafter in self._made.values():
+        """Remove the tokens of the last reply from every drafter."""
+        for drafter in self._drafters.values():
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Pass an interrupt on to every drafter."""
-        for drafter in self._made.values():
+        """Interrupt every drafter; False permits new proposals."""
+        for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 
     def close(self) -> None:
-        """Free every drafter."""
-        for guarded in self._guarded.values():
-            guarded.keep()
-        for drafter in self._made.values():
+        """Save the controllers' statistics and free every drafter."""
+        for controller in self._controllers.values():
+            controller.save_statistics()
+        for drafter in self._drafters.values():
             drafter.close()
 
 
-# The end of a prompt tells what kind of text it is.
-_LOOKED_AT_TOKENS = 512
-_NEVER = MissingDrafter("this target has no such drafter", "choose another method")
-
-
 def parse_method(method: str) -> tuple[str, ...]:
-    """The drafters a method names; `auto` names those it may use, `none` none. Raises OptionError."""
+    """Return the drafters that a method names; for `auto` those it prefers, for `none` an empty tuple.
+
+    Raises:
+        OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two
+            drafters that need the target's cache.
+    """
     if not isinstance(method, str):
-        raise OptionError(f"method is {method!r}", "give a text such as model+ngram")
+        raise OptionError(f"method {method!r} is not a string", "give a method such as 'model+ngram'")
     if method == "none":
         return ()
     if method == "auto":
-        return _AUTOMATIC
+        return (_AUTO_MODELS[0], _AUTO_LOOKUP)
     names = tuple(method.split("+"))
     for name in names:
         if name not in DRAFTER_NAMES:
@@ -229,11 +245,11 @@ def parse_method(method: str) -> tuple[str, ...]:
                 f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
             )
     if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} names a drafter twice", "name each once")
-    selves = [name for name in names if name in SELF_DRAFTS]
-    if len(selves) > 1:
+        raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")
+    self_drafts = [name for name in names if name in SELF_DRAFTS]
+    if len(self_drafts) > 1:
         raise OptionError(
-            f"method {method!r} drafts on the target's one memory in {len(selves)} ways",
-            f"name one of {', '.join(selves)}",
+            f"method {method!r} names {len(self_drafts)} drafters that need the target's own cache",
+            f"name one of {', '.join(self_drafts)}",
         )
     return names

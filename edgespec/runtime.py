@@ -158,7 +158,7 @@ class Runtime:
             ClosedError: The runtime was closed.
         """
         with self.borrowed_target():
-            return self._costs.renew(progress, repeats=15, budget_seconds=10.0)
+            return self._costs.remeasure(progress, repeats=15, budget_seconds=10.0)
 
     @property
     def costs_notice(self) -> str:

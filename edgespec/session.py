@@ -110,7 +110,7 @@ class Session:
         self._start(request)
         steps = self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
         try:
-            with ACTIVE_REPLIES.one_more():
+            with ACTIVE_REPLIES.track():
                 while (step := self._next(steps)) is not None:
                     yield step
         finally:
@@ -376,7 +376,7 @@ def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | 
         report = controller.report()
         stats.target_step_seconds = report.target_step_seconds
         stats.ledger_credit_seconds = report.credit_seconds
-        stats.worst_case_loss = report.worst_loss
+        stats.worst_case_loss = report.max_loss
     if ended:
         _count_draft_memory(stats, drafter)
 

@@ -23,7 +23,7 @@ from edgespec.backends.base import (
 from edgespec.backends.optional_features import Skippable, Trainable
 from edgespec.catalog import Resolved
 from edgespec.corpus import suffix_drafter
-from edgespec.costs.curve import CostCurve, Curve, gentle
+from edgespec.costs.curve import CostCurve, CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -47,7 +47,7 @@ class Outfit:
 
     others: dict[str, Drafter | MissingDrafter]
     growth: Callable[[LanguageModel], tuple[int, ...] | TreeGrowth]
-    curve: Curve
+    curve: CostFunction
     policy: AutoConfig | None
     notices: tuple[str, ...]
 
@@ -120,7 +120,7 @@ class _Maker:
             raise OptionError(
                 "there is no draft model that could learn", "give an MLX draft with --draft REF"
             )
-        curve = self._v.v if self._how.together else gentle
+        curve = self._v.v if self._how.together else assumed_cost
         policy = self._policy(draft)
         notices = (said, self._costs.notice if self._curve else "")
         return Outfit(self.made, self._growth, curve, policy, notices)
@@ -139,7 +139,7 @@ class _Maker:
     def _policy(self, draft: Draft | None) -> AutoConfig | None:
         """What decides round by round; nobody where all is drafted as it was asked for."""
         how = self._how
-        if not self._costs.bounded or ("auto" not in how.methods and how.max_loss is None):
+        if not self._costs.has_loss_limit or ("auto" not in how.methods and how.max_loss is None):
             return None
         if not self._model.facts.capabilities.rollback:
             return None
@@ -148,9 +148,11 @@ class _Maker:
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
         def notes(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.how} {names}")
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.settings_key} {names}")
 
-        return AutoConfig(terms, LiveCosts(self._v), notes, everywhere=how.max_loss is not None, grows=grows)
+        return AutoConfig(
+            terms, LiveCosts(self._v), notes, controls_named=how.max_loss is not None, adapts_length=grows
+        )
 
     @property
     def _v(self) -> CostCurve:
@@ -286,7 +288,7 @@ class _Maker:
         trainer = cast(Trainable, draft).trainer()
         notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
         drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, trainer, notes=notes))
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=notes))
 
 
 def _not_asked(name: str) -> MissingDrafter:

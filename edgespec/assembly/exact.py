@@ -17,8 +17,8 @@ __all__ = ["hold_to_exact"]
 def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> str:
     """Let a loaded target do only what agrees to the bit; gives what a person should know of it.
 
-    how: all that changes how it computes, beside the weights (`PassCosts.how`). What agrees is found out
-    once, and kept. Raises CancelledError.
+    how: all that changes how it computes, beside the weights (`PassCosts.settings_key`). What agrees is
+    found out once, and kept. Raises CancelledError.
     """
     facts = model.facts
     able = facts.capabilities

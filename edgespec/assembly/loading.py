@@ -162,7 +162,7 @@ def _loaded(
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
         costs = TargetCosts(model, options, how.measure_costs)
-        exactly = hold_to_exact(model, costs.how, progress) if options.exact else ""
+        exactly = hold_to_exact(model, costs.settings_key, progress) if options.exact else ""
         draft = None
         if pair.draft:
             draft = load_draft(pair, pair.draft, model, how, options, progress)
@@ -175,8 +175,8 @@ def _loaded(
             min_confidence=how.confidence,
             why_no_draft=pair.why_no_draft,
             others=made.others,
-            curve=made.curve,
-            policy=made.policy,
+            v=made.curve,
+            auto_config=made.policy,
         )
         undo.callback(drafters.close)
         for method in how.methods:

@@ -113,7 +113,7 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, see
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     told = [
         models_fingerprint(target.facts),
-        costs.how,
+        costs.settings_key,
         repr(stored),
         target.facts.rollback,
         target.facts.cache_variant,

@@ -1,1 +1,1 @@
-"""What speculation costs and gains on this machine, and what to do about it."""
+"""The controller of `--method auto`: measured costs, acceptance statistics and the loss limit."""

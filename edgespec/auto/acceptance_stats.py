@@ -1,4 +1,4 @@
-"""What one drafter's guesses have been worth lately: how often they came true, and what asking costs."""
+"""Acceptance statistics and draft costs of one drafter."""
 
 from __future__ import annotations
 
@@ -13,124 +13,135 @@ from numpy.typing import NDArray
 from edgespec.drafters.running_stats import AcceptanceCounts, RunningMean
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["MOST_SURE", "AcceptanceStats"]
+__all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# No sum of chances is believed to be more, so that whoever says something else keeps a little of his own.
-MOST_SURE = 0.98
+# Limit for the summed acceptance probabilities of siblings, so that other drafters keep some probability.
+MAX_PROB_SUM = 0.98
 
 
 class AcceptanceStats:
-    """Chances of one drafter's nodes, by depth and rank, and a lookup's by how long it has been right.
+    """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
-    A lookup that has found the passage being copied goes on being right: its streak says so. Whoever is not
-    asked all the time begins with good credit, so that it is tried. Only tokens that were emitted, and
-    shapes, are looked at; what was drawn for a guess is not.
-    seconds, levels, rows: of a proposal that guessed something. silent: the last one did not.
+    Lookups are also classified by their streak of accepted tokens: a lookup that has found the passage that
+    is being copied stays right. The statistics depend only on tree shapes and emitted tokens, never on the
+    tokens that were drawn.
+
+    Attributes:
+        draft_seconds: Duration of a draft that is not empty.
+        levels: Depth of a draft that is not empty.
+        rows: Drafted tokens of a draft that is not empty.
+        was_empty: Whether the last draft was empty.
     """
 
-    # A lookup's streaks, in tokens that were right: none, 1 to 3, 4 to 15, and 16 or more.
+    # Streaks of a lookup, in accepted tokens: 0, 1 to 3, 4 to 15, and 16 or more.
     _STREAKS = (1, 4, 16)
-    # Believed before anything was seen: the chance, in [0, 1], of a node's first, second and any later child;
-    # a lookup's by its streak, a row each. Round guesses, with which the simulations in
-    # tests/auto/test_combined_drafter.py lose next to nothing against the better drafter alone.
-    _PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
-    _CREDIT = np.array([[0.85, 0.1, 0.05]])
-    # They weigh as much as so many tries, which a few rounds outweigh.
-    _PRIOR_TRIES = 4.0
-    # After a long time without a guess what was seen weighs no more than so many tries.
-    _DOUBTED_TRIES = 2.0
+    # Prior acceptance probability of a node's first, second and later children; for lookups one row per
+    # streak. Round numbers: in tests/auto/test_combined_drafter.py they lose next to nothing against the
+    # better drafter alone. Models start with a high value, so that they are tried.
+    _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
+    _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
+    # Weight of the prior, in drafted tokens. A few rounds outweigh it.
+    _PRIOR_WEIGHT = 4.0
+    # Weight of the statistics after a long pause, in drafted tokens.
+    _WEIGHT_AFTER_PAUSE = 2.0
 
-    def __init__(self, lookup: bool) -> None:
-        prior = (self._PRIOR if lookup else self._CREDIT)[:, None] * self._PRIOR_TRIES
-        # [streak, first level or later, rank]
-        hits = np.repeat(prior, 2, axis=1)
-        self._tally = AcceptanceCounts(hits, np.full(hits.shape, self._PRIOR_TRIES))
-        self._streaks = len(hits)
+    def __init__(self, is_lookup: bool) -> None:
+        prior = (self._LOOKUP_PRIOR if is_lookup else self._MODEL_PRIOR)[:, None] * self._PRIOR_WEIGHT
+        # Shape [streak, first or later level, rank].
+        accepted = np.repeat(prior, 2, axis=1)
+        self._counts = AcceptanceCounts(accepted, np.full(accepted.shape, self._PRIOR_WEIGHT))
+        self._has_streaks = len(accepted) > 1
         self._streak = 0
-        self.seconds, self.levels, self.rows = RunningMean(), RunningMean(), RunningMean()
-        self.silent = False
+        self.draft_seconds, self.levels, self.rows = RunningMean(), RunningMean(), RunningMean()
+        self.was_empty = False
 
     @property
-    def _bucket(self) -> int:
-        return bisect_right(self._STREAKS, self._streak) if self._streaks > 1 else 0
+    def _streak_class(self) -> int:
+        return bisect_right(self._STREAKS, self._streak) if self._has_streaks else 0
 
-    def _table(self) -> NDArray[np.float64]:
-        """The chance of a child as things are: float64 [first level or later, rank]."""
-        table: NDArray[np.float64] = self._tally.hits[self._bucket] / self._tally.tries[self._bucket]
-        return table
+    def _probs(self) -> NDArray[np.float64]:
+        """Return acceptance probabilities at the current streak, float64 [first or later level, rank]."""
+        streak = self._streak_class
+        probs: NDArray[np.float64] = self._counts.accepted[streak] / self._counts.drafted[streak]
+        return probs
 
-    def asked(self, tree: TokenTree, seconds: float) -> None:
-        """It proposed this."""
-        self.silent = not tree.drafted
+    def record_draft(self, tree: TokenTree, seconds: float) -> None:
+        """Record a draft and its duration."""
+        self.was_empty = not tree.drafted
         if tree.drafted:
-            self.seconds.add(seconds)
+            self.draft_seconds.add(seconds)
             self.levels.add(max(tree.depths))
             self.rows.add(tree.drafted)
 
-    def chances(self, tree: TokenTree) -> list[float]:
-        """The chance of each node, in [0, 1], given that its parent is accepted; the root's is 1."""
-        table = self._table()
-        return [1.0, *(float(table[at]) for at in _cells(tree)[1:])]
+    def node_probs(self, tree: TokenTree) -> list[float]:
+        """Return each node's probability of acceptance given that its parent is accepted; 1 for the root."""
+        probs = self._probs()
+        return [1.0, *(float(probs[category]) for category in _categories(tree)[1:])]
 
     @property
     def level_seconds(self) -> float:
-        """What a level of a proposal takes."""
-        return self.seconds.value / max(self.levels.value, 1.0)
+        """Duration of drafting one level."""
+        return self.draft_seconds.value / max(self.levels.value, 1.0)
 
     @property
     def level_rows(self) -> float:
-        """The guesses of a level."""
+        """Drafted tokens per level."""
         return self.rows.value / max(self.levels.value, 1.0)
 
-    def survival(self, levels: int) -> list[float]:
-        """For each level of a proposal it has not made yet, the chance that the text is still in it."""
-        table = self._table()
-        # A drafter of chains has one guess a level; others share a level among their ranks.
+    def reach_probs(self, levels: int) -> list[float]:
+        """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
+        probs = self._probs()
+        # A chain has one token per level; a tree's siblings add their probabilities.
         is_chain = self.rows.value <= self.levels.value
-        any_child = table[:, 0] if is_chain else np.minimum(table.sum(axis=1), MOST_SURE)
-        return list(accumulate((float(any_child[min(level, 1)]) for level in range(levels)), mul))
+        level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
+        return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))
 
-    def learn(self, tree: TokenTree, tokens: Sequence[int]) -> None:
-        """Its tree of this round, and the tokens that were emitted."""
-        bucket = self._bucket
-        cells = _cells(tree)
-        right = tree.walk(tokens)
-        self._streak += len(right) - 1
-        for node, came_true in zip_longest(right[: len(tokens)], right[1:]):
+    def record_outcome(self, tree: TokenTree, tokens: Sequence[int]) -> None:
+        """Record which nodes of this round's draft the emitted `tokens` accepted."""
+        streak = self._streak_class
+        categories = _categories(tree)
+        path = tree.walk(tokens)
+        self._streak += len(path) - 1
+        for node, accepted in zip_longest(path[: len(tokens)], path[1:]):
             children = tree.children(node)
             for child in children:
-                self._tally.count((bucket, *cells[child]), child == came_true)
-            if children and came_true is None:
+                self._counts.record((streak, *categories[child]), child == accepted)
+            if children and accepted is None:
                 self._streak = 0
         if not tree.drafted:
             self._streak = 0
 
-    def kept(self) -> dict[str, NDArray[np.float64]]:
-        """All of it by name, for another run."""
+    def saved_statistics(self) -> dict[str, NDArray[np.float64]]:
+        """Return all statistics as named arrays, for a later run."""
         return {
-            "tally": self._tally.kept(),
-            "seconds": self.seconds.kept(),
-            "levels": self.levels.kept(),
-            "rows": self.rows.kept(),
+            "tally": self._counts.saved(),
+            "seconds": self.draft_seconds.saved(),
+            "levels": self.levels.saved(),
+            "rows": self.rows.saved(),
         }
 
-    def restore(self, kept: Mapping[str, NDArray[np.float64]]) -> None:
-        """Go on from what was kept. Raises KeyError, ValueError."""
-        self._tally.restore(kept["tally"])
-        self.seconds.restore(kept["seconds"])
-        self.levels.restore(kept["levels"])
-        self.rows.restore(kept["rows"])
+    def restore_statistics(self, saved: Mapping[str, NDArray[np.float64]]) -> None:
+        """Continue from the arrays of `saved_statistics`.
 
-    def doubt(self) -> None:
-        """It was not asked for long: what was seen may hold no more."""
-        self._tally.doubt(self._DOUBTED_TRIES)
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible values.
+        """
+        self._counts.restore(saved["tally"])
+        self.draft_seconds.restore(saved["seconds"])
+        self.levels.restore(saved["levels"])
+        self.rows.restore(saved["rows"])
+
+    def limit_weight(self) -> None:
+        """Reduce the weight of the statistics, because the drafter has not been asked for long."""
+        self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
 
-def _cells(tree: TokenTree) -> list[tuple[int, int]]:
-    """Of each node: 0 on the first level, 1 further down, and its rank among its siblings, at most 2."""
+def _categories(tree: TokenTree) -> list[tuple[int, int]]:
+    """Return each node's level (0: first, 1: later) and rank among its siblings (at most 2)."""
     ranks = [0] * tree.width
-    cells = [(0, 0)]
+    categories = [(0, 0)]
     for parent in tree.parents[1:]:
-        cells.append((min(parent, 1), min(ranks[parent], 2)))
+        categories.append((min(parent, 1), min(ranks[parent], 2)))
         ranks[parent] += 1
-    return cells
+    return categories

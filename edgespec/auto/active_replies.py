@@ -1,4 +1,7 @@
-"""How many replies this process is making at once: they share its machine, and each slows down the others."""
+"""Number of replies that this process generates at the same time.
+
+They share the machine, so each one slows down the others' passes.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,29 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Counts replies from their beginning to their end, in whichever threads they are made.
+    """Counts replies from start to end. Any thread may use it.
 
-    replies: that are being made now; one whose pieces nobody takes counts too.
+    Attributes:
+        count: Replies that are running now, including those whose caller does not read on.
     """
 
     def __init__(self) -> None:
-        self.replies = 0
-        self._counting = threading.Lock()
+        self.count = 0
+        self._lock = threading.Lock()
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
-        """A reply is made in here."""
-        self._count(1)
+    def track(self) -> Iterator[None]:
+        """Count a reply for the duration of the `with` block."""
+        self._add(1)
         try:
             yield
         finally:
-            self._count(-1)
+            self._add(-1)
 
-    def _count(self, more: int) -> None:
-        with self._counting:
-            self.replies += more
+    def _add(self, change: int) -> None:
+        with self._lock:
+            self.count += change
 
 
-# Of this process.
+# The replies of this process.
 ACTIVE_REPLIES = ActiveReplies()

@@ -1,4 +1,4 @@
-"""Whether asking for guesses is worth its time: given up for a while where it brings less than it takes."""
+"""Pauses of drafting where it costs more time than it saves."""
 
 from __future__ import annotations
 
@@ -12,88 +12,93 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["Backoff"]
 
-# Asking that loses more than this share of a plain step, round for round, is given up for a while.
-_WORTH_ASKING = -0.01
-# Asking that finds nothing and takes less than this share of a plain step is as good as free.
-_FREE_ASKING = 0.005
-# So many rounds are asked in before that is judged, and when it is tried again.
-_JUDGED_ROUNDS = 8
-_AWAKE_ROUNDS = 4
-_FIRST_REST, _LONGEST_REST = 32, 512
-# So many times more rarely than other tries: a target that is done before a guess is made seldom changes.
-_RARELY = 3
+# Mean gain per round, in target steps, below which drafting pauses.
+_MIN_GAIN = -0.01
+# Cost of a round without a draft, in target steps, below which looking for drafts never pauses.
+_NEGLIGIBLE_COST = 0.005
+# Rounds before the first decision to pause, and per retry after a pause.
+_TRIAL_ROUNDS = 8
+_RETRY_ROUNDS = 4
+# Rounds between retries: the interval doubles from the first to the second value.
+_MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
+# A pause is due to the speed of the target, which rarely changes, so its retries count as this much dearer.
+_RETRY_COST_FACTOR = 3
 
 
 class Backoff:
-    """Counts what rounds with guesses gained, in plain steps, and when there is enough of asking.
+    """Pauses drafting while its measured gain is negative, and retries it at growing intervals.
 
-    gain: of such a round, lately. On a small target looking for guesses may take longer than they save.
+    On a small target even looking for a draft may take longer than accepted tokens save.
     """
 
     def __init__(self) -> None:
-        self._gain, self._silence = RunningMean(), RunningMean()
-        self._rest = RetrySchedule(_FIRST_REST, _LONGEST_REST)
-        self._awake_rounds = _JUDGED_ROUNDS
+        self._gain, self._empty_cost = RunningMean(), RunningMean()
+        self._retries = RetrySchedule(_MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS)
+        self._trial_rounds = _TRIAL_ROUNDS
 
     @property
     def gain(self) -> float:
-        """What a round in which it was asked gained lately, in plain steps."""
+        """Mean gain of the last rounds that looked for a draft, in target steps per round."""
         return self._gain.value
 
     @property
-    def over(self) -> bool:
-        """Is asking given up, until it is tried again?"""
-        return self._awake_rounds <= 0 and self._dear
+    def is_paused(self) -> bool:
+        """Whether drafting is paused until the next retry."""
+        return self._trial_rounds <= 0 and self._is_losing
 
     @property
-    def _dear(self) -> bool:
-        """Has asking brought less than it takes, and does it take anything?"""
-        return self._gain.value < _WORTH_ASKING and self._silence.value > _FREE_ASKING
+    def _is_losing(self) -> bool:
+        return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
-    def asks(self) -> bool:
-        """Is this one of the rounds to ask in?"""
-        if not self.over:
+    def may_draft(self) -> bool:
+        """Return whether this round may draft; during a pause, whether a retry is due."""
+        if not self.is_paused:
             return True
-        if not self._rest.due(_RARELY * _AWAKE_ROUNDS * self._silence.value):
+        if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
             return False
-        # Judged by what it brings now, not by what it once did not.
-        self._awake_rounds, self._gain = _AWAKE_ROUNDS, RunningMean()
+        # The retry is judged by its own gain alone.
+        self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
         return True
 
-    def pass_by(self, rounds: int) -> None:
-        """So many rounds went by in which it was not asked."""
-        self._rest.wait(rounds)
+    def skip_rounds(self, rounds: int) -> None:
+        """Count rounds of a pause in which `may_draft` was not called."""
+        self._retries.skip_rounds(rounds)
 
-    def silent(self, cost: float) -> None:
-        """It was asked, which took so many plain steps, and there was no guess."""
-        self._silence.add(cost)
-        self._judge(-cost)
+    def record_empty_draft(self, cost: float) -> None:
+        """Record a round whose drafters proposed nothing, at a cost in target steps."""
+        self._empty_cost.add(cost)
+        self._record_gain(-cost)
 
-    def looked(self, cost: float) -> None:
-        """Nothing was asked, for the ledger could not bear it; to find that out took so many plain steps."""
-        if cost > _FREE_ASKING:
-            self.silent(cost)
+    def record_unaffordable_draft(self, cost: float) -> None:
+        """Record a round in which the loss limit allowed no draft; finding out cost `cost` target steps."""
+        if cost > _NEGLIGIBLE_COST:
+            self.record_empty_draft(cost)
 
-    def guessed(self, gain: float) -> None:
-        """It was asked, and the round gained so many plain steps."""
-        self._judge(gain)
+    def record_draft(self, gain: float) -> None:
+        """Record a round with a draft that gained `gain` target steps over plain decoding."""
+        self._record_gain(gain)
 
-    def _judge(self, gain: float) -> None:
+    def _record_gain(self, gain: float) -> None:
         self._gain.add(gain)
-        self._awake_rounds -= 1
-        if not self._dear:
-            self._rest.paid()
+        self._trial_rounds -= 1
+        if not self._is_losing:
+            self._retries.shorten()
 
-    def kept(self) -> dict[str, NDArray[Any]]:
-        """All of it by name, for another run."""
-        return {f"patience.{name}": one.kept() for name, one in self._parts.items()}
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the gains and the retry interval as named arrays, for a later run."""
+        return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from what was kept. Raises KeyError, ValueError."""
-        for name, one in self._parts.items():
-            one.restore(kept[f"patience.{name}"])
-        self._awake_rounds = 0
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from the arrays of `saved_statistics`, without another trial.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible values.
+        """
+        for name, part in self._parts.items():
+            part.restore(saved[f"patience.{name}"])
+        self._trial_rounds = 0
 
     @property
     def _parts(self) -> dict[str, RunningMean | RetrySchedule]:
-        return {"gain": self._gain, "silence": self._silence, "rest": self._rest}
+        return {"gain": self._gain, "silence": self._empty_cost, "rest": self._retries}

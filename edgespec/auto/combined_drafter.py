@@ -1,4 +1,4 @@
-"""Several drafters at once: their proposals in one tree, verified in one pass."""
+"""Several drafters at once: their drafts are merged into one tree and verified in one pass."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from edgespec.auto.drafter_stats import MEASURED_ROUNDS, DrafterStats
 from edgespec.auto.expected_gain import RoundEstimate
-from edgespec.auto.merging import merged, trimmed
-from edgespec.costs.curve import Curve, gentle
+from edgespec.auto.merging import merge_trees, prune_optional
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
@@ -25,46 +25,62 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# So much of what may be lost goes into reading: the rest is for guesses.
-_READING_SHARE = 0.5
-# With fewer tokens of the text a model's guesses are worth nothing.
-_LEAST_READ = 32
-# Lengths that are weighed of a draft that chooses its own.
-_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# So many tokens of others' guesses are worth more than a try.
-_WORTH_WAITING = 0.5
+# Share of the allowance that a round may spend on prefill. The rest is left for the draft.
+_PREFILL_SHARE = 0.5
+# With fewer tokens of the sequence in its cache a draft model is rarely right.
+_MIN_PREFILL_TOKENS = 32
+# Draft lengths that are compared for drafters that choose their own length.
+_DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+# Expected accepted tokens of other drafts above which no retry is made: it would put them at risk.
+_MAX_TOKENS_AT_RISK = 0.5
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a drafter said in this round. chances: of each node, given that its parent is accepted."""
+class _Proposal:
+    """One drafter's draft of this round.
+
+    Attributes:
+        tree: The draft.
+        node_probs: Each node's probability of acceptance given that its parent is accepted.
+    """
 
     tree: TokenTree
-    chances: list[float]
+    node_probs: list[float]
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
-        """Level by level the chance, in [0, 1], that the text is still in the tree, and the level's rows."""
-        reached, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
-        values = [1.0]
+        """Per level, the probability that one of its tokens is accepted, and its number of tokens."""
+        reach_probs, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
+        path_probs = [1.0]
         for node in range(1, self.tree.width):
-            values.append(values[self.tree.parents[node]] * self.chances[node])
+            path_probs.append(path_probs[self.tree.parents[node]] * self.node_probs[node])
             level = self.tree.depths[node] - 1
-            reached[level] = min(reached[level] + values[node], 1.0)
+            reach_probs[level] = min(reach_probs[level] + path_probs[node], 1.0)
             rows[level] += 1
-        return reached, rows
+        return reach_probs, rows
 
 
 class CombinedDrafter(Drafter):
-    """Asks the drafters that are worth asking and merges what they say, within one width budget.
+    """Asks each drafter whose draft is expected to save time and merges the drafts into one tree.
 
-    Lookups are asked first. What costs passes of a model is asked only where it is likely to bring more
-    than that, by how often each came true lately; until its costs are measured it is always asked. Guesses
-    of a lookup are verified as far as their chance pays for their rows; what others say stays whole, for it
-    may have been drawn by chance, and dropping it by what was drawn would bias rejection mode.
-    can_branch: False for a target that verifies chains only; then the most promising chain is taken.
-    limits: what a pass of the target takes. curve: v(m). may_lose: seconds that the next round may lose
-    against a plain one; may_try: what of that is for guesses that do not seem to pay. clock: seconds.
+    Lookups are always asked, and first. A drafter that runs a model is asked when its expected tokens exceed
+    its cost, by its recent acceptance rate, and always until that cost is measured. Tokens of lookups are
+    pruned where they do not pay for their rows. Other drafts stay whole: pruning them by the tokens that
+    were drawn would bias rejection mode.
+
+    Args:
+        drafters: The drafters, in the order in which their drafts are merged.
+        can_branch: False for a target that verifies only chains. The most promising chain is then taken.
+        limits: Width and branches of a verify pass.
+        v: Cost of a verify pass by width, in target steps.
+        allowance_seconds: Returns how much the next round may lose against plain decoding.
+        exploration_seconds: Returns how much a draft without an expected gain may lose.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        drafted_levels: Depth of the last draft of a drafter that runs a model.
+        prefill_seconds: Time spent on prefill in the last call of `propose`.
+        contributors: Names of the drafters whose tokens were in the last draft that was not empty.
     """
 
     def __init__(
@@ -73,242 +89,249 @@ class CombinedDrafter(Drafter):
         can_branch: bool,
         *,
         limits: PassLimits | None = None,
-        curve: Curve = gentle,
-        may_lose: Callable[[], float] = lambda: inf,
-        may_try: Callable[[], float] = lambda: inf,
+        v: CostFunction = assumed_cost,
+        allowance_seconds: Callable[[], float] = lambda: inf,
+        exploration_seconds: Callable[[], float] = lambda: inf,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.name = "+".join(drafter.name for drafter in drafters)
-        self._members = tuple(DrafterStats(drafter) for drafter in drafters)
+        self.drafted_levels = 0
+        self.prefill_seconds = 0.0
+        self.contributors: tuple[str, ...] = ()
+        self._stats = tuple(DrafterStats(drafter) for drafter in drafters)
         self._can_branch = can_branch
         self._limits = limits or PassLimits()
-        self._curve = curve
+        self._v = v
+        self._allowance_seconds, self._exploration_seconds = allowance_seconds, exploration_seconds
         self._clock = clock
-        self._may_lose, self._may_try = may_lose, may_try
-        self._plain_seconds = RunningMean()
+        self._target_step_seconds = RunningMean()
         self._proposed_at: float | None = None
-        self._asked: dict[DrafterStats, _Said] = {}
-        self._contributors: tuple[str, ...] = ()
-        # How deep the last proposal was that cost passes of a model.
-        self.drafted_levels = 0
-        # Time spent on prefill in the last proposal.
-        self.prefill_seconds = 0.0
+        self._proposals: dict[DrafterStats, _Proposal] = {}
         self._last_token = 0
 
     @property
     def memory_use(self) -> MemoryUse:
-        return sum((member.drafter.memory_use for member in self._members), MemoryUse())
+        return sum((drafter.memory_use for drafter in self.parts), MemoryUse())
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        return tuple(member.drafter for member in self._members)
+        return tuple(stats.drafter for stats in self._stats)
 
     @property
-    def looks_up(self) -> bool:
-        """Do some of its guesses cost no passes of a model?"""
-        return any(member.lookup for member in self._members)
+    def has_lookup(self) -> bool:
+        """Whether one of the drafters is a lookup."""
+        return any(stats.is_lookup for stats in self._stats)
 
-    @property
-    def contributors(self) -> tuple[str, ...]:
-        return self._contributors
-
-    def turn_to(self, kind: str) -> None:
-        """The next text is of this kind: go by what guesses were worth in such texts."""
-        for member in self._members:
-            member.turn_to(kind)
+    def select_text_kind(self, kind: str) -> None:
+        """Switch to the acceptance statistics for a kind of text."""
+        for stats in self._stats:
+            stats.select_text_kind(kind)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        found = {"plain": self._plain_seconds.kept()}
-        for member in self._members:
-            found |= member.kept()
-        return found
+        """Return the statistics of all drafters as named arrays, for a later run."""
+        saved: dict[str, NDArray[Any]] = {"plain": self._target_step_seconds.saved()}
+        for stats in self._stats:
+            saved |= stats.saved_statistics()
+        return saved
 
-    def restore_statistics(self, kept: Mapping[str, NDArray[Any]]) -> None:
-        for member in self._members:
-            member.restore(kept)
-        self._plain_seconds.restore(kept["plain"])
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from the arrays of `saved_statistics`.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible values.
+        """
+        for stats in self._stats:
+            stats.restore_statistics(saved)
+        self._target_step_seconds.restore(saved["plain"])
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._asked = {}
+        self._proposals = {}
         self._last_token = tokens[-1]
-        for member in self._members:
-            member.begin(tokens)
+        for stats in self._stats:
+            stats.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         return self.propose_within(sampler, acceptance, draft_length, draft_length)
 
     def propose_within(
-        self, sampler: Sampler, acceptance: Acceptance, draft_length: int, levels: int
+        self, sampler: Sampler, acceptance: Acceptance, lookup_length: int, model_length: int
     ) -> TokenTree:
-        """Propose where those whose guesses cost passes of a model may make so many `levels` only."""
-        asked = self._asked = {}
+        """Propose with separate draft lengths for lookups and for drafters that run a model."""
+        proposals = self._proposals = {}
         self.prefill_seconds = 0.0
-        for member in sorted(self._members, key=lambda member: not member.lookup):
-            if member.lookup or (levels and self._ready(member, levels)):
+        for stats in sorted(self._stats, key=lambda stats: not stats.is_lookup):
+            if stats.is_lookup or (model_length and self._prepare(stats, model_length)):
                 started = self._clock()
-                length = draft_length if member.lookup else levels
-                said = member.drafter.propose(sampler, acceptance, length)
-                member.asked(said, length, self._clock() - started)
-                asked[member] = _Said(said, member.record.chances(said))
+                length = lookup_length if stats.is_lookup else model_length
+                tree = stats.drafter.propose(sampler, acceptance, length)
+                stats.record_draft(tree, length, self._clock() - started)
+                proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
         self.drafted_levels = max(
-            (max(said.tree.depths) for member, said in asked.items() if not member.lookup), default=0
+            (max(each.tree.depths) for stats, each in proposals.items() if not stats.is_lookup), default=0
         )
-        tree = self._joined() if asked else TokenTree.chain(self._last_token)
+        tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
         if tree.drafted:
-            drafted = (member for member in self._in_order() if asked[member].tree.drafted)
-            self._contributors = tuple(member.drafter.name for member in drafted)
+            drafted = (stats for stats in self._asked if proposals[stats].tree.drafted)
+            self.contributors = tuple(stats.drafter.name for stats in drafted)
         self._proposed_at = self._clock()
         return tree
 
-    def _in_order(self) -> list[DrafterStats]:
-        """Those that were asked, as a method names them."""
-        return [member for member in self._members if member in self._asked]
+    @property
+    def _asked(self) -> list[DrafterStats]:
+        """The drafters asked in this round, in the order in which their drafts are merged."""
+        return [stats for stats in self._stats if stats in self._proposals]
 
-    def _ready(self, member: DrafterStats, levels: int) -> bool:
-        """Is a drafter to be asked: because it is likely to pay, or to see whether it does by now?
-
-        It has then read what it has to.
-        """
-        gain = self._gain(member, levels)
+    def _prepare(self, stats: DrafterStats, levels: int) -> bool:
+        """Decide whether to ask a drafter, and prefill what it needs; False where it is not to be asked."""
+        gain = self._expected_gain(stats, levels)
         if gain > 1.0:
-            if levels > member.refused_levels:
-                member.probe.paid()
-            elif member.probe.due(self._cost(member, 1) + self._curve(2) - 1.0):
-                member.force_draft()
-            return self._read(member)
-        # Beside guesses of others a try would cost what those bring.
-        if sum(self._said().reached) > _WORTH_WAITING:
+            if levels > stats.empty_draft_levels:
+                stats.retries.shorten()
+            elif stats.retries.is_due(self._draft_cost(stats, 1) + self._v(2) - 1.0):
+                stats.force_draft()
+            return self._prefill(stats)
+        if not self._should_retry(stats, gain):
             return False
-        # What seems to be nearly worth it loses next to nothing when it is tried.
-        depth, rows = (1, 1) if member.drafter.chooses_length else (None, round(member.record.rows.value))
-        price = max(1.0 - gain, 0.0) * (self._cost(member, depth) + self._curve(1 + rows))
-        price += self._entrance(member)
-        if member.probe.rare and price * self._plain_seconds.value > self._may_try():
-            return False
-        if not member.probe.due(price):
-            return False
-        member.record.doubt()
-        member.force_draft()
-        return self._read(member)
+        stats.acceptance.limit_weight()
+        stats.force_draft()
+        return self._prefill(stats)
 
-    def _entrance(self, member: DrafterStats) -> float:
-        """What a drafter would read before its first guess in this text, in plain steps.
+    def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
+        """Decide whether to ask a drafter that is not expected to save time, to learn whether it does now."""
+        if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
+            return False
+        chooses_length = stats.drafter.chooses_length
+        levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
+        # A drafter that nearly breaks even costs next to nothing to retry.
+        cost = max(1.0 - gain, 0.0) * (self._draft_cost(stats, levels) + self._v(1 + rows))
+        cost += self._first_prefill_cost(stats)
+        seconds = cost * self._target_step_seconds.value
+        if stats.retries.is_rare and seconds > self._exploration_seconds():
+            return False
+        return stats.retries.is_due(cost)
 
-        Later the same tokens are to be read however rare its tries are: then that is no price of one.
+    def _first_prefill_cost(self, stats: DrafterStats) -> float:
+        """Return the cost of the first prefill in this reply, in target steps; 0 after that.
+
+        Later prefills are left out, because the same tokens must be prefilled however rare the retries are.
         """
-        plain = self._plain_seconds.value
-        if member.has_entered or plain <= 0.0:
+        step = self._target_step_seconds.value
+        if stats.has_prefilled or step <= 0.0:
             return 0.0
-        return self._to_read(member) * member.reading_seconds(plain) / plain
+        return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
-    def _read(self, member: DrafterStats) -> bool:
-        """Let a drafter read what it has to; False while that may not be paid for."""
-        tokens = self._to_read(member)
+    def _prefill(self, stats: DrafterStats) -> bool:
+        """Prefill what the allowance permits; return whether the drafter can draft afterwards."""
+        tokens = self._prefill_tokens(stats)
         if not tokens:
-            return not member.pending_tokens
+            return not stats.pending_tokens
         started = self._clock()
-        member.prefill(tokens)
+        stats.prefill(tokens)
         seconds = self._clock() - started
         self.prefill_seconds += seconds
-        member.has_read(tokens, seconds)
+        stats.record_prefill(tokens, seconds)
         return True
 
-    def _to_read(self, member: DrafterStats) -> int:
-        """So many tokens it would read now: 0 where there is nothing to, or what may be lost forbids it."""
-        unread, whole = member.pending_tokens, member.full_pending_tokens
-        most, each = self._may_lose(), member.reading_seconds(self._plain_seconds.value)
-        if most == inf or not whole:
-            return whole
-        # What a token takes is unknown before a pass was seen.
-        affordable = int(_READING_SHARE * most / each) if each > 0.0 else 0
-        if affordable >= whole:
-            return whole
-        return min(unread, affordable) if affordable >= min(unread, _LEAST_READ) else 0
+    def _prefill_tokens(self, stats: DrafterStats) -> int:
+        """Return how many tokens to prefill now; 0 where none are pending or the allowance is too small."""
+        pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
+        allowance = self._allowance_seconds()
+        token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
+        if allowance == inf or not all_pending:
+            return all_pending
+        # The duration is 0, that is unknown, until the first verify pass is measured.
+        affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
+        if affordable >= all_pending:
+            return all_pending
+        return min(pending, affordable) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
 
     @property
-    def reading_seconds(self) -> float:
-        """What the next proposal may spend on reading, before it guesses."""
+    def planned_prefill_seconds(self) -> float:
+        """Time that the next call of `propose` may spend on prefill."""
+        step = self._target_step_seconds.value
         return sum(
-            self._to_read(member) * member.reading_seconds(self._plain_seconds.value)
-            for member in self._members
-            if not member.lookup
+            self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
+            for stats in self._stats
+            if not stats.is_lookup
         )
 
-    def _joined(self) -> TokenTree:
-        """What was said, in one tree, as far as it pays."""
-        asked = self._asked
-        chosen = self._in_order() if self._can_branch else self._most_promising()
-        return trimmed(
-            merged([asked[member].tree for member in chosen]),
-            [asked[member].chances for member in chosen],
-            [member.lookup for member in chosen],
+    def _merged_tree(self) -> TokenTree:
+        """Merge the drafts of this round and prune what does not pay for its rows."""
+        chosen = self._asked if self._can_branch else self._best_chain()
+        return prune_optional(
+            merge_trees([self._proposals[stats].tree for stats in chosen]),
+            [self._proposals[stats].node_probs for stats in chosen],
+            [stats.is_lookup for stats in chosen],
             self._limits,
-            self._curve,
-            sum(self._cost(member) for member in chosen),
+            self._v,
+            sum(self._draft_cost(stats) for stats in chosen),
         )
 
-    def _most_promising(self) -> list[DrafterStats]:
-        """The one whose chain is taken: one that was worth its passes, else the best lookup."""
-        drafted = [member for member in self._in_order() if self._asked[member].tree.drafted]
-        others = [member for member in drafted if not member.lookup]
-        if others:
-            return others[:1]
-        return [max(drafted or self._asked, key=lambda member: sum(self._asked[member].chances))]
+    def _best_chain(self) -> list[DrafterStats]:
+        """Return the drafter whose chain is verified: one that ran a model, else the best lookup."""
+        drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
+        models = [stats for stats in drafted if not stats.is_lookup]
+        if models:
+            return models[:1]
+        return [max(drafted or self._proposals, key=lambda stats: sum(self._proposals[stats].node_probs))]
 
-    def _known(self, member: DrafterStats) -> bool:
-        """Is it known what a drafter costs?"""
-        return member.measured and self._plain_seconds.count >= MEASURED_ROUNDS
+    def _is_measured(self, stats: DrafterStats) -> bool:
+        return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
-    def _cost(self, member: DrafterStats, levels: int | None = None) -> float:
-        """What a draft of so many levels costs, or its usual one, in plain steps; 0 until it is measured."""
-        if not self._known(member) or self._plain_seconds.value <= 0.0:
+    def _draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
+        """Return the cost of a draft of `levels` levels, or a usual one, in target steps; 0 if unmeasured."""
+        step = self._target_step_seconds.value
+        if not self._is_measured(stats) or step <= 0.0:
             return 0.0
-        return member.cost(self._plain_seconds.value, levels)
+        return stats.draft_cost(step, levels)
 
-    def _said(self) -> RoundEstimate:
-        """What was said in this round so far."""
-        said = RoundEstimate()
-        for member, its in self._asked.items():
-            said = said.also(*its.levels, self._cost(member))
-        return said
+    def _estimate(self) -> RoundEstimate:
+        """Return the estimate of all drafts proposed so far in this round."""
+        estimate = RoundEstimate()
+        for stats, proposal in self._proposals.items():
+            estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))
+        return estimate
 
-    def _gain(self, member: DrafterStats, draft_length: int) -> float:
-        """What asking a drafter is likely to make of the round's worth: more than 1 pays."""
-        record = member.record
-        if not self._known(member) and not record.silent:
-            return inf
-        if not self._known(member):
-            return 0.0
-        said = self._said()
-        reached = record.survival(draft_length)
-        usual = max(1, min(draft_length, round(record.levels.value)))
-        best = max(
-            said.worth_with(
-                reached[:levels],
-                round(levels * record.level_rows),
-                self._cost(member, levels),
-                self._curve,
+    def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
+        """Return the expected speed of the round with a drafter over the speed without it.
+
+        Infinite for a drafter whose cost is not measured yet, unless its last draft was empty.
+        """
+        acceptance = stats.acceptance
+        if not self._is_measured(stats):
+            return 0.0 if acceptance.was_empty else inf
+        estimate = self._estimate()
+        reach_probs = acceptance.reach_probs(draft_length)
+        usual = max(1, min(draft_length, round(acceptance.levels.value)))
+        speed = max(
+            estimate.speed_with(
+                reach_probs[:levels],
+                round(levels * acceptance.level_rows),
+                self._draft_cost(stats, levels),
+                self._v,
                 self._limits.max_width,
                 self._can_branch,
             )
-            for levels in (_LENGTHS if member.drafter.chooses_length else (usual,))
+            for levels in (_DRAFT_LENGTHS if stats.drafter.chooses_length else (usual,))
             if levels <= draft_length
         )
-        return best / said.worth(self._curve)
+        return speed / estimate.speed(self._v)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._proposed_at is not None:
-            self._plain_seconds.add((self._clock() - self._proposed_at) / self._curve(tree.width))
+            self._target_step_seconds.add((self._clock() - self._proposed_at) / self._v(tree.width))
         self._proposed_at = None
         for drafter in self.parts:
             drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        for member, said in self._asked.items():
-            member.record.learn(said.tree, tokens)
-            if said.tree.drafted and len(said.tree.walk(tokens)) > max(said.tree.depths):
-                member.probe.promising()
-        self._asked = {}
+        for stats, proposal in self._proposals.items():
+            tree = proposal.tree
+            stats.acceptance.record_outcome(tree, tokens)
+            if tree.drafted and len(tree.walk(tokens)) > max(tree.depths):
+                stats.retries.retry_next_round()
+        self._proposals = {}
         if tokens:
             self._last_token = tokens[-1]
         for drafter in self.parts:

@@ -1,4 +1,4 @@
-"""The policy of `auto`: guess while that pays, never lose more than was agreed, and say why."""
+"""The controller of `--method auto`: drafts while that saves time, within the loss limit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from time import perf_counter
 from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.backoff import Backoff
 from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.auto.explanation import DraftingStatus
+from edgespec.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.auto.worst_case import WorstCaseCosts
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
@@ -20,74 +21,80 @@ from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["AutoConfig", "AutoController", "ControllerReport"]
+__all__ = ["AutoConfig", "AutoController"]
 
-# After so many tokens without a plain step what one takes is measured again.
-_REFRESH_TOKENS = 96
-# Where asking is given up, so many rounds of plain decoding go by before one is looked at.
-_CALM_ROUNDS = 15
-# So much of what may be lost is staked on each of so many first rounds of a reply.
-_STAKED, _STAKED_ROUNDS = 0.5, 2
-# So many times dearer a level may be in a shorter draft.
-_HARDLY = 1.25
-# What drafting a token takes until it was measured, in plain steps.
-_UNKNOWN_LEVEL = 0.3
-# What was found out is saved after so long, when another reply begins, and at the end.
-_SAVED_SECONDS = 60.0
-# The worst seen lately fades by this share a round; it is never taken to be less than expected.
-_FADING = 0.97
-_FORGIVING = 0.995
-# What a pass may cost, of what is expected, among more replies at once than were seen before.
-_UNKNOWN_WORST = 2.0
-# Where guesses lose, and are rarer than one for so many tokens, a reply is called plain.
-_TOKENS_OF_A_TRY = 16
+# Tokens after which the duration of a target step is measured again.
+_REMEASURE_TOKENS = 96
+# Rounds between two looks at the backoff while drafting is paused. On small targets looking costs time too.
+_PAUSED_ROUNDS = 15
+# Time between two saves of the statistics.
+_SAVE_INTERVAL_SECONDS = 60.0
+# A reply that lost time is reported as plain decoding if it drafted less than once in this many tokens.
+_TOKENS_PER_RETRY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class AutoConfig:
-    """What decides for a target, round by round, whether and how far is drafted.
+    """Settings of the controller for one target.
 
-    terms: what a reply may lose. costs: of this target. notes: where it is kept, by the drafters' names, what
-    they were found to be worth. everywhere: named drafters are held to it as well as `auto`. grows: draft
-    models choose their lengths by what pays.
+    Attributes:
+        limits: How much time speculation may cost a reply.
+        costs: Live costs of the target's passes.
+        open_store: Returns the store of the statistics of drafters given by name, such as "model+suffix".
+        controls_named: Methods that name drafters are controlled as well, not only `auto`.
+        adapts_length: Draft models choose their draft length round by round.
     """
 
-    terms: LossLimits
+    limits: LossLimits
     costs: LiveCosts
-    notes: Callable[[str], ArrayStore] | None = None
-    everywhere: bool = False
-    grows: bool = True
+    open_store: Callable[[str], ArrayStore] | None = None
+    controls_named: bool = False
+    adapts_length: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerReport:
-    """How a reply stands. plain_seconds: of a plain round now. credit_seconds: gained, less what was spent.
+@dataclass(slots=True)
+class _Round:
+    """Timing of the running round.
 
-    worst_loss: the agreed bound, as a share of the plain time. speed_up: over plain decoding, by what plain
-    rounds took; uncertainty: of that, one standard error. drafters: those that guess, beyond a try now and
-    then. reason: in one line.
+    Attributes:
+        started: When the round began.
+        was_considered: The loss limit and the backoff permitted looking for a draft.
+        was_asked: The drafters were asked for a draft.
+        draft_done: When the draft was complete.
+        pass_seconds: Duration of the target's pass.
+        width: Width of the target's pass.
     """
 
-    target_step_seconds: float
-    credit_seconds: float
-    worst_loss: float
-    speed_up: float
-    uncertainty: float
-    drafters: tuple[str, ...]
-    reason: str
+    started: float
+    was_considered: bool = False
+    was_asked: bool = False
+    draft_done: float = 0.0
+    pass_seconds: float = 0.0
+    width: int = 1
 
 
 class AutoController(Drafter):
-    """Asks a drafter in those rounds only in which the ledger can bear the worst of it.
+    """Decides in every round whether and how far to draft, and keeps the reply within the loss limit.
 
-    A round in which it is not asked is one of plain decoding: nothing is drafted, computed or read for it.
-    The first round of a run is plain, and one of every 96 tokens, to measure what a plain step takes.
-    Before any other the ledger must be able to bear the worst that was seen lately: that says how deep the
-    draft may be. Where asking does not pay it is given up for a while, and begun anew when it is tried again.
+    A round drafts only if all of these hold. Otherwise it is a target step and drafts or prefills nothing.
 
-    ledger, costs: of this drafter alone; a CombinedDrafter inside may ask the ledger too. ahead: tells the
-    target whether the next rounds are plain. clock: seconds. replies: how many are being made at once; what
-    passes cost and whether asking pays are found out for each number of them.
+
+    - The duration of a target step is known: it is measured at the start, then once in 96 tokens.
+    - Drafting is not paused by the backoff.
+    - The worst case of the draft keeps the credit above the loss limit. This limits the draft length.
+
+    The combined drafter then decides which drafters to ask, by their expected gain. Worst cases and backoffs
+    are kept per number of concurrent replies.
+
+    Args:
+        drafter: The drafters; used by this controller alone.
+        loss_limit: The loss limit; may also be read by `drafter`.
+        costs: Live costs of the target's passes.
+        text_kind: Classifies a prompt.
+        run_ahead: Tells the target whether the next rounds are target steps, which it may start early.
+        store: Where statistics are loaded from and saved to; None keeps them in this process.
+        clock: Returns the time in seconds.
+        count_replies: Returns the number of concurrent replies.
     """
 
     chooses_length = True
@@ -95,57 +102,52 @@ class AutoController(Drafter):
     def __init__(
         self,
         drafter: CombinedDrafter,
-        ledger: LossLimit,
+        loss_limit: LossLimit,
         costs: LiveCosts,
         *,
-        kind_of: Callable[[Sequence[int]], str] = lambda _: "",
-        ahead: Callable[[bool], None] = lambda _: None,
-        notes: ArrayStore | None = None,
+        text_kind: Callable[[Sequence[int]], str] = lambda _: "",
+        run_ahead: Callable[[bool], None] = lambda _: None,
+        store: ArrayStore | None = None,
         clock: Callable[[], float] = perf_counter,
-        replies: Callable[[], int] = lambda: ACTIVE_REPLIES.replies,
+        count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
     ) -> None:
         self.name = drafter.name
-        self.ledger = ledger
+        self.loss_limit = loss_limit
         self.costs = costs
         self._drafter = drafter
-        self._kind_of = kind_of
-        self._ahead = ahead
-        self._notes = notes
+        self._text_kind = text_kind
+        self._run_ahead = run_ahead
+        self._store = store
         self._saved_at = clock()
         self._clock = clock
+        self._count_replies, self._replies = count_replies, 1
         self._tokens: list[int] = []
-        # Not measured yet in this run.
-        self._since_plain = _REFRESH_TOKENS
-        self._following = self._looked = self._asked = False
-        # A round that began without `propose`, or that nobody looks at, is not timed.
-        self._timed = False
-        self._started = self._proposed = 0.0
-        self._pass_seconds = 0.0
-        self._width = 1
-        # What a plain round takes beside its pass.
-        self._beside = RunningMean()
-        self._worst_level_seconds = _UNKNOWN_LEVEL * costs.plain_seconds
-        self._level_seconds = RunningMean()
-        self._worst_pass = 1.0
-        self._count_replies, self._replies = replies, 1
-        self._patience = Backoff()
-        self._calm_rounds = 0
-        self._patiences = {1: self._patience}
-        self._worst_passes: dict[int, float] = {}
-        self._spoke: dict[str, None] = {}
-        self._asked_rounds = self._short_rounds = 0
-        if notes:
-            self._restore(notes)
+        # The duration of a target step is measured first.
+        self._tokens_since_target_step = _REMEASURE_TOKENS
+        # Whether the drafters have been given all tokens of the reply.
+        self._is_drafting = False
+        # None in rounds that began without `propose`, and in skipped rounds of a pause.
+        self._round: _Round | None = None
+        # Time that a target step takes beside its pass.
+        self._overhead_seconds = RunningMean()
+        self._worst_case = WorstCaseCosts(costs)
+        self._backoff = Backoff()
+        self._backoffs = {1: self._backoff}
+        self._skipped_rounds = 0
+        self._contributors: dict[str, None] = {}
+        self._asked_rounds = self._unaffordable_rounds = 0
+        if store:
+            self._load_statistics(store)
 
     @property
-    def plain_seconds(self) -> float:
-        """What a plain round takes now."""
-        return self.costs.plain_seconds + self._beside.value
+    def target_step_seconds(self) -> float:
+        """Duration of a round without a draft."""
+        return self.costs.target_step_seconds + self._overhead_seconds.value
 
     @property
-    def may_lose_seconds(self) -> float:
-        """What may be lost from here, if the reply went on plainly."""
-        return self.ledger.may_lose_seconds(self.plain_seconds)
+    def allowance_seconds(self) -> float:
+        """How much the next round may lose against plain decoding."""
+        return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -156,217 +158,203 @@ class AutoController(Drafter):
         return self._drafter.parts
 
     def begin(self, tokens: Sequence[int]) -> None:
-        if self._clock() - self._saved_at > _SAVED_SECONDS:
-            self.keep()
+        if self._clock() - self._saved_at > _SAVE_INTERVAL_SECONDS:
+            self.save_statistics()
         self._tokens = list(tokens)
-        self._following = self._looked = self._asked = self._timed = False
-        self.ledger.begin()
-        self.costs.at(len(tokens))
-        self._look_around()
-        self._ahead(self._patience.over)
-        self._drafter.turn_to(self._kind_of(tokens))
-        self._spoke = {}
-        self._asked_rounds = self._short_rounds = 0
+        self._is_drafting, self._round = False, None
+        self.loss_limit.begin()
+        self.costs.set_context_tokens(len(tokens))
+        self._follow_active_replies()
+        self._run_ahead(self._backoff.is_paused)
+        self._drafter.select_text_kind(self._text_kind(tokens))
+        self._contributors = {}
+        self._asked_rounds = self._unaffordable_rounds = 0
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        if self._patience.over and self._calm_rounds < _CALM_ROUNDS:
-            # On a target as small as that even looking on takes a share of a step.
-            self._calm_rounds += 1
-            return TokenTree.chain(self._tokens[-1])
-        self._patience.pass_by(self._calm_rounds)
-        self._calm_rounds = 0
-        self._started, self._timed = self._clock(), True
-        self._look_around()
         tree = TokenTree.chain(self._tokens[-1])
-        levels = length = 0
-        wants = self._wants()
-        self._looked = wants and self.may_lose_seconds > 0.0
-        if self._looked:
-            if not self._following:
-                self._drafter.begin(self._tokens)
-                self._following = True
-            levels = self._staked(draft_length, self.may_lose_seconds - self._drafter.reading_seconds)
-            # Guesses that are looked up take no more than their rows.
-            lookup = self._drafter.looks_up
-            length = self._affordable(draft_length, self.may_lose_seconds, 0.0) if lookup else levels
-        self._short_rounds += wants and levels == 0 < draft_length
-        self._asked = length > 0
-        if self._asked:
-            self._asked_rounds += 1
-            tree = self._cut(self._drafter.propose_within(sampler, acceptance, length, levels))
-            if tree.drafted:
-                self._spoke |= dict.fromkeys(self._drafter.contributors)
-        self._proposed = self._clock()
+        if self._backoff.is_paused and self._skipped_rounds < _PAUSED_ROUNDS:
+            self._skipped_rounds += 1
+            return tree
+        self._backoff.skip_rounds(self._skipped_rounds)
+        self._skipped_rounds = 0
+        self._round = _Round(self._clock())
+        self._follow_active_replies()
+        if self._may_draft():
+            lookup_length, model_length = self._affordable_lengths(self._round, draft_length)
+            self._unaffordable_rounds += model_length == 0 < draft_length
+            if lookup_length:
+                tree = self._ask_drafters(self._round, sampler, acceptance, lookup_length, model_length)
+        self._round.draft_done = self._clock()
         return tree
 
-    def _look_around(self) -> None:
-        """Others share the machine, or no longer do: go by what was found out then."""
-        self._replies = self._count_replies()
-        before, plain = self.costs.replies, self.costs.plain_seconds
-        self.costs.among(self._replies)
-        now = self.costs.replies
-        if now == before:
-            return
-        self._worst_passes[before] = self._worst_pass
-        self._worst_pass = self._worst_passes.get(now, _UNKNOWN_WORST)
-        self._worst_level_seconds *= self.costs.plain_seconds / plain
-        self._patience = self._patiences.setdefault(now, Backoff())
-        self._following = self._following and not self._patience.over
-        self._ahead(self._patience.over)
-
-    def _wants(self) -> bool:
-        """May this round be any other than a plain one?"""
-        if self._since_plain >= _REFRESH_TOKENS or self.costs.doubted:
+    def _may_draft(self) -> bool:
+        """Return whether this round need not be a target step."""
+        if self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step:
             return False
-        return self._patience.asks()
+        return self._backoff.may_draft()
 
-    def _staked(self, draft_length: int, most: float) -> int:
-        """How many levels are drafted, where so many seconds may be lost.
+    def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, int]:
+        """Return the draft lengths for lookups and for draft models that the loss limit permits."""
+        allowance = self.allowance_seconds
+        if allowance <= 0.0:
+            return 0, 0
+        this_round.was_considered = True
+        if not self._is_drafting:
+            self._drafter.begin(self._tokens)
+            self._is_drafting = True
+        model_length = self._worst_case.model_draft_length(
+            draft_length, allowance - self._drafter.planned_prefill_seconds, self.loss_limit.draft_rounds
+        )
+        if not self._drafter.has_lookup:
+            return model_length, model_length
+        # A lookup costs only the rows of its draft.
+        return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
-        At first a part of them is staked, where a level is hardly dearer in a shorter draft: a guess that
-        fails is then not the last.
+    def _ask_drafters(
+        self,
+        this_round: _Round,
+        sampler: Sampler,
+        acceptance: Acceptance,
+        lookup_length: int,
+        model_length: int,
+    ) -> TokenTree:
+        """Return the drafters' tree, cut to what the loss limit still permits."""
+        this_round.was_asked = True
+        self._asked_rounds += 1
+        tree = self._drafter.propose_within(sampler, acceptance, lookup_length, model_length)
+        tree = self._cut(tree, self.allowance_seconds - (self._clock() - this_round.started))
+        if tree.drafted:
+            self._contributors |= dict.fromkeys(self._drafter.contributors)
+        return tree
+
+    def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
+        """Drop tokens from the end of a draft until its worst case is within the allowance.
+
+        Tokens that were drawn from a distribution stay: cutting them by the shape of the tree, which depends
+        on the draw, would bias rejection mode.
         """
-        each = self._worst_level_seconds
-        many = self._affordable(draft_length, most, each)
-        if many and self.ledger.rounds < _STAKED_ROUNDS:
-            few = self._affordable(many, _STAKED * most, each)
-            if few and self._worst(few, each) * many <= _HARDLY * self._worst(many, each) * few:
-                return few
-        return many
+        width = tree.width
+        while (
+            width > 1
+            and tree.draft_probs[width - 1] is None
+            and self._worst_case.extra_pass_seconds(width) > allowance_seconds
+        ):
+            width -= 1
+        return tree.pruned(1 << 62, 1 << 30, width)
 
-    def _worst(self, levels: int, level_seconds: float) -> float:
-        """What so many levels lose if all of it is wrong."""
-        return levels * level_seconds + self._worst_extra(levels + 1)
-
-    def _affordable(self, draft_length: int, most: float, level_seconds: float) -> int:
-        """How many levels may be drafted, so that no more is lost if all of it is wrong."""
-        for levels in range(draft_length, 0, -1):
-            if self._worst(levels, level_seconds) <= most:
-                return levels
-        return 0
-
-    def _worst_extra(self, rows: int) -> float:
-        """What a pass of so many rows may take at worst, beyond a plain one; in seconds, 0 or more."""
-        return max(self._worst_pass * self.costs.v(rows) - 1.0, 0.0) * self.costs.plain_seconds
-
-    def _cut(self, tree: TokenTree) -> TokenTree:
-        """As much of a draft as the ledger can still bear, after what it took to make.
-
-        What was drawn by chance stays: how long and how wide a draft became depends on what was drawn, and
-        a cut by that would bias rejection mode.
-        """
-        most = self.may_lose_seconds - (self._clock() - self._started)
-        rows = tree.width
-        while rows > 1 and tree.draft_probs[rows - 1] is None and self._worst_extra(rows) > most:
-            rows -= 1
-        return tree.pruned(1 << 62, 1 << 30, rows)
+    def _follow_active_replies(self) -> None:
+        """Switch costs, worst cases and backoff when the number of concurrent replies has changed."""
+        self._replies = self._count_replies()
+        replies, step_seconds = self.costs.replies, self.costs.target_step_seconds
+        self.costs.set_active_replies(self._replies)
+        if self.costs.replies == replies:
+            return
+        self._worst_case.change_replies(replies, step_seconds)
+        self._backoff = self._backoffs.setdefault(self.costs.replies, Backoff())
+        self._is_drafting = self._is_drafting and not self._backoff.is_paused
+        self._run_ahead(self._backoff.is_paused)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        if not self._timed:
+        if self._round is None:
             return
-        self._pass_seconds = self._clock() - self._proposed
-        self._width = tree.width
-        if self._following:
+        self._round.pass_seconds = self._clock() - self._round.draft_done
+        self._round.width = tree.width
+        if self._is_drafting:
             self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         self._tokens.extend(tokens)
-        if self._following:
+        if self._is_drafting:
             self._drafter.commit(tokens)
-        if tokens and self._timed:
-            self._book(len(tokens), self._clock() - self._started)
+        if tokens and self._round:
+            self._record_round(self._round, len(tokens), self._clock() - self._round.started)
         else:
-            self.ledger.plain(len(tokens))
-        self._timed = False
+            self.loss_limit.record_target_step(len(tokens))
+        self._round = None
 
-    def _book(self, tokens: int, seconds: float) -> None:
-        """The round emitted so many tokens and took so long."""
-        plain, asking = self.plain_seconds, self._proposed - self._started
-        # What was read serves rounds to come, and says nothing of this one.
-        reading = self._drafter.prefill_seconds if self._asked else 0.0
-        expected = self.costs.seconds(self._width)
-        # A pass during which a reply began or ended says nothing.
-        disturbed = self._count_replies() != self._replies
-        if not disturbed:
-            self.costs.saw(self._width, self._pass_seconds)
-        if not self._asked:
-            self.costs.at(len(self._tokens))
-            self._beside.add(seconds - self._pass_seconds - asking)
-            # What was bad once is not held against it for ever.
-            self._expect_of_a_level(self._worst_level_seconds * _FORGIVING)
-            self._worst_pass = max(self._worst_pass * _FORGIVING, 1.0)
-            self.ledger.plain(tokens)
-            self._since_plain = 0
-            if self._looked:
-                self.ledger.charge(asking)
-                self._patience.looked(asking / plain)
-                self._go_on()
+    def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
+        """Update costs, credit and backoff after a round that emitted `tokens` in `seconds`."""
+        step_seconds = self.target_step_seconds
+        draft_seconds = this_round.draft_done - this_round.started
+        expected_seconds = self.costs.pass_seconds(this_round.width)
+        # The duration of a pass means nothing if a reply began or ended during it.
+        is_undisturbed = self._count_replies() == self._replies
+        if is_undisturbed:
+            self.costs.record_pass(this_round.width, this_round.pass_seconds)
+        if not this_round.was_asked:
+            self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
-        if self._width == 1:
-            self.ledger.plain(tokens)
-            self.ledger.charge(asking)
-            self._since_plain = 0
-            self._patience.silent((asking - reading) / plain)
+        # A prefill serves the following rounds too, so it does not count against this one.
+        prefill_seconds = self._drafter.prefill_seconds
+        if this_round.width == 1:
+            self.loss_limit.record_target_step(tokens)
+            self.loss_limit.charge(draft_seconds)
+            self._tokens_since_target_step = 0
+            self._backoff.record_empty_draft((draft_seconds - prefill_seconds) / step_seconds)
         else:
-            self.ledger.drafted(tokens, seconds, plain)
-            self._since_plain += tokens
-            self._patience.guessed(tokens - (seconds - reading) / plain)
-            if not disturbed:
-                self._worst_pass = max(self._worst_pass * _FADING, self._pass_seconds / expected, 1.0)
-        levels = self._drafter.drafted_levels
-        drafting = (asking - reading) / max(1, levels)
-        if levels:
-            self._level_seconds.add(drafting)
-        self._expect_of_a_level(max(self._worst_level_seconds * _FADING, drafting))
-        self._go_on()
+            self.loss_limit.record_draft_round(tokens, seconds, step_seconds)
+            self._tokens_since_target_step += tokens
+            self._backoff.record_draft(tokens - (seconds - prefill_seconds) / step_seconds)
+            if is_undisturbed:
+                self._worst_case.record_pass(this_round.pass_seconds, expected_seconds)
+        self._worst_case.record_draft(self._drafter.drafted_levels, draft_seconds - prefill_seconds)
+        self._apply_backoff()
 
-    def _go_on(self) -> None:
-        """Follow the text, unless asking is given up."""
-        self._following = not self._patience.over
-        self._ahead(self._patience.over)
+    def _record_target_step(
+        self, this_round: _Round, tokens: int, seconds: float, step_seconds: float, draft_seconds: float
+    ) -> None:
+        """Update costs, credit and backoff after a round that asked for no draft."""
+        self.costs.set_context_tokens(len(self._tokens))
+        self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
+        self._worst_case.record_target_step()
+        self.loss_limit.record_target_step(tokens)
+        self._tokens_since_target_step = 0
+        if this_round.was_considered:
+            self.loss_limit.charge(draft_seconds)
+            self._backoff.record_unaffordable_draft(draft_seconds / step_seconds)
+            self._apply_backoff()
 
-    def _expect_of_a_level(self, worst_seconds: float) -> None:
-        """Drafting a token may take so long, and no less than it usually does."""
-        known = self._level_seconds
-        usual = known.value if known.count else _UNKNOWN_LEVEL * self.costs.plain_seconds
-        self._worst_level_seconds = max(worst_seconds, usual)
+    def _apply_backoff(self) -> None:
+        """Stop following the reply with the drafters while drafting is paused."""
+        self._is_drafting = not self._backoff.is_paused
+        self._run_ahead(self._backoff.is_paused)
 
     def report(self) -> ControllerReport:
-        """How the reply stands."""
-        plain, ledger = self.plain_seconds, self.ledger
-        plainly = max(ledger.tokens, 1) * plain
-        speed_up = plainly / max(plainly - ledger.credit_seconds, 1e-9)
-        # A try that failed leaves a reply plain.
-        guesses = ledger.credit_seconds > 0.0 or ledger.rounds * _TOKENS_OF_A_TRY >= ledger.tokens
+        """Return the state of the running or last reply."""
+        step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
+        plain_seconds = max(loss_limit.tokens, 1) * step_seconds
+        speed_up = plain_seconds / max(plain_seconds - loss_limit.credit_seconds, 1e-9)
+        drafts_often = loss_limit.draft_rounds * _TOKENS_PER_RETRY >= loss_limit.tokens
         return ControllerReport(
-            plain,
-            ledger.credit_seconds,
-            ledger.worst_loss,
+            step_seconds,
+            loss_limit.credit_seconds,
+            loss_limit.max_loss,
             speed_up,
             speed_up * self.costs.uncertainty,
-            tuple(self._spoke) if guesses else (),
+            tuple(self._contributors) if loss_limit.credit_seconds > 0.0 or drafts_often else (),
             self._reason(),
         )
 
     def _reason(self) -> str:
-        plain = self.plain_seconds
+        step_seconds = self.target_step_seconds
+        shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)
         return DraftingStatus(
             name=self.name,
-            drafts=self._following,
-            gains=self.ledger.credit_seconds > 0.0,
-            tokens=self.ledger.tokens,
-            guessed=bool(self._spoke),
-            asked=self._asked_rounds,
-            held_back=self._short_rounds,
-            guess_steps=(self._worst_level_seconds + self._worst_extra(2)) / plain,
-            may_lose_steps=self.may_lose_seconds / plain,
-            round_steps=self._patience.gain,
-            plain_seconds=plain,
+            is_drafting=self._is_drafting,
+            is_faster=self.loss_limit.credit_seconds > 0.0,
+            tokens=self.loss_limit.tokens,
+            has_drafted=bool(self._contributors),
+            asked_rounds=self._asked_rounds,
+            unaffordable_rounds=self._unaffordable_rounds,
+            draft_cost_steps=shortest_loss / step_seconds,
+            allowance_steps=self.allowance_seconds / step_seconds,
+            round_gain_steps=self._backoff.gain,
+            target_step_seconds=step_seconds,
             replies=self._replies,
         ).reason
 
     def note(self) -> str:
-        trouble = self._notes.notice if self._notes else ""
+        trouble = self._store.notice if self._store else ""
         return "; ".join(filter(None, (self._drafter.note(), trouble)))
 
     def interrupt(self, enabled: bool) -> None:
@@ -375,22 +363,21 @@ class AutoController(Drafter):
     def close(self) -> None:
         self._drafter.close()
 
-    def _restore(self, notes: ArrayStore) -> None:
-        """Go on from what another run found out; with nothing where that makes no sense."""
-        kept = notes.load()
-        if not kept:
+    def _load_statistics(self, store: ArrayStore) -> None:
+        """Continue from saved statistics, or start afresh where they are damaged."""
+        saved = store.load()
+        if not saved:
             return
         try:
-            self.costs.restore(kept)
-            self._drafter.restore_statistics(kept)
-            self._patiences[1].restore(kept)
+            self.costs.restore_statistics(saved)
+            self._drafter.restore_statistics(saved)
+            self._backoffs[1].restore_statistics(saved)
         except (KeyError, ValueError, TypeError):
-            notes.notice = "what was found out about this pair is not readable; it is found out again"
+            store.notice = "saved drafting statistics of these models are damaged and are measured again"
 
-    def keep(self) -> None:
-        """Save what was found out, for another run; after a reply, now and then."""
-        if self._notes:
-            self._notes.save(
-                {**self.costs.kept(), **self._drafter.saved_statistics(), **self._patiences[1].kept()}
-            )
+    def save_statistics(self) -> None:
+        """Save the statistics for a later run."""
+        if self._store:
+            statistics = (self.costs, self._drafter, self._backoffs[1])
+            self._store.save({name: v for each in statistics for name, v in each.saved_statistics().items()})
             self._saved_at = self._clock()

@@ -1,4 +1,4 @@
-"""One of several drafters, and what is known of asking it."""
+"""One of several combined drafters, with its statistics per kind of text."""
 
 from __future__ import annotations
 
@@ -15,33 +15,50 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
-# The first rounds are slow, and say little.
+# Rounds before a duration counts as measured. The first rounds are slow because caches are cold.
 MEASURED_ROUNDS = 2
-# What reading a token costs until it is known, in plain steps.
-_UNKNOWN_READING = 0.03
-# Rounds in which what was read has to pay.
-_HORIZON = 48
+# Assumed cost of prefilling one token, in target steps, until it is measured.
+_ASSUMED_PREFILL_COST = 0.03
+# Rounds over which the cost of a prefill is spread when drafting is weighed. Chosen.
+_PREFILL_ROUNDS = 48
 
 
 class DrafterStats:
-    """A drafter among others: how often its guesses come true, what they cost, when to try it again.
+    """A drafter with its acceptance statistics, costs and retry schedule.
 
-    record, probe: for texts of the present kind. has_entered: it has read something of this text.
+    Attributes:
+        drafter: The drafter.
+        acceptance: Acceptance statistics for the current kind of text.
+        retries: Retry schedule for the current kind of text.
+        empty_draft_levels: Draft length at which the drafter last drafted nothing by its own choice, else 0.
+        has_prefilled: Whether it has prefilled tokens in this reply.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self._budgeted = drafter if isinstance(drafter, BudgetedDrafter) else None
-        self.record = AcceptanceStats(drafter.is_lookup)
-        self.probe = RetrySchedule()
-        # Asked for so many levels it found that none would pay; to guess so few it has to be dared.
-        self.refused_levels = 0
-        self.has_entered = False
-        # Those of another kind begin with what was learnt last.
-        self._by_kind: dict[str, AcceptanceStats] = {}
-        self._probes: dict[str, RetrySchedule] = {}
-        # Seconds of reading a token.
-        self._reading = RunningMean()
+        self.acceptance = AcceptanceStats(drafter.is_lookup)
+        self.retries = RetrySchedule()
+        self.empty_draft_levels = 0
+        self.has_prefilled = False
+        self._acceptance_by_kind: dict[str, AcceptanceStats] = {}
+        self._retries_by_kind: dict[str, RetrySchedule] = {}
+        self._prefill_token_seconds = RunningMean()
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Start a reply after `tokens`."""
+        self.has_prefilled = False
+        self.drafter.begin(tokens)
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether its drafts need no pass of a model."""
+        return self.drafter.is_lookup
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the cost of its drafts has been measured."""
+        return self.acceptance.draft_seconds.count >= MEASURED_ROUNDS
 
     @property
     def pending_tokens(self) -> int:
@@ -63,78 +80,73 @@ class DrafterStats:
         if self._budgeted:
             self._budgeted.force_draft()
 
-    def begin(self, tokens: Sequence[int]) -> None:
-        """A text begins, of which it has read nothing."""
-        self.has_entered = False
-        self.drafter.begin(tokens)
+    def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
+        """Record the draft proposed for a draft length, and its duration."""
+        self.acceptance.record_draft(tree, seconds)
+        chose_none = self.drafter.chooses_length and not tree.drafted
+        self.empty_draft_levels = draft_length if chose_none else 0
 
-    def asked(self, said: TokenTree, levels: int, seconds: float) -> None:
-        """Asked for so many levels it said this, which took so long."""
-        self.record.asked(said, seconds)
-        self.refused_levels = levels if self.drafter.chooses_length and not said.drafted else 0
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Record a prefill of `tokens` tokens and its duration."""
+        self._prefill_token_seconds.add(seconds / max(tokens, 1))
+        self.has_prefilled = True
 
-    @property
-    def lookup(self) -> bool:
-        """Whether its guesses cost no passes of a model."""
-        return self.drafter.is_lookup
+    def select_text_kind(self, kind: str) -> None:
+        """Switch to the statistics for a kind of text; new kinds start from those of the last one."""
+        if kind not in self._acceptance_by_kind:
+            acceptance = AcceptanceStats(self.is_lookup)
+            acceptance.restore_statistics(self.acceptance.saved_statistics())
+            acceptance.limit_weight()
+            self._acceptance_by_kind[kind] = acceptance
+        self.acceptance = self._acceptance_by_kind[kind]
+        # Success in one kind of text does not justify frequent retries in another.
+        self.retries = self._retries_by_kind.setdefault(kind, RetrySchedule())
 
-    @property
-    def measured(self) -> bool:
-        """Is it known what its guesses cost?"""
-        return self.record.seconds.count >= MEASURED_ROUNDS
+    def draft_cost(self, target_step_seconds: float, levels: int | None = None) -> float:
+        """Return the cost of a draft with `levels` levels, or of a usual one, in target steps."""
+        seconds = (
+            self.acceptance.draft_seconds.value if levels is None else levels * self.acceptance.level_seconds
+        )
+        prefill = self.pending_tokens * self.prefill_token_seconds(target_step_seconds) / _PREFILL_ROUNDS
+        return (seconds + prefill) / target_step_seconds
 
-    def turn_to(self, kind: str) -> None:
-        """The next text is of this kind: go by what guesses were worth in such texts."""
-        if kind not in self._by_kind:
-            fresh = AcceptanceStats(self.lookup)
-            fresh.restore(self.record.kept())
-            fresh.doubt()
-            self._by_kind[kind] = fresh
-        self.record = self._by_kind[kind]
-        # What pays in one kind of text is no reason to try it soon in another, where it never did.
-        self.probe = self._probes.setdefault(kind, RetrySchedule())
+    def prefill_token_seconds(self, target_step_seconds: float) -> float:
+        """Return the duration of prefilling one token."""
+        if self._prefill_token_seconds.count:
+            return self._prefill_token_seconds.value
+        return _ASSUMED_PREFILL_COST * target_step_seconds
 
-    def cost(self, plain_seconds: float, levels: int | None = None) -> float:
-        """What a draft of so many levels costs, or its usual one, in plain steps."""
-        drafting = self.record.seconds.value if levels is None else levels * self.record.level_seconds
-        reading = self.pending_tokens * self.reading_seconds(plain_seconds) / _HORIZON
-        return (drafting + reading) / plain_seconds
-
-    def reading_seconds(self, plain_seconds: float) -> float:
-        """What it takes to read a token."""
-        return self._reading.value if self._reading.count else _UNKNOWN_READING * plain_seconds
-
-    def has_read(self, tokens: int, seconds: float) -> None:
-        """It has read so many tokens in so long."""
-        self._reading.add(seconds / max(tokens, 1))
-        self.has_entered = True
-
-    def kept(self) -> dict[str, NDArray[Any]]:
-        """All of it by name, for another run."""
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return all statistics as named arrays, for a later run."""
         parts: dict[str, Mapping[str, NDArray[Any]]] = {
-            f"record.{kind}": record.kept() for kind, record in self._by_kind.items()
+            f"record.{kind}": stats.saved_statistics() for kind, stats in self._acceptance_by_kind.items()
         }
         parts["own"] = self._budgeted.saved_statistics() if self._budgeted else {}
-        parts["asking"] = {"reading": self._reading.kept()}
-        parts["wait"] = {kind: probe.kept() for kind, probe in self._probes.items()}
+        parts["asking"] = {"reading": self._prefill_token_seconds.saved()}
+        parts["wait"] = {kind: retries.saved() for kind, retries in self._retries_by_kind.items()}
         name = self.drafter.name
-        return {f"{name}.{part}.{each}": v for part, values in parts.items() for each, v in values.items()}
+        return {f"{name}.{part}.{key}": v for part, values in parts.items() for key, v in values.items()}
 
-    def restore(self, kept: Mapping[str, NDArray[Any]]) -> None:
-        """Go on from what was kept. Raises KeyError, ValueError."""
-        mine = _part(kept, f"{self.drafter.name}.")
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from the arrays of `saved_statistics`.
+
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible values.
+        """
+        own = _with_prefix(saved, f"{self.drafter.name}.")
         if self._budgeted:
-            self._budgeted.restore_statistics(_part(mine, "own."))
-        self._reading.restore(mine["asking.reading"])
-        for kind, waited in _part(mine, "wait.").items():
-            self._probes[kind] = RetrySchedule()
-            self._probes[kind].restore(waited)
-        for kind in {name.split(".")[1] for name in mine if name.startswith("record.")}:
-            record = AcceptanceStats(self.lookup)
-            record.restore(_part(mine, f"record.{kind}."))
-            self._by_kind[kind] = record
+            self._budgeted.restore_statistics(_with_prefix(own, "own."))
+        self._prefill_token_seconds.restore(own["asking.reading"])
+        for kind, interval in _with_prefix(own, "wait.").items():
+            self._retries_by_kind[kind] = RetrySchedule()
+            self._retries_by_kind[kind].restore(interval)
+        for kind in {name.split(".")[1] for name in own if name.startswith("record.")}:
+            acceptance = AcceptanceStats(self.is_lookup)
+            acceptance.restore_statistics(_with_prefix(own, f"record.{kind}."))
+            self._acceptance_by_kind[kind] = acceptance
 
 
-def _part(kept: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """What was kept under a prefix, by the names after it."""
-    return {name.removeprefix(prefix): value for name, value in kept.items() if name.startswith(prefix)}
+def _with_prefix(saved: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays whose names start with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What one round's guesses are worth: expected tokens for each plain step of its cost."""
+"""Expected tokens per unit of cost for a round, used to decide which drafters to ask."""
 
 from __future__ import annotations
 
@@ -6,58 +6,78 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat, zip_longest
 
-from edgespec.costs.curve import Curve
+from edgespec.costs.curve import CostFunction
 
 __all__ = ["RoundEstimate"]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """All that was said in a round so far, as of one draft.
+    """The drafts proposed so far in a round, seen as one draft.
 
-    reached: level by level the chance, in [0, 1], that the text is still in it. rows: of each level. spent:
-    what saying it cost, in plain steps.
+    Speeds are expected tokens per target step of cost, E(k) / (c + v(rows)).
+
+    Attributes:
+        reach_probs: Per level, the probability that a drafted token of this level is accepted.
+        rows: Drafted tokens per level.
+        cost: Cost of drafting, in target steps.
     """
 
-    reached: tuple[float, ...] = ()
+    reach_probs: tuple[float, ...] = ()
     rows: tuple[int, ...] = ()
-    spent: float = 0.0
+    cost: float = 0.0
 
-    def also(self, reached: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
-        """This and what another drafter said."""
-        both = (sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
-        return RoundEstimate(tuple(_either(self.reached, reached)), tuple(both), self.spent + cost)
+    def with_draft(self, reach_probs: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
+        """Return the estimate with another drafter's draft added."""
+        all_rows = (sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
+        return RoundEstimate(
+            tuple(_either_prob(self.reach_probs, reach_probs)), tuple(all_rows), self.cost + cost
+        )
 
-    def worth(self, curve: Curve) -> float:
-        """It is verified down to no level at all, to the first, and so on: the best of these."""
-        tokens = accumulate(self.reached, initial=1.0)
-        rows = accumulate(self.rows, initial=1)
-        return max(one / (self.spent + curve(width)) for one, width in zip(tokens, rows, strict=True))
+    def speed(self, v: CostFunction) -> float:
+        """Return the speed when the draft is cut after its best level."""
+        tokens = accumulate(self.reach_probs, initial=1.0)
+        widths = accumulate(self.rows, initial=1)
+        return max(expected / (self.cost + v(width)) for expected, width in zip(tokens, widths, strict=True))
 
-    def worth_with(
-        self, adds: Sequence[float], more_rows: int, cost: float, curve: Curve, most_rows: int, joined: bool
+    def speed_with(
+        self,
+        reach_probs: Sequence[float],
+        rows: int,
+        cost: float,
+        v: CostFunction,
+        max_width: int,
+        can_branch: bool,
     ) -> float:
-        """The same with another draft beside it, which is verified whole.
+        """Return the speed with another draft added, which is verified whole.
 
-        adds: as `reached`. joined: False where only one of the two can be verified, the other draft then.
+        Args:
+            reach_probs: Per level of the other draft, the probability that it is reached.
+            rows: Tokens of the other draft.
+            cost: Cost of the other draft, in target steps.
+            v: Cost of a verify pass by width, in target steps.
+            max_width: Width limit of a pass.
+            can_branch: False where a pass verifies one chain, which is then the other draft.
         """
-        alone = chain(adds, repeat(0.0))
-        gains = (both - one for both, one in zip(_either(self.reached, adds), alone, strict=False))
-        tokens = accumulate(gains, initial=1.0 + sum(adds))
-        rows = list(accumulate(self.rows, initial=1))
+        alone = chain(reach_probs, repeat(0.0))
+        added = (
+            both - one for both, one in zip(_either_prob(self.reach_probs, reach_probs), alone, strict=False)
+        )
+        tokens = accumulate(added, initial=1.0 + sum(reach_probs))
+        widths = list(accumulate(self.rows, initial=1))
         return max(
-            one / (self.spent + cost + curve(min(width + more_rows, most_rows)))
-            for one, width in zip(tokens, rows if joined else rows[:1], strict=False)
+            expected / (self.cost + cost + v(min(width + rows, max_width)))
+            for expected, width in zip(tokens, widths if can_branch else widths[:1], strict=False)
         )
 
 
-def _either(said: Sequence[float], adds: Sequence[float]) -> list[float]:
-    """Level by level the chance that the text is in one of two drafts, from the chances of each.
+def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Return per level the probability that one of two drafts is accepted.
 
-    Halfway between drafts that know nothing of each other and ones that are right together.
+    The value lies halfway between independent drafters and drafters that are right at the same places.
     """
-    chances = []
-    for one, other in zip_longest(said, adds, fillvalue=0.0):
+    probs = []
+    for one, other in zip_longest(first, second, fillvalue=0.0):
         low, high = sorted((one, other))
-        chances.append(high + 0.5 * low * (1.0 - high))
-    return chances
+        probs.append(high + 0.5 * low * (1.0 - high))
+    return probs

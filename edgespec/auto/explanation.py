@@ -1,78 +1,107 @@
-"""Why a reply is made as it is, in words for the person who waits for it."""
+"""Report on a reply: speed-up, credit, and the reason why it is generated with or without drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DraftingStatus"]
+__all__ = ["ControllerReport", "DraftingStatus"]
 
-# A target whose plain step takes less is done before a guess is made.
-_FAST_SECONDS = 0.003
-_MEASURES = "what a plain step takes is measured first"
+# On targets with a shorter target step than this, drafting itself takes longer than it can save.
+_FAST_TARGET_SECONDS = 0.003
+_MEASURING = "measuring how long one token takes without drafting"
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerReport:
+    """State of a reply under the controller.
+
+    Attributes:
+        target_step_seconds: Duration of a round without a draft.
+        credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
+        max_loss: The loss limit as a share of the plain decoding time.
+        speed_up: Speed over plain decoding.
+        uncertainty: Standard error of `speed_up`.
+        drafters: Names of the drafters in use; empty for replies that only retried drafting.
+        reason: Why drafts are used or not, in one clause.
+    """
+
+    target_step_seconds: float
+    credit_seconds: float
+    max_loss: float
+    speed_up: float
+    uncertainty: float
+    drafters: tuple[str, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingStatus:
-    """How guessing stands in a reply. Costs are in plain steps.
+    """State of drafting in one reply. Costs are in target steps.
 
-    name: of the drafters. drafts: they go on guessing. gains: the reply is faster by them so far. tokens:
-    emitted. guessed: rounds that verified a guess were among those `asked`; held_back: rounds that did not
-    ask, because a guess may cost `guess_steps` and the reply lose no more than `may_lose_steps`.
-    round_steps: what a round that asks has gained lately. plain_seconds: of a plain step. replies: that are
-    made at once.
+    Attributes:
+        name: Name of the drafters, such as "model+suffix".
+        is_drafting: Whether coming rounds may draft.
+        is_faster: Whether speculation has saved time in this reply so far.
+        tokens: Tokens emitted in this reply.
+        has_drafted: Whether any draft of this reply was verified.
+        asked_rounds: Rounds in which drafters were asked for a draft.
+        unaffordable_rounds: Rounds without a draft because of the loss limit.
+        draft_cost_steps: Worst-case cost of the shortest draft.
+        allowance_steps: How much the next round may lose.
+        round_gain_steps: Mean gain of the last rounds that asked for a draft.
+        target_step_seconds: Duration of a target step.
+        replies: Concurrent replies in this process.
     """
 
     name: str
-    drafts: bool
-    gains: bool
+    is_drafting: bool
+    is_faster: bool
     tokens: int
-    guessed: bool
-    asked: int
-    held_back: int
-    guess_steps: float
-    may_lose_steps: float
-    round_steps: float
-    plain_seconds: float
+    has_drafted: bool
+    asked_rounds: int
+    unaffordable_rounds: int
+    draft_cost_steps: float
+    allowance_steps: float
+    round_gain_steps: float
+    target_step_seconds: float
     replies: int = 1
 
     @property
     def reason(self) -> str:
-        """One clause."""
-        among = f", among {self.replies} replies at once" if self.replies > 1 else ""
-        return self._alone + among
+        """The reason as one clause of less than 100 characters."""
+        others = f" (with {self.replies} replies at once)" if self.replies > 1 else ""
+        return self._reason + others
 
     @property
-    def _alone(self) -> str:
-        if self.drafts and self.guessed and self.gains:
-            return "guesses pay here"
+    def _reason(self) -> str:
+        if self.is_drafting and self.has_drafted and self.is_faster:
+            return "drafting saves time here"
         if not self.tokens:
-            return _MEASURES
-        if self.plain_seconds < _FAST_SECONDS and not self.gains:
-            each = f"{1000 * self.plain_seconds:.2g} ms a token"
-            return f"this target is so small ({each}) that guessing costs more than it brings"
-        if self.held_back and self.guess_steps > self.may_lose_steps:
-            return self._held_back()
-        if self.drafts and self.guessed:
-            return "guesses are being tried, and have not paid so far"
-        if self.guessed:
-            no = "no longer" if self.gains else "do not"
-            return f"guesses {no} pay: a round with one lost {_steps(-self.round_steps)}"
-        if self.asked:
-            return f"{self.name} had no guess that was likely to pay, {_times(self.asked)} it was asked"
-        if self.round_steps >= 0.0:
-            return _MEASURES
-        return f"guesses have not paid lately; {self.name} is tried again now and then"
+            return _MEASURING
+        if self.target_step_seconds < _FAST_TARGET_SECONDS and not self.is_faster:
+            milliseconds = f"{1000 * self.target_step_seconds:.2g} ms"
+            return f"this model needs only {milliseconds} a token, so drafting takes longer than it saves"
+        if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
+            return self._loss_limit_reason()
+        if self.is_drafting and self.has_drafted:
+            return "drafting is being tried and has not saved time so far"
+        if self.has_drafted:
+            when = "no longer saves time" if self.is_faster else "does not save time"
+            return f"drafting {when}: the last drafts lost {_token_times(-self.round_gain_steps)} each"
+        if self.asked_rounds:
+            tries = "1 try" if self.asked_rounds == 1 else f"{self.asked_rounds} tries"
+            return f"{self.name} found no draft likely to save time, in {tries}"
+        if self.round_gain_steps >= 0.0:
+            return _MEASURING
+        return f"drafting has not saved time lately; {self.name} is retried now and then"
 
-    def _held_back(self) -> str:
-        if self.may_lose_steps <= 0.0:
-            return "what guessing may cost this reply (--max-loss) is used up"
-        most = f"{self.may_lose_steps:.1f}"
-        return f"a wrong guess may cost {_steps(self.guess_steps)}, and this reply may lose {most} by now"
-
-
-def _steps(number: float) -> str:
-    return f"{max(number, 0.0):.0%} of a plain step" if number < 0.995 else f"{number:.1f} plain steps"
+    def _loss_limit_reason(self) -> str:
+        if self.allowance_steps <= 0.0:
+            return "the time that drafting may cost this reply (--max-loss) is used up"
+        cost = _token_times(self.draft_cost_steps)
+        return f"a wrong draft could cost {cost}; this reply may lose {self.allowance_steps:.1f} so far"
 
 
-def _times(number: int) -> str:
-    return "the one time" if number == 1 else f"the {number} times"
+def _token_times(steps: float) -> str:
+    """Return a cost as a multiple of the time of one token without drafting."""
+    return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"

@@ -1,4 +1,4 @@
-"""What passes cost now: a measured curve, kept true by the passes of real replies."""
+"""Costs of verify passes, kept up to date by the passes of real replies."""
 
 from __future__ import annotations
 
@@ -15,170 +15,199 @@ from edgespec.costs.curve import CostCurve
 
 __all__ = ["LiveCosts"]
 
-# Longer contexts cost more, and other widths pay: from so many tokens on something is learnt anew.
-_LENGTHS = (2048, 8192, 32768)
-# So many replies at once are as good as more.
-_MOST_REPLIES = 8
-# So many passes tell what they take among other replies: each is disturbed in its own way.
-_ENOUGH = 3
-_MANY = 20
+# Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
+# passes dearer as the context grows, and some widths more than others.
+_CONTEXT_BUCKETS = (2048, 8192, 32768)
+# Concurrent replies beyond this number share one set of costs.
+_MAX_REPLIES = 8
+# Target steps measured before costs with a new number of concurrent replies are trusted.
+_MIN_TARGET_STEPS = 3
+# Wide passes after which a bucket follows changes at the usual rate. New buckets follow faster.
+_SETTLED_PASSES = 20
+# Costs that differ from the measured curve by more than a factor of 1,000 are taken for damaged data.
+_MAX_LOG_RATIO = math.log(1000.0)
 
 
 @dataclass(slots=True)
-class _Found:
-    """What was found at one length of context, with so many replies at once.
+class _Bucket:
+    """Costs at one context length with one number of concurrent replies.
 
-    extra: by rows, and common for others, the logarithm of what a pass costs over what the curve says.
-    seen, wide: plain steps and other passes with so many replies.
+    Attributes:
+        target_step_seconds: Duration of a target step.
+        log_ratios: By width, logarithm of the measured cost over the cost that the curve gives.
+        common_log_ratio: The same for widths that have not been seen yet.
+        target_steps: Target steps seen with this number of concurrent replies.
+        wide_passes: Passes of more than one token seen with this number of concurrent replies.
     """
 
-    plain_seconds: float
-    extra: dict[int, float] = field(default_factory=dict)
-    common: float = 0.0
-    seen: int = _ENOUGH
-    wide: int = _MANY
+    target_step_seconds: float
+    log_ratios: dict[int, float] = field(default_factory=dict)
+    common_log_ratio: float = 0.0
+    target_steps: int = _MIN_TARGET_STEPS
+    wide_passes: int = _SETTLED_PASSES
+
+    def copy(self) -> _Bucket:
+        """Return an independent copy."""
+        return replace(self, log_ratios=dict(self.log_ratios))
 
 
 class LiveCosts:
-    """A cost curve that follows the machine: another load, a hotter chip, a longer context, more replies.
+    """A cost curve v(m) that follows the machine: load, temperature, context length, concurrent replies.
 
-    Plain steps say what a plain step takes; wider passes say what theirs cost beside that, each for its own
-    width and, while that is unknown, for others. Where wider passes change together it is the machine that
-    changed, and `doubted` asks for a plain step; so it does with more replies at once than there were before.
+    Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
+    the cost of widths not seen yet. If wide passes change together, the machine may have become slower or
+    only the wide passes may have: `needs_target_step` then requests a target step, which tells the two apart.
     """
 
-    # Of what a pass takes beside what was expected, so much is believed: a few passes settle it.
-    _PLAIN_RATE = 0.25
-    _WIDE_RATE = 0.15
-    # A single pass is believed to be so many times dearer or cheaper, and no more.
-    _MOST = math.log(4.0)
-    # Wide passes that are so far from what was expected say that plain steps have changed as well.
-    _DOUBT = math.log(1.25)
-    _DOUBT_RATE = 0.3
+    # Share of the difference to an expected duration that one pass corrects.
+    _TARGET_STEP_RATE = 0.25
+    _WIDE_PASS_RATE = 0.15
+    # A single pass changes an estimate by at most this factor, as a logarithm.
+    _MAX_LOG_CHANGE = math.log(4.0)
+    # Mean deviation of wide passes, as a logarithm, at which a target step is needed; and its rate.
+    _MAX_LOG_DEVIATION = math.log(1.25)
+    _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
-        self._here = _Found(curve.target_step_seconds)
-        # By length of context, and the number of replies at once.
-        self._place = (0, 1)
-        self._found = {self._place: self._here}
-        self._surprise = 0.0
-        self._seen, self._spread = 0, 0.0
-        self._settled = replace(self._here, extra={})
+        self._bucket = _Bucket(curve.target_step_seconds)
+        # Context bucket and number of concurrent replies.
+        self._key = (0, 1)
+        self._buckets = {self._key: self._bucket}
+        self._deviation = 0.0
+        self._steps, self._spread = 0, 0.0
+        self._at_last_target_step = self._bucket.copy()
 
     @property
-    def plain_seconds(self) -> float:
-        """What a plain step takes now."""
-        return self._here.plain_seconds
+    def target_step_seconds(self) -> float:
+        """Duration of a target step now."""
+        return self._bucket.target_step_seconds
 
-    def at(self, context_tokens: int) -> None:
-        """The text is so long by now."""
-        self._go(bisect_right(_LENGTHS, context_tokens), self._place[1])
+    def set_context_tokens(self, context_tokens: int) -> None:
+        """Switch to the costs at a context length."""
+        self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
     def replies(self) -> int:
-        """How many replies at once it goes by."""
-        return self._place[1]
+        """Number of concurrent replies that the costs apply to."""
+        return self._key[1]
 
-    def among(self, replies: int) -> None:
-        """So many replies are being made at once."""
-        self._go(self._place[0], max(1, min(replies, _MOST_REPLIES)))
+    def set_active_replies(self, replies: int) -> None:
+        """Switch to the costs with a number of concurrent replies."""
+        self._select(self._key[0], max(1, min(replies, _MAX_REPLIES)))
 
-    def _go(self, length: int, replies: int) -> None:
-        place = (length, replies)
-        if place == self._place:
+    def _select(self, context_bucket: int, replies: int) -> None:
+        key = (context_bucket, replies)
+        if key == self._key:
             return
-        if place not in self._found:
-            nearest = min(self._found, key=lambda known: (abs(known[1] - replies), abs(known[0] - length)))
-            found = _copied(self._found[nearest])
+        if key not in self._buckets:
+            nearest = min(
+                self._buckets, key=lambda known: (abs(known[1] - replies), abs(known[0] - context_bucket))
+            )
+            bucket = self._buckets[nearest].copy()
             if nearest[1] != replies:
-                found.seen = found.wide = 0
-            self._found[place] = found
-        self._place, self._here = place, self._found[place]
-        self._settled, self._surprise = _copied(self._here), 0.0
+                bucket.target_steps = bucket.wide_passes = 0
+            self._buckets[key] = bucket
+        self._key, self._bucket = key, self._buckets[key]
+        self._at_last_target_step, self._deviation = self._bucket.copy(), 0.0
 
-    def v(self, rows: int) -> float:
-        """The cost of a pass of `rows` rows, in plain steps."""
-        if rows <= 1:
+    def v(self, width: int) -> float:
+        """Return the cost of a pass of `width` tokens, in target steps."""
+        if width <= 1:
             return 1.0
-        return self.curve.v(rows) * math.exp(self._here.extra.get(rows, self._here.common))
+        bucket = self._bucket
+        return self.curve.v(width) * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
 
-    def seconds(self, rows: int) -> float:
-        """What a pass of `rows` rows takes."""
-        return self.v(rows) * self.plain_seconds
-
-    @property
-    def doubted(self) -> bool:
-        """Whether a plain step may cost something else by now: passes say so, or too few were seen."""
-        return self._here.seen < _ENOUGH or self._surprising
+    def pass_seconds(self, width: int) -> float:
+        """Return the expected duration of a pass of `width` tokens."""
+        return self.v(width) * self.target_step_seconds
 
     @property
-    def _surprising(self) -> bool:
-        return abs(self._surprise) > self._DOUBT
+    def needs_target_step(self) -> bool:
+        """Whether the next round should be a target step, because its duration may have changed."""
+        return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
+
+    @property
+    def _is_deviating(self) -> bool:
+        return abs(self._deviation) > self._MAX_LOG_DEVIATION
 
     @property
     def uncertainty(self) -> float:
-        """One standard error of `plain_seconds`, as a share of it, by how much plain steps vary."""
-        return self._spread / math.sqrt(max(1, min(self._seen, 4)))
+        """Standard error of `target_step_seconds`, as a share of it."""
+        return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
-    def saw(self, rows: int, seconds: float) -> None:
-        """A pass of so many rows took so long."""
-        here = self._here
-        off = max(-self._MOST, min(math.log(max(seconds, 1e-9) / self.seconds(rows)), self._MOST))
-        if rows > 1:
-            rate = max(self._WIDE_RATE, _ENOUGH / (here.wide + _ENOUGH))
-            believed = here.extra.get(rows, here.common)
-            here.extra[rows] = believed + rate * off
-            here.common += 0.5 * rate * (believed + off - here.common)
-            here.wide += 1
-            self._surprise += self._DOUBT_RATE * (off - self._surprise)
+    def record_pass(self, width: int, seconds: float) -> None:
+        """Record the duration of a pass of `width` tokens."""
+        bucket = self._bucket
+        change = math.log(max(seconds, 1e-9) / self.pass_seconds(width))
+        change = max(-self._MAX_LOG_CHANGE, min(change, self._MAX_LOG_CHANGE))
+        if width > 1:
+            self._record_wide_pass(width, change)
             return
-        self._seen += 1
-        self._spread += (abs(off) - self._spread) / min(self._seen, 10)
-        if self._surprising and off / self._surprise > 0.5:
-            # It is the machine that has changed: what widths seemed to cost since the last plain step goes.
-            here.plain_seconds *= math.exp(off)
-            here.extra, here.common = dict(self._settled.extra), self._settled.common
+        self._steps += 1
+        self._spread += (abs(change) - self._spread) / min(self._steps, 10)
+        if self._is_deviating and change / self._deviation > 0.5:
+            # The whole machine changed speed, so the cost ratios since the last target step are wrong.
+            bucket.target_step_seconds *= math.exp(change)
+            bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
+            bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
         else:
-            here.plain_seconds *= math.exp(max(self._PLAIN_RATE, 1.0 / (here.seen + 1)) * off)
-        self._surprise, here.seen = 0.0, here.seen + 1
-        self._settled = _copied(here)
+            rate = max(self._TARGET_STEP_RATE, 1.0 / (bucket.target_steps + 1))
+            bucket.target_step_seconds *= math.exp(rate * change)
+        self._deviation, bucket.target_steps = 0.0, bucket.target_steps + 1
+        self._at_last_target_step = bucket.copy()
 
-    def kept(self) -> dict[str, NDArray[Any]]:
-        """What was found with one reply at a time, for another run over the same curve.
+    def _record_wide_pass(self, width: int, change: float) -> None:
+        bucket = self._bucket
+        rate = max(self._WIDE_PASS_RATE, _MIN_TARGET_STEPS / (bucket.wide_passes + _MIN_TARGET_STEPS))
+        log_ratio = bucket.log_ratios.get(width, bucket.common_log_ratio)
+        bucket.log_ratios[width] = log_ratio + rate * change
+        bucket.common_log_ratio += 0.5 * rate * (log_ratio + change - bucket.common_log_ratio)
+        bucket.wide_passes += 1
+        self._deviation += self._DEVIATION_RATE * (change - self._deviation)
 
-        What more replies at once cost depends on what the others were.
+    def saved_statistics(self) -> dict[str, NDArray[Any]]:
+        """Return the costs of single replies as named arrays, for a later run with the same curve.
+
+        Costs with concurrent replies are left out, because they depend on what the other replies did.
         """
-        plain = self.curve.target_step_seconds
-        alone = {length: found for (length, replies), found in self._found.items() if replies == 1}
+        step = self.curve.target_step_seconds
+        single = {context: bucket for (context, replies), bucket in self._buckets.items() if replies == 1}
         return {
-            "found": np.array([(at, f.plain_seconds / plain, f.common) for at, f in alone.items()]),
+            "found": np.array(
+                [
+                    (context, bucket.target_step_seconds / step, bucket.common_log_ratio)
+                    for context, bucket in single.items()
+                ]
+            ),
             "extra": np.array(
-                [(at, rows, extra) for at, f in alone.items() for rows, extra in f.extra.items()]
+                [
+                    (context, width, log_ratio)
+                    for context, bucket in single.items()
+                    for width, log_ratio in bucket.log_ratios.items()
+                ]
             ).reshape(-1, 3),
         }
 
-    def restore(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Take over what was found in another run. Raises KeyError, ValueError for what makes no sense."""
-        found = {}
-        for at, plain, common in values["found"].reshape(-1, 3).tolist():
-            known = 0 <= at <= len(_LENGTHS)
-            if not (known and plain > 0.0 and max(abs(math.log(plain)), abs(common)) < _NONSENSE):
-                raise ValueError(f"costs of {plain} plain steps and {common} are none")
-            found[int(at)] = _Found(plain * self.curve.target_step_seconds, common=common)
-        for at, rows, extra in values["extra"].reshape(-1, 3).tolist():
-            if not (abs(extra) < _NONSENSE and 1 < rows < math.inf):
-                raise ValueError(f"a cost of {extra} for {rows} rows is none")
-            found[int(at)].extra[int(rows)] = extra
-        self._found = {(length, 1): one for length, one in found.items()}
-        self._place = (0, 1)
-        self._here = self._found.setdefault(self._place, _Found(self.curve.target_step_seconds))
-        self._settled = _copied(self._here)
+    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Continue from the arrays of `saved_statistics`.
 
-
-# Costs so many times what was measured, as a logarithm, are no costs.
-_NONSENSE = math.log(1000.0)
-
-
-def _copied(found: _Found) -> _Found:
-    return replace(found, extra=dict(found.extra))
+        Raises:
+            KeyError: An array is missing.
+            ValueError: An array holds impossible costs.
+        """
+        buckets = {}
+        for context, steps, common in saved["found"].reshape(-1, 3).tolist():
+            is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
+            if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
+                raise ValueError(f"saved costs ({steps} target steps, log ratio {common}) are impossible")
+            seconds = steps * self.curve.target_step_seconds
+            buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
+        for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
+            if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
+                raise ValueError(f"saved cost of width {width} (log ratio {log_ratio}) is impossible")
+            buckets[int(context)].log_ratios[int(width)] = log_ratio
+        self._buckets = {(context, 1): bucket for context, bucket in buckets.items()}
+        self._key = (0, 1)
+        self._bucket = self._buckets.setdefault(self._key, _Bucket(self.curve.target_step_seconds))
+        self._at_last_target_step = self._bucket.copy()

@@ -1,8 +1,8 @@
-"""The bound on what speculation may cost: one account for each reply, in seconds.
+"""The loss limit: a bound on how much slower speculation may make a reply.
 
-Promise: a reply of N tokens takes at most ((1 + rate) N + steps) plain steps, on every path of acceptance and
-cost, as long as a plain step takes what it was last measured to and no round takes more than was said to be
-its worst. One that does is the last until its cost has been won back.
+A reply of N tokens takes at most (1 + rate) * N + steps target steps, whatever is accepted. The bound holds
+as long as a target step takes its measured time and no round costs more than its estimated worst case. A
+round that does is the last one with a draft until its cost is regained.
 """
 
 from __future__ import annotations
@@ -11,67 +11,89 @@ from dataclasses import dataclass
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Tries may take this share of a reply's plain time beside what it may lose in any case.
-_TRYING_RATE = 0.01
+# Share of a reply's plain decoding time that drafts without an expected gain may cost, beyond the rate.
+_EXPLORATION_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class LossLimits:
-    """What a reply may lose. rate: of its plain time. steps: plain steps beside that. Raises ValueError."""
+    """How much time speculation may cost a reply.
+
+    Attributes:
+        rate: Share of the reply's plain decoding time, 0.02 for 2 %.
+        steps: Target steps in addition to that share.
+
+    Raises:
+        ValueError: A limit is negative or not a number.
+    """
 
     rate: float = 0.02
     steps: float = 2.0
 
     def __post_init__(self) -> None:
         if not (self.rate >= 0.0 and self.steps >= 0.0):
-            raise ValueError(f"a reply cannot lose {self.rate} of its time and {self.steps} steps")
+            raise ValueError(f"loss limits must not be negative: rate {self.rate}, steps {self.steps}")
 
 
 class LossLimit:
-    """Counts what a reply gained by speculation less what it spent on it.
+    """The credit of one reply: time that speculation has saved, less what it has cost.
 
-    A plain round is what plain decoding would have done: it moves nothing but the number of tokens. All that
-    plain decoding would not have done is charged: rounds that drafted for what they took beyond plain steps,
-    prefill of a draft, probes, and the policy's own time. Before such a round `may_lose_seconds` says what it
-    may cost at worst.
+    Rounds without a draft only count tokens, because plain decoding would have done the same. Everything
+    else is charged: drafting, wider verify passes, prefill of a draft model, and the controller itself.
 
-    credit_seconds: gained so far, below zero when speculation has cost more than it brought.
-    tokens: emitted in this reply. rounds: those of it that drafted.
+    Attributes:
+        limits: The agreed limits.
+        credit_seconds: Time saved so far; negative while speculation has cost more than it saved.
+        tokens: Tokens emitted in this reply.
+        draft_rounds: Rounds of this reply that verified a draft.
     """
 
-    def __init__(self, terms: LossLimits | None = None) -> None:
-        self.terms = terms or LossLimits()
+    def __init__(self, limits: LossLimits | None = None) -> None:
+        self.limits = limits or LossLimits()
         self.credit_seconds = 0.0
-        self.tokens = self.rounds = 0
+        self.tokens = self.draft_rounds = 0
 
     def begin(self) -> None:
-        """A reply begins; what the last one gained is not this one's to lose."""
+        """Start a reply without credit from earlier ones."""
         self.credit_seconds = 0.0
-        self.tokens = self.rounds = 0
+        self.tokens = self.draft_rounds = 0
 
     def charge(self, seconds: float) -> None:
-        """Time that plain decoding would not have spent."""
+        """Charge time that plain decoding would not have spent."""
         self.credit_seconds -= seconds
 
-    def plain(self, tokens: int) -> None:
-        """A plain round emitted these."""
+    def record_target_step(self, tokens: int) -> None:
+        """Record a round without a draft."""
         self.tokens += tokens
 
-    def drafted(self, tokens: int, seconds: float, plain_seconds: float) -> None:
-        """A round that drafted emitted `tokens` in `seconds`, where a plain step takes `plain_seconds`."""
+    def record_draft_round(self, tokens: int, seconds: float, target_step_seconds: float) -> None:
+        """Record a round that verified a draft.
+
+        Args:
+            tokens: Tokens that the round emitted.
+            seconds: Duration of the round.
+            target_step_seconds: Duration of one target step now.
+        """
         self.tokens += tokens
-        self.rounds += 1
-        self.credit_seconds += tokens * plain_seconds - seconds
+        self.draft_rounds += 1
+        self.credit_seconds += tokens * target_step_seconds - seconds
 
-    def may_lose_seconds(self, plain_seconds: float) -> float:
-        """What may still be lost from here, with the tokens emitted so far; below zero: too much was."""
-        return self.credit_seconds + (self.terms.rate * self.tokens + self.terms.steps) * plain_seconds
+    def allowance_seconds(self, target_step_seconds: float) -> float:
+        """Return how much the next round may lose; negative once the limit is exceeded."""
+        return (
+            self.credit_seconds + (self.limits.rate * self.tokens + self.limits.steps) * target_step_seconds
+        )
 
-    def may_try_seconds(self, plain_seconds: float) -> float:
-        """What of that may go into guesses that do not seem to pay, so that short replies are left alone."""
-        return self.credit_seconds + (self.terms.rate + _TRYING_RATE) * self.tokens * plain_seconds
+    def exploration_seconds(self, target_step_seconds: float) -> float:
+        """Return the exploration budget: how much a draft without an expected gain may lose.
+
+        It grows with the reply, so that short replies spend nothing on exploration.
+        """
+        return (
+            self.credit_seconds + (self.limits.rate + _EXPLORATION_RATE) * self.tokens * target_step_seconds
+        )
 
     @property
-    def worst_loss(self) -> float:
-        """The most that this reply may take beyond plain decoding, as a share of the latter's time."""
-        return self.terms.rate + self.terms.steps / max(self.tokens, 1)
+    def max_loss(self) -> float:
+        """Most time that this reply may take beyond plain decoding, as a share of the latter."""
+        return self.limits.rate + self.limits.steps / max(self.tokens, 1)

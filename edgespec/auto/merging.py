@@ -1,108 +1,121 @@
-"""Proposals of several drafters as one tree, and the part of it that pays for its rows."""
+"""Merges the trees of several drafters, and prunes optional tokens that do not pay for their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgespec.auto.acceptance_stats import MOST_SURE
-from edgespec.costs.curve import Curve
+from edgespec.auto.acceptance_stats import MAX_PROB_SUM
+from edgespec.costs.curve import CostFunction
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.engine.tree import TokenTree, TreeBuilder
 
-__all__ = ["Merged", "merged", "trimmed"]
+__all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
-    """One tree of several. places[i][n]: where node n of the i-th tree stands in it."""
+class MergedTree:
+    """One tree made of several.
+
+    Attributes:
+        tree: The merged tree.
+        node_maps: `node_maps[i][n]` is the node of `tree` that node n of the i-th input became.
+    """
 
     tree: TokenTree
-    places: tuple[tuple[int, ...], ...]
+    node_maps: tuple[tuple[int, ...], ...]
 
 
-def merged(trees: Sequence[TokenTree]) -> Merged:
-    """One tree of all proposals; they share a root.
+def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
+    """Merge trees that share a root into one.
 
-    A guess for certain that stands there already is the same node. One with a law is a further try of
-    its own, because the residual after it depends on that law (SpecInfer, arXiv 2305.09781). Trees with
-    laws come first: whether a certain guess is new may then depend on what they drew.
+    A token drafted without probabilities joins an equal sibling. A token drawn from a distribution always
+    becomes a node of its own, because the residual after it depends on that distribution (SpecInfer, arXiv
+    2305.09781). Trees with distributions are added first, so their nodes do not depend on lookups.
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
         only = drafted[0] if drafted else trees[0]
-        return Merged(only, tuple(tuple(range(tree.width)) for tree in trees))
-    built = TreeBuilder(trees[0].tokens[:1])
-    places: list[list[int]] = [[0] for _ in trees]
-    for i in sorted(range(len(trees)), key=lambda i: all(law is None for law in trees[i].draft_probs)):
+        return MergedTree(only, tuple(tuple(range(tree.width)) for tree in trees))
+    builder = TreeBuilder(trees[0].tokens[:1])
+    node_maps: list[list[int]] = [[0] for _ in trees]
+    for i in sorted(range(len(trees)), key=lambda i: all(probs is None for probs in trees[i].draft_probs)):
         tree = trees[i]
         for node in range(1, tree.width):
-            parent, token, law = places[i][tree.parents[node]], tree.tokens[node], tree.draft_probs[node]
-            known = built.child(parent, token) if law is None else None
-            places[i].append(built.add(parent, token, law) if known is None else known)
-    return Merged(built.build(), tuple(tuple(place) for place in places))
+            parent, token, probs = node_maps[i][tree.parents[node]], tree.tokens[node], tree.draft_probs[node]
+            existing = builder.child(parent, token) if probs is None else None
+            node_maps[i].append(builder.add(parent, token, probs) if existing is None else existing)
+    return MergedTree(builder.build(), tuple(map(tuple, node_maps)))
 
 
-def trimmed(
-    joined: Merged,
-    chances: Sequence[Sequence[float]],
-    optional: Sequence[bool],
+def prune_optional(
+    merged: MergedTree,
+    node_probs: Sequence[Sequence[float]],
+    is_optional: Sequence[bool],
     limits: PassLimits,
-    curve: Curve,
-    spent: float,
+    v: CostFunction,
+    draft_cost: float,
 ) -> TokenTree:
-    """The tree without those nodes of optional proposals that do not pay for their rows, or do not fit.
+    """Return the tree without optional nodes that do not fit or do not pay for their rows.
 
-    Of the rest, the likeliest are taken that make (1 + the sum of path values) / (spent + v(rows)) largest,
-    as Sequoia sizes a tree (arXiv 2402.12374), with v not monotone. All other nodes stay.
-    chances[i][n]: that node n of the i-th tree is accepted after its parent, in [0, 1]. optional[i]: its
-    guesses are certain, and any of them may go. spent: plain steps that the draft cost.
+    Of the optional nodes, the most likely ones are kept that maximise
+    S = (1 + sum of path probabilities) / (draft cost + v(rows)), as Sequoia sizes a tree (arXiv 2402.12374),
+    for a v that need not be monotone. All other nodes stay.
+
+    Args:
+        merged: The merged tree.
+        node_probs: Per input tree and node, the probability of acceptance given its parent's, in [0, 1].
+        is_optional: Per input tree, whether any of its nodes may be dropped.
+        limits: Width and branches of a verify pass.
+        v: Cost of a verify pass by width, in target steps.
+        draft_cost: Cost of drafting, in target steps.
     """
-    tree = joined.tree
-    own = [0.0] * tree.width
-    stays = [False] * tree.width
-    for place, chance, may_go in zip(joined.places, chances, optional, strict=True):
-        for node, at in enumerate(place):
-            own[at] = max(own[at], chance[node])
-            stays[at] |= not may_go or at == 0
-    if all(stays):
+    tree = merged.tree
+    probs = [0.0] * tree.width
+    is_required = [False] * tree.width
+    for node_map, tree_probs, optional in zip(merged.node_maps, node_probs, is_optional, strict=True):
+        for node, merged_node in enumerate(node_map):
+            probs[merged_node] = max(probs[merged_node], tree_probs[node])
+            is_required[merged_node] |= not optional or merged_node == 0
+    if all(is_required):
         return tree
-    values = _path_values(tree, own, stays)
-    kept = {node for node in range(tree.width) if stays[node]}
+    path_probs = _path_probs(tree, probs, is_required)
+    kept = {node for node in range(tree.width) if is_required[node]}
     parents = {tree.parents[node] for node in kept}
-    leaves, tokens = len(kept - parents), sum(values[node] for node in kept)
-    best, size, extra = tokens / (spent + curve(len(kept))), 0, list[int]()
-    for node in sorted(set(range(tree.width)) - kept, key=lambda node: (-values[node], node)):
+    leaves, tokens = len(kept - parents), sum(path_probs[node] for node in kept)
+    best_speed, best_count, added = tokens / (draft_cost + v(len(kept))), 0, list[int]()
+    for node in sorted(set(range(tree.width)) - kept, key=lambda node: (-path_probs[node], node)):
         parent = tree.parents[node]
         forks = parent in parents
         if parent not in kept or len(kept) >= limits.max_width or leaves + forks > limits.max_branches:
             continue
         kept.add(node)
         parents.add(parent)
-        extra.append(node)
-        leaves, tokens = leaves + forks, tokens + values[node]
-        speed = tokens / (spent + curve(len(kept)))
-        if speed > best:
-            best, size = speed, len(extra)
-    kept -= set(extra[size:])
+        added.append(node)
+        leaves, tokens = leaves + forks, tokens + path_probs[node]
+        speed = tokens / (draft_cost + v(len(kept)))
+        if speed > best_speed:
+            best_speed, best_count = speed, len(added)
+    kept -= set(added[best_count:])
     return tree if len(kept) == tree.width else tree.subtree(sorted(kept))
 
 
-def _path_values(tree: TokenTree, own: Sequence[float], stays: Sequence[bool]) -> list[float]:
-    """The chance of each node to be accepted, its ancestors included, in [0, 1]; `own`: after its parent.
+def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
+    """Return each node's probability that its whole path is accepted.
 
-    An optional guess of chance c beside siblings that stay, of chance r together, contradicts them: no two
-    are right. Were the drafters independent of each other, the chance that it is right, given that not
-    both are, is c (1 - r) / (1 - c r) (Bayes' rule).
+    Siblings exclude each other. For an optional node of probability c beside required siblings of total
+    probability r, with independent drafters, the probability given that not both are right is
+    c (1 - r) / (1 - c r) by Bayes' rule.
     """
-    rivals = [0.0] * tree.width
+    required_sums = [0.0] * tree.width
     for node in range(1, tree.width):
-        if stays[node]:
-            rivals[tree.parents[node]] = min(rivals[tree.parents[node]] + own[node], MOST_SURE)
-    values = [1.0]
+        if is_required[node]:
+            parent = tree.parents[node]
+            required_sums[parent] = min(required_sums[parent] + probs[node], MAX_PROB_SUM)
+    path_probs = [1.0]
     for node in range(1, tree.width):
-        chance, rival = own[node], rivals[tree.parents[node]]
-        if not stays[node]:
-            chance = chance * (1.0 - rival) / (1.0 - chance * rival)
-        values.append(values[tree.parents[node]] * chance)
-    return values
+        prob, required = probs[node], required_sums[tree.parents[node]]
+        if not is_required[node]:
+            prob = prob * (1.0 - required) / (1.0 - prob * required)
+        path_probs.append(path_probs[tree.parents[node]] * prob)
+    return path_probs

@@ -1,4 +1,4 @@
-"""Trying what does not seem to pay, now and then."""
+"""Schedule for retrying something that does not save time at present."""
 
 from __future__ import annotations
 
@@ -7,54 +7,68 @@ from numpy.typing import NDArray
 
 __all__ = ["RetrySchedule"]
 
+# Share of all decoding time that retries may cost in the long run.
+_RETRY_SHARE = 0.0075
+# Intervals of at least this many times the first one count as rare: several retries brought nothing.
+_RARE_FACTOR = 8
+
 
 class RetrySchedule:
-    """When what does not pay is to be tried: at once, soon again, and ever more rarely while it does not.
+    """Decides in which rounds to retry a drafter, with an interval that doubles after each retry.
 
-    first, most: rounds between two tries. Never more rarely than its price asks for: in the long run tries
-    may cost less than a hundredth of the time, by which a text that changes its ways is noticed.
+    A cheap retry need not wait for the full interval: the wait is at most what keeps retries within 0.75 %
+    of the decoding time. So a change of the text is noticed soon where retries are cheap.
+
+    Args:
+        min_interval: Rounds between the first two retries.
+        max_interval: Rounds between retries after many that brought nothing.
     """
 
-    _SHARE = 0.0075
-
-    def __init__(self, first: int = 4, most: int = 128) -> None:
-        self._first, self._most = first, most
-        self._interval = self._waited = first
+    def __init__(self, min_interval: int = 4, max_interval: int = 128) -> None:
+        self._min_interval, self._max_interval = min_interval, max_interval
+        self._interval = self._waited = min_interval
 
     @property
-    def rare(self) -> bool:
-        """Has it been tried several times, and did not pay?"""
-        return self._interval >= 8 * self._first
+    def is_rare(self) -> bool:
+        """Whether several retries have brought nothing."""
+        return self._interval >= _RARE_FACTOR * self._min_interval
 
-    def due(self, price: float) -> bool:
-        """A round more in which it does not pay. True when it is to be tried in this one.
+    def is_due(self, cost: float) -> bool:
+        """Count a round without the drafter and return whether it is to be retried in this round.
 
-        price: what a try costs at worst, in plain steps.
+        Args:
+            cost: Expected cost of a retry, in target steps.
         """
         self._waited += 1
-        if self._waited < min(self._interval, max(self._first, price / self._SHARE)):
+        if self._waited < min(self._interval, max(self._min_interval, cost / _RETRY_SHARE)):
             return False
-        self._interval, self._waited = min(2 * self._interval, self._most), 0
+        self._interval, self._waited = min(2 * self._interval, self._max_interval), 0
         return True
 
-    def wait(self, rounds: int) -> None:
-        """So many rounds more in which it does not pay."""
+    def skip_rounds(self, rounds: int) -> None:
+        """Count rounds in which `is_due` was not called."""
         self._waited += rounds
 
-    def kept(self) -> NDArray[np.float64]:
-        """How long it waits by now."""
+    def saved(self) -> NDArray[np.float64]:
+        """Return the current interval, float64 [1], for a later run."""
         return np.array([self._interval])
 
-    def restore(self, kept: NDArray[np.float64]) -> None:
-        """Wait as long as it did in another run. Raises ValueError."""
-        if kept.shape != (1,) or not self._first <= kept[0] <= self._most:
-            raise ValueError(f"{kept} rounds are not between {self._first} and {self._most}")
-        self._interval, self._waited = int(kept[0]), 0
+    def restore(self, saved: NDArray[np.float64]) -> None:
+        """Continue with the interval of an earlier run.
 
-    def promising(self) -> None:
-        """It was tried, and did well: one more try decides."""
+        Raises:
+            ValueError: The interval is outside the limits of this schedule.
+        """
+        if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
+            raise ValueError(
+                f"saved retry interval {saved} is not {self._min_interval} to {self._max_interval} rounds"
+            )
+        self._interval, self._waited = int(saved[0]), 0
+
+    def retry_next_round(self) -> None:
+        """Make the next round due, after a retry whose whole draft was accepted."""
         self._waited = self._interval
 
-    def paid(self) -> None:
-        """It pays in this round: if it ever stops to, it is tried again soon."""
-        self._interval, self._waited = max(self._interval // 2, self._first), 0
+    def shorten(self) -> None:
+        """Halve the interval, because drafting saves time in this round."""
+        self._interval, self._waited = max(self._interval // 2, self._min_interval), 0

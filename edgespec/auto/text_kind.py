@@ -1,28 +1,30 @@
-"""What kind of text a prompt is: guesses come true in code as they do not in talk."""
+"""Rough classification of prompts, because acceptance rates differ between code, numbers and prose."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["KINDS", "kind_of"]
+__all__ = ["TEXT_KINDS", "text_kind"]
 
-KINDS = ("talk", "document", "code", "numbers")
-# The end says what is asked; a long document before it shows in what is looked at.
-_LOOKED_AT = 2000
-_DOCUMENT = 1200
+TEXT_KINDS = ("talk", "document", "code", "numbers")
+# Characters from the end of the prompt that are inspected: the question, and part of a document before it.
+_INSPECTED_CHARACTERS = 2000
+# Prompts longer than this, in characters, are documents rather than talk. Chosen.
+_MIN_DOCUMENT_CHARACTERS = 1200
 _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")
 _CODE_END = re.compile(r"[{};]\s*$")
+# Shares of code lines and of digits above which a prompt counts as code or numbers. Chosen.
 _CODE_SHARE = 0.25
 _DIGIT_SHARE = 0.06
 
 
-def kind_of(text: str) -> str:
-    """The kind of a prompt, of which the last 2,000 characters are enough: one of KINDS."""
-    text = text[-_LOOKED_AT:]
+def text_kind(text: str) -> str:
+    """Return the kind of a prompt, one of `TEXT_KINDS`, from its last 2,000 characters."""
+    text = text[-_INSPECTED_CHARACTERS:]
     lines = [line for line in text.splitlines() if line.strip()]
-    code = sum(bool(_CODE_BEGIN.match(line) or _CODE_END.search(line)) for line in lines)
-    if "```" in text or code > _CODE_SHARE * max(len(lines), 4):
+    code_lines = sum(bool(_CODE_BEGIN.match(line) or _CODE_END.search(line)) for line in lines)
+    if "```" in text or code_lines > _CODE_SHARE * max(len(lines), 4):
         return "code"
     if sum(map(str.isdigit, text)) > _DIGIT_SHARE * max(len(text), 40):
         return "numbers"
-    return "document" if len(text) > _DOCUMENT else "talk"
+    return "document" if len(text) > _MIN_DOCUMENT_CHARACTERS else "talk"

@@ -1,14 +1,14 @@
-"""Texts that guesses are looked up in: earlier chats, and files a person names."""
+"""What the suffix drafter looks drafts up in: replies of earlier chats and the user's files, as tokens."""
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.corpus.saved_replies import SavedReplies, delete_saved_replies
 from edgespec.corpus.user_files import UserFiles, read_user_files
-from edgespec.corpus.vocabulary import vocabulary_fingerprint
 from edgespec.drafters.suffix import SuffixArray, SuffixConfig, SuffixCorpus, SuffixDrafter
 
 __all__ = [
@@ -29,20 +29,43 @@ def suffix_drafter(
     can_branch: bool = True,
     progress: Progress | None = None,
 ) -> tuple[SuffixDrafter, str]:
-    """A suffix drafter for a target's vocabulary, and what there is to say about its corpus.
+    """Create a suffix drafter for a target's vocabulary.
 
-    corpus: a text file or a folder of them, read at once. remember: read earlier chats when the first reply
-    begins, and keep new replies and what is new of their prompts, in the user's data folder; without it no
-    file of theirs is touched. What is wrong with those files is in the drafter's note. Raises OptionError,
-    CancelledError.
+    Problems with saved replies are reported in the drafter's note.
+
+    Args:
+        vocabulary: The target's vocabulary.
+        corpus: A text file or a folder of text files. They are read and tokenized at once.
+        remember: Draft from replies of earlier chats, which are loaded when the first reply begins, and save
+            new replies in the user's data folder. If False, no file of saved replies is opened.
+        can_branch: Draft trees instead of chains.
+        progress: Reports the reading of the corpus.
+
+    Returns:
+        The drafter and a notice on the corpus for the user, empty without a corpus.
+
+    Raises:
+        OptionError: The corpus cannot be read.
+        CancelledError: `progress` returned False.
     """
-    mark = cache(lambda: vocabulary_fingerprint(vocabulary))
-    given = read_user_files(corpus, vocabulary, mark(), progress=progress) if corpus is not None else None
+    fingerprint = cache(lambda: vocabulary_fingerprint(vocabulary))
+    user_files = None
+    if corpus is not None:
+        user_files = read_user_files(corpus, vocabulary, fingerprint(), progress=progress)
 
-    def known() -> SuffixCorpus:
-        replies = SavedReplies(mark(), vocabulary.size) if remember else None
-        texts = [*(given.texts if given else ()), *(replies.load() if replies else ())]
+    def load_corpus() -> SuffixCorpus:
+        replies = SavedReplies(fingerprint(), vocabulary.size) if remember else None
+        texts = [*(user_files.texts if user_files else ()), *(replies.load() if replies else ())]
         return SuffixCorpus(SuffixArray(texts) if texts else None, replies)
 
-    drafter = SuffixDrafter(known, rule=SuffixConfig(can_branch=can_branch), is_end=vocabulary.is_end)
-    return drafter, given.notice if given else ""
+    drafter = SuffixDrafter(load_corpus, config=SuffixConfig(can_branch=can_branch), is_end=vocabulary.is_end)
+    return drafter, user_files.notice if user_files else ""
+
+
+def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
+    """Return the SHA-256 of all tokens in order of their ids, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for token in range(vocabulary.size):
+        piece = vocabulary.raw_piece(token)
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()

@@ -1,10 +1,7 @@
-"""Earlier chats as tokens, one private file for each vocabulary, so that later chats can guess from them.
+"""Replies of earlier chats as tokens, in one private file per vocabulary.
 
-Kept are the replies, and of their prompts what no text before had: not the same system prompt, nor all of a
-chat, again and again.
-
-A file is a header and records appended under a lock. Every record says where it begins and what it must sum
-to, so one that was cut short or damaged is skipped and the others stay.
+A file is a header followed by records, which are appended under a lock. Each record has a magic number, its
+length and a checksum, so that damaged records are skipped without losing the others.
 """
 
 from __future__ import annotations
@@ -39,17 +36,26 @@ __all__ = ["SavedReplies", "delete_saved_replies"]
 
 VERSION = 1
 _MAGIC = b"\xe5RPL"
-_RECORD = struct.Struct("<4sII")  # magic, tokens, crc32 of the tokens
+_RECORD_HEADER = struct.Struct("<4sII")  # magic, number of tokens, CRC-32 of the tokens
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
-# Its time says when chats were forgotten last.
-_FORGOTTEN = "forgotten"
+# An empty file whose modification time is the time of the last deletion of saved replies.
+_DELETION_MARKER = "forgotten"
 
 
 class SavedReplies:
-    """The chats of one vocabulary on disk. It never raises for what is wrong there: see `notice`.
+    """Saved replies of one vocabulary, with the parts of their prompts that were new.
 
-    most_tokens: what is kept; the oldest texts go first. notice: what could not be read or written.
+    No method raises because of the file: problems are reported in `notice`.
+
+    Args:
+        vocabulary_fingerprint: Identifies the vocabulary, see `vocabulary_fingerprint`.
+        vocab_size: Records with larger token ids are damaged.
+        folder: Folder of the file; by default one in the user's data folder.
+        max_tokens: Size limit. The oldest records are dropped first.
+
+    Attributes:
+        notice: What could not be read or written, for the user; empty without a problem.
     """
 
     def __init__(
@@ -57,148 +63,152 @@ class SavedReplies:
         vocabulary_fingerprint: str,
         vocab_size: int,
         folder: Path | None = None,
-        most_tokens: int = 1 << 20,
+        max_tokens: int = 1 << 20,
     ) -> None:
         self.path = (folder or _default_folder()) / f"{vocabulary_fingerprint[:32]}{_SUFFIX}"
         self.notice = ""
         self._header = f"edgespec replies {VERSION} {vocabulary_fingerprint} {vocab_size}\n".encode()
         self._vocab_size = vocab_size
-        self._most_tokens = most_tokens
-        self._mending = self._off = False
-        self._waiting: list[TokenArray] = []
-        self._seen = NoveltyFilter(most_tokens)
-        self._forgotten_ns = self._last_forgotten_ns()
+        self._max_tokens = max_tokens
+        # A damaged file is rewritten with the next reply. After a failed write nothing is saved any more.
+        self._must_rewrite = self._disabled = False
+        self._unwritten: list[TokenArray] = []
+        self._seen = NoveltyFilter(max_tokens)
+        self._deletion_ns = self._last_deletion_ns()
 
     def load(self) -> list[TokenArray]:
-        """The texts kept so far, the oldest first."""
+        """Return the saved texts, oldest first."""
         try:
             if not self.path.exists():
                 return []
             with self._lock():
                 data = read_regular_file(self.path)
         except (OSError, NotImplementedError):
-            # Where nothing can be locked nothing is written either.
+            # On a file system without locks nothing is written, so the file can be read without one.
             try:
                 data = read_regular_file(self.path)
             except OSError as error:
-                self.notice = f"earlier chats cannot be read from {self.path}: {error_reason(error)}"
+                self.notice = f"saved replies cannot be read from {self.path}: {error_reason(error)}"
                 return []
-        replies, damaged_bytes = self._parsed(data)
+        texts, damaged_bytes = self._parse(data)
         if damaged_bytes:
-            self._mending = True
+            self._must_rewrite = True
             self.notice = (
-                f"{damaged_bytes:,} of {len(data):,} bytes of earlier chats in {self.path} are not"
-                " readable; they are left out, and dropped when the next reply is kept"
+                f"{damaged_bytes:,} of {len(data):,} bytes of saved replies in {self.path} are damaged."
+                " They are not used, and are deleted when the next reply is saved"
             )
-        kept = self._newest(replies)
-        if kept:
-            # Joined: a chat is kept turn by turn, and comes back as one.
-            self._seen.add(np.concatenate(kept))
-        return kept
+        texts = self._newest(texts)
+        if texts:
+            # A chat is saved turn by turn. Joined, its turns are recognised as one sequence.
+            self._seen.add(np.concatenate(texts))
+        return texts
 
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
-        """Append a reply after what is new of its prompt: the texts that gives.
+        """Save a reply together with the new parts of its prompt.
 
-        While another process holds the file they wait for the next ones. A turn that chats were forgotten
-        after is not kept, with any of its prompt: it may have been meant.
+        If another process holds the lock, they are written together with the next reply. The first turn after
+        saved replies were deleted is not saved, because it may contain what the user wanted to delete.
+
+        Returns:
+            The texts that were new: parts of the prompt, the last one followed by the reply.
         """
         if not reply:
             return []
-        said = np.array([*prompt, *reply], np.int32)
-        new = self._seen.new(said[: len(prompt)])
-        self._seen.add(said)
-        if (forgotten_ns := self._last_forgotten_ns()) != self._forgotten_ns:
-            self._forgotten_ns, self._waiting = forgotten_ns, []
+        turn = np.array([*prompt, *reply], np.int32)
+        new_parts = self._seen.new_parts(turn[: len(prompt)])
+        self._seen.add(turn)
+        if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
+            self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # A prompt may be long; it is not to displace everything else.
-        *others, last = (text[-(self._most_tokens // 4) :] for text in new)
-        texts = [*others, np.concatenate([last, said[len(prompt) :]])]
-        self._keep(texts)
+        # Each part is limited to a quarter, so that one long prompt does not displace everything else.
+        *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
+        texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
+        self._save(texts)
         return [text.tolist() for text in texts]
 
-    def _keep(self, texts: list[TokenArray]) -> None:
+    def _save(self, texts: list[TokenArray]) -> None:
         from filelock import Timeout
 
-        if self._off:
+        if self._disabled:
             return
-        self._waiting.extend(texts)
+        self._unwritten.extend(texts)
         try:
             make_private_folder(self.path.parent)
             with self._lock():
-                self._write(self._waiting)
-            self._waiting = []
+                self._write(self._unwritten)
+            self._unwritten = []
         except Timeout:
-            self._waiting = self._newest(self._waiting)
-        except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-            self._off = True
-            self._waiting = []
-            self.notice = f"chats are not remembered in {self.path}: {error_reason(error)}"
+            self._unwritten = self._newest(self._unwritten)
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+            self._disabled = True
+            self._unwritten = []
+            self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"
 
-    def _write(self, replies: list[TokenArray]) -> None:
-        """Append, or write anew what is damaged, of another kind or grown by a quarter too much."""
+    def _write(self, texts: list[TokenArray]) -> None:
+        """Append records, or rewrite a file that is damaged, has another header or is a quarter too large."""
         try:
             size_bytes = regular_file_bytes(self.path)
             with self.path.open("rb") as file:
                 header = file.read(len(self._header))
         except FileNotFoundError:
             header, size_bytes = b"", 0
-        if self._mending or header != self._header or size_bytes > 5 * self._most_tokens:
-            known = self._parsed(read_regular_file(self.path))[0] if size_bytes else []
-            kept = self._newest([*known, *replies])
-            write_private_file(self.path, self._header + b"".join(map(_record, kept)))
-            self._mending = False
+        if self._must_rewrite or header != self._header or size_bytes > 5 * self._max_tokens:
+            saved = self._parse(read_regular_file(self.path))[0] if size_bytes else []
+            records = map(_record, self._newest([*saved, *texts]))
+            write_private_file(self.path, self._header + b"".join(records))
+            self._must_rewrite = False
             return
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
         try:
-            payload = b"".join(map(_record, replies))
+            payload = b"".join(map(_record, texts))
             if os.write(handle, payload) < len(payload):
                 raise OSError(ENOSPC, "there is no space left")
         finally:
             os.close(handle)
 
-    def _parsed(self, data: bytes) -> tuple[list[TokenArray], int]:
-        """The whole records of a file, and how many bytes are none."""
+    def _parse(self, data: bytes) -> tuple[list[TokenArray], int]:
+        """Return the intact records of a file and the number of damaged bytes."""
         if not data.startswith(self._header):
             return [], len(data)
-        replies: list[TokenArray] = []
-        at, damaged_bytes = len(self._header), 0
-        while at < len(data):
-            reply = self._reply_at(data, at)
-            if reply is not None:
-                replies.append(reply)
-                at += _RECORD.size + reply.nbytes
+        texts: list[TokenArray] = []
+        offset, damaged_bytes = len(self._header), 0
+        while offset < len(data):
+            text = self._parse_record(data, offset)
+            if text is not None:
+                texts.append(text)
+                offset += _RECORD_HEADER.size + text.nbytes
                 continue
-            following = data.find(_MAGIC, at + 1)
-            following = following if following >= 0 else len(data)
-            damaged_bytes += following - at
-            at = following
-        return replies, damaged_bytes
+            next_record = data.find(_MAGIC, offset + 1)
+            next_record = next_record if next_record >= 0 else len(data)
+            damaged_bytes += next_record - offset
+            offset = next_record
+        return texts, damaged_bytes
 
-    def _reply_at(self, data: bytes, at: int) -> TokenArray | None:
-        start = at + _RECORD.size
+    def _parse_record(self, data: bytes, offset: int) -> TokenArray | None:
+        start = offset + _RECORD_HEADER.size
         if start > len(data):
             return None
-        magic, count, checksum = _RECORD.unpack_from(data, at)
+        magic, count, checksum = _RECORD_HEADER.unpack_from(data, offset)
         payload = data[start : start + 4 * count]
         if magic != _MAGIC or not count or len(payload) < 4 * count or crc32(payload) != checksum:
             return None
         tokens = np.frombuffer(payload, "<i4").astype(np.int32)
         return tokens if tokens.min() >= 0 and tokens.max() < self._vocab_size else None
 
-    def _last_forgotten_ns(self) -> int:
+    def _last_deletion_ns(self) -> int:
         try:
-            return (self.path.parent / _FORGOTTEN).stat().st_mtime_ns
+            return (self.path.parent / _DELETION_MARKER).stat().st_mtime_ns
         except OSError:
             return 0
 
-    def _newest(self, replies: list[TokenArray]) -> list[TokenArray]:
-        """The last replies that fit the bound."""
+    def _newest(self, texts: list[TokenArray]) -> list[TokenArray]:
+        """Return the last texts that fit the size limit together."""
         total = 0
-        for i in range(len(replies) - 1, -1, -1):
-            total += len(replies[i]) + _RECORD.size // 4
-            if total > self._most_tokens:
-                return replies[i + 1 :]
-        return replies
+        for i in range(len(texts) - 1, -1, -1):
+            total += len(texts[i]) + _RECORD_HEADER.size // 4
+            if total > self._max_tokens:
+                return texts[i + 1 :]
+        return texts
 
     def _lock(self) -> BaseFileLock:
         from filelock import FileLock
@@ -207,18 +217,24 @@ class SavedReplies:
 
 
 def delete_saved_replies(folder: Path | None = None) -> int:
-    """Delete all remembered chats, of every vocabulary, and the turns running ones are about to add.
+    """Delete the saved replies of all vocabularies.
 
-    Gives the bytes that were freed. Raises OSError.
+    Running chats do not save the turn that is not written yet.
+
+    Returns:
+        The number of freed bytes.
+
+    Raises:
+        OSError: A file cannot be deleted.
     """
     folder = folder or _default_folder()
-    touch_private(folder / _FORGOTTEN)
+    touch_private(folder / _DELETION_MARKER)
     return delete_files(folder.glob(f"*{_SUFFIX}"))
 
 
 def _record(tokens: TokenArray) -> bytes:
     payload = tokens.astype("<i4").tobytes()
-    return _RECORD.pack(_MAGIC, len(tokens), crc32(payload)) + payload
+    return _RECORD_HEADER.pack(_MAGIC, len(tokens), crc32(payload)) + payload
 
 
 def _default_folder() -> Path:

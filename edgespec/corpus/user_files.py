@@ -1,4 +1,4 @@
-"""Files a person works on, as tokens: what an edit of them will mostly repeat."""
+"""Tokenize the user's files for the suffix drafter, because an edit of a file mostly repeats it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,22 @@ from edgespec.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-_LARGEST_FILE_BYTES = 2 * 1024 * 1024
-_MOST_FILES = 20_000
-_MOST_CACHES = 16
+# Larger files are skipped: they are rarely text that a person edits. Chosen.
+_MAX_FILE_BYTES = 2 * 1024 * 1024
+_MAX_FILES = 20_000
+# Token caches in the cache folder, one per corpus and vocabulary. The oldest are deleted.
+_MAX_CACHES = 16
 _SUFFIX = ".corpus"
 
 
 @dataclass(frozen=True, slots=True)
 class UserFiles:
-    """The texts of a folder. notice: how much there is, and what was left out and why."""
+    """The tokens of a text file or of all text files in a folder.
+
+    Attributes:
+        texts: Tokens of each file, the latest modified first.
+        notice: For the user: how many files and tokens are used, and which files were skipped and why.
+    """
 
     texts: tuple[TokenArray, ...]
     notice: str
@@ -49,7 +56,7 @@ class _File:
 
     @property
     def key(self) -> str:
-        """What its tokens are kept under: another key is another content."""
+        """Key of the cached tokens. It changes whenever the file is modified."""
         return json.dumps([str(self.path), self.modified_ns, self.size_bytes])
 
 
@@ -58,56 +65,70 @@ def read_user_files(
     vocabulary: Vocabulary,
     vocabulary_fingerprint: str,
     *,
-    most_tokens: int = 1 << 20,
+    max_tokens: int = 1 << 20,
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> UserFiles:
-    """The text files at `path`, the latest modified first, until there are `most_tokens`.
+    """Read and tokenize the text files at `path`, the latest modified first.
 
-    Left out: hidden files and folders, what is not UTF-8 text, files of more than 2 MiB. Tokens are kept in
-    the cache folder by path, time and size of their file. Raises OptionError, CancelledError.
+    Hidden files and folders, files that are not UTF-8 text, and files of more than 2 MiB are skipped. The
+    tokens of each file are cached by its path, modification time and size.
+
+    Args:
+        path: A text file or a folder.
+        vocabulary: Tokenizes the files.
+        vocabulary_fingerprint: Identifies the vocabulary in the cache.
+        max_tokens: Reading stops when this many tokens were read.
+        progress: Reports the share of files that were read.
+        cache: Folder of the cache; by default one in the user's cache folder.
+
+    Raises:
+        OptionError: `path` does not exist or cannot be read.
+        CancelledError: `progress` returned False.
     """
     root = Path(path).expanduser().absolute()
-    files, left_out = _found(root)
-    store = _Cache((cache or cache_folder() / "corpus"), root, vocabulary_fingerprint, vocabulary.size)
+    files, skipped = _list_files(root)
+    token_cache = _TokenCache(
+        (cache or cache_folder() / "corpus"), root, vocabulary_fingerprint, vocabulary.size
+    )
     texts: list[TokenArray] = []
-    kept: dict[str, TokenArray] = {}
+    used: dict[str, TokenArray] = {}
     total = 0
     for number, file in enumerate(files):
         if progress is not None and not progress(f"reading {root.name}", number / len(files)):
             raise CancelledError(f"reading {root} was cancelled")
-        if total >= most_tokens:
-            left_out.append((f"beyond {most_tokens:,} tokens", len(files) - number))
+        if total >= max_tokens:
+            skipped.append((f"after {max_tokens:,} tokens", len(files) - number))
             break
-        tokens = store.known.get(file.key)
+        tokens = token_cache.saved.get(file.key)
         if tokens is None:
-            tokens = _tokens(file.path, vocabulary)
+            tokens = _tokenize_file(file.path, vocabulary)
         if tokens is None:
-            left_out.append(("not readable as text", 1))
+            skipped.append(("not readable as text", 1))
             continue
-        kept[file.key] = tokens
+        used[file.key] = tokens
         if len(tokens):
-            texts.append(tokens[: most_tokens - total])
+            texts.append(tokens[: max_tokens - total])
             total += len(texts[-1])
-    store.save(kept)
-    return UserFiles(tuple(texts), _notice(root, len(texts), total, left_out))
+    token_cache.save(used)
+    return UserFiles(tuple(texts), _notice(root, len(texts), total, skipped))
 
 
-def _notice(root: Path, files: int, tokens: int, left_out: list[tuple[str, int]]) -> str:
+def _notice(root: Path, files: int, tokens: int, skipped: list[tuple[str, int]]) -> str:
     counts: dict[str, int] = {}
-    for why, count in left_out:
-        counts[why] = counts.get(why, 0) + count
-    missing = ", ".join(f"{count:,} {why}" for why, count in counts.items() if count)
-    said = f"corpus {root}: {_counted(files, 'file')}, {_counted(tokens, 'token')}"
-    return f"{said}; left out: {missing}" if missing else said
+    for reason, count in skipped:
+        counts[reason] = counts.get(reason, 0) + count
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
+    size = f"corpus {root}: {_plural(files, 'file')}, {_plural(tokens, 'token')}"
+    return f"{size}; skipped: {reasons}" if reasons else size
 
 
-def _counted(number: int, noun: str) -> str:
+def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
-    """The files that may be text, the latest first, and what was left out."""
+def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
+    """Return the files that may be text, latest first, and (reason, number) of the skipped files."""
     try:
         paths: Iterator[Path] = _walk(root) if root.is_dir() else iter([root])
         if root.is_dir():
@@ -115,28 +136,28 @@ def _found(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         elif stat.S_ISREG(root.stat().st_mode):
             root.open("rb").close()
         else:
-            # A pipe would be waited for.
-            raise OptionError(f"the corpus at {root} is neither a file nor a folder", "give one of these")
+            # Reading from a pipe would block.
+            raise OptionError(f"--corpus {root} is neither a file nor a folder", "name a text file or folder")
     except FileNotFoundError:
         raise OptionError(
-            f"there is no corpus at {root}", "give a text file or a folder of text files"
+            f"--corpus {root} does not exist", "name a text file or a folder of text files"
         ) from None
-    except (OSError, ValueError) as error:  # the latter: no path at all
+    except (OSError, ValueError) as error:  # ValueError: not a valid path
         raise OptionError(
-            f"the corpus at {root} cannot be read: {error_reason(error)}", "check its permissions"
+            f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error
     files: list[_File] = []
     too_large = 0
     for path in paths:
-        if len(files) == _MOST_FILES:
-            return _latest(files), [("too large", too_large), (f"or more beyond {_MOST_FILES:,} files", 1)]
+        if len(files) == _MAX_FILES:
+            return _latest(files), [("too large", too_large), (f"or more after {_MAX_FILES:,} files", 1)]
         try:
             status = path.stat()
         except OSError:
             continue
         if not stat.S_ISREG(status.st_mode):
             continue
-        if status.st_size > _LARGEST_FILE_BYTES:
+        if status.st_size > _MAX_FILE_BYTES:
             too_large += 1
             continue
         files.append(_File(path, status.st_mtime_ns, status.st_size))
@@ -155,8 +176,8 @@ def _latest(files: list[_File]) -> list[_File]:
     return sorted(files, key=lambda file: (-file.modified_ns, file.path))
 
 
-def _tokens(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
-    """The tokens of a file, None when it is no text that can be read."""
+def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
+    """Return the tokens of a file, or None if it cannot be read as text."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError):
@@ -166,15 +187,15 @@ def _tokens(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
     return np.array(vocabulary.tokenize(text, special=False, start=False), np.int32)
 
 
-class _Cache:
-    """The tokens of a corpus as they were made last time; what is not right there is made again."""
+class _TokenCache:
+    """Cached tokens of the files of one corpus. Damaged or outdated entries are ignored."""
 
     def __init__(self, folder: Path, root: Path, vocabulary_fingerprint: str, vocab_size: int) -> None:
         name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
         self._path = folder / f"{name}{_SUFFIX}"
         self._fingerprint = vocabulary_fingerprint
         self._vocab_size = vocab_size
-        self.known = self._load()
+        self.saved = self._load()
 
     def _load(self) -> dict[str, TokenArray]:
         try:
@@ -194,8 +215,8 @@ class _Cache:
             return {}
 
     def save(self, texts: dict[str, TokenArray]) -> None:
-        """Keep `texts` for next time, where that is possible."""
-        if texts.keys() == self.known.keys():
+        """Replace the cache by `texts`, the tokens of each file by its key."""
+        if texts.keys() == self.saved.keys():
             return
         payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
         head = {
@@ -208,8 +229,8 @@ class _Cache:
             make_private_folder(self._path.parent)
             write_private_file(self._path, json.dumps(head).encode() + b"\n" + payload)
             caches = sorted(self._path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
-            for path in caches[_MOST_CACHES:]:
+            for path in caches[_MAX_CACHES:]:
                 path.unlink()
         except OSError:
-            # A cache that cannot be written costs time, and nothing else.
+            # Without a cache the files are tokenized again next time.
             return

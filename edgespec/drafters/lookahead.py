@@ -1,23 +1,29 @@
-"""Lookahead decoding: the target guesses for itself, many positions at once (Fu et al., arXiv 2402.02057).
+"""Lookahead decoding: draft with the target's own passes, without a draft model (arXiv 2402.02057).
 
-Every pass carries a Jacobi window beside what it verifies: W columns, one for each position ahead, of N - 1
-levels, each level what the target said of the one before. A column that went through a pass gives an n-gram
-for the pool; n-grams of the pool that begin with the last token are what is verified. No second model, and
-nothing is kept in the target's memory: it costs the rows of a wider pass.
+Each pass carries a Jacobi window beside the tokens to verify: W columns, one per position ahead, with N - 1
+levels, where each level holds the target's predictions from the level before. A column that completed all
+levels yields an n-gram for the pool. N-grams of the pool that begin with the last token are the draft. The
+target's KV cache does not grow; the cost is that of a wider pass.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from edgespec.backends.base import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.lookahead_window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
-from edgespec.drafters.ngram_pool import NgramPool
+from edgespec.drafters.lookahead_window import (
+    HitRate,
+    LookaheadWindow,
+    choose_window,
+    expected_speed_up,
+    smallest_window,
+)
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.prefix import common_prefix_length
@@ -25,210 +31,267 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
 
-__all__ = ["LookaheadDrafter"]
+__all__ = ["LookaheadDrafter", "NgramPool"]
 
-# How deep a draft may be as long as nobody has said so.
-_ANY_DEPTH = 16
-# Emitted tokens between two looks at whether it pays.
-_LOOK_TOKENS = 64
-# New columns begin with words of the text: of this many last ones.
-_WORDS = 512
+# Depth of the first window, before the draft length is known. Chosen.
+_INITIAL_DRAFT_LENGTH = 16
+# Emitted tokens between two checks of whether the window is worth its cost. Chosen.
+_CHECK_INTERVAL_TOKENS = 64
+# New columns are filled with random tokens from this many last ones. Chosen.
+_RECENT_TOKENS = 512
+
+
+class NgramPool:
+    """N-grams indexed by their first token (section 3.2 of the paper).
+
+    The pool holds at most `MAX_PER_TOKEN` n-grams per first token and `MAX_NGRAMS` in total. The least
+    recently added n-grams are evicted first.
+    """
+
+    MAX_NGRAMS = 1 << 14
+    MAX_PER_TOKEN = 16
+
+    def __init__(self) -> None:
+        self._continuations: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Return the number of n-grams."""
+        return self._count
+
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Add an n-gram of at least two tokens, or mark a known one as the latest."""
+        token, continuation = ngram[0], ngram[1:]
+        continuations = self._continuations.setdefault(token, OrderedDict())
+        self._continuations.move_to_end(token)
+        self._count += continuation not in continuations
+        continuations[continuation] = None
+        continuations.move_to_end(continuation)
+        if len(continuations) > self.MAX_PER_TOKEN:
+            continuations.popitem(last=False)
+            self._count -= 1
+        if self._count > self.MAX_NGRAMS:
+            oldest = next(iter(self._continuations))
+            self._continuations[oldest].popitem(last=False)
+            self._count -= 1
+            if not self._continuations[oldest]:
+                del self._continuations[oldest]
+
+    def after(self, token: int, count: int) -> list[tuple[int, ...]]:
+        """Return up to `count` continuations of a token, latest first."""
+        return list(islice(reversed(self._continuations.get(token, OrderedDict())), count))
 
 
 @dataclass(slots=True)
 class _Column:
-    """One column of the window: its tokens, level 0 first, of which the last `said` the target said."""
+    """One column of the Jacobi window.
+
+    Attributes:
+        tokens: Its tokens, level 0 first.
+        predicted: How many of the last tokens the target predicted. The others are initial random tokens.
+        next: The target's prediction after the column in this round; None if the column was not verified.
+    """
 
     tokens: list[int]
-    said: int = 0
+    predicted: int = 0
     next: int | None = field(default=None)
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Candidates and what was emitted since they were looked up, whether they were verified or not."""
+    """Candidates of a round and the tokens emitted since, whether or not the candidates were verified."""
 
     candidates: list[tuple[int, ...]]
     emitted: list[int] = field(default_factory=list)
 
     @property
-    def right(self) -> int:
-        """How many tokens the best candidate was right in."""
-        return max((common_prefix_length(known, self.emitted) for known in self.candidates), default=0)
+    def hits(self) -> int:
+        """Number of right tokens of the best candidate."""
+        matches = (common_prefix_length(candidate, self.emitted) for candidate in self.candidates)
+        return max(matches, default=0)
 
     @property
-    def settled(self) -> bool:
-        """True when more text would change nothing."""
+    def decided(self) -> bool:
+        """Whether further tokens cannot change `hits`."""
         return not any(
-            len(self.emitted) < len(known) and list(known[: len(self.emitted)]) == self.emitted
-            for known in self.candidates
+            len(self.emitted) < len(candidate) and list(candidate[: len(self.emitted)]) == self.emitted
+            for candidate in self.candidates
         )
 
 
 class LookaheadDrafter(Drafter):
-    """Guesses with the target's own passes. Everything it guesses is a certain guess, without a law.
+    """Drafts with the target's own passes (lookahead decoding, Fu et al. 2024, arXiv 2402.02057).
 
-    What it proposes follows from the text, from its own dice and from earlier passes: what it draws for its
-    window takes the noise of `Stream.TOKEN`, which rejection mode's dice never touch, so that what is
-    accepted stays unbiased. When a reply begins it keeps only how lucky it has been.
+    Drafts depend only on emitted tokens, the drafter's own random numbers and earlier passes. The tokens of
+    the window are drawn with the noise of `Stream.TOKEN`, which the acceptance draws of rejection mode never
+    use, so acceptance stays unbiased. Only the hit rate is kept from one reply to the next.
 
-    able: what the target can do. Without branches it proposes n-grams of the text only, as chains.
-    curve: what passes cost; without one they are taken to be cheap (`gentle`).
-    window: the shape, whatever it costs. Raises OptionError when that does not fit the target.
+    Args:
+        capabilities: What the target can verify. Without trees, drafts are chains of n-grams of the sequence.
+        curve: Cost of passes; without it, passes are assumed to be cheap.
+        window: Use this window whatever it costs.
+
+    Raises:
+        OptionError: The target cannot verify `window`.
     """
 
     name = "lookahead"
 
     def __init__(
         self,
-        able: Capabilities,
+        capabilities: Capabilities,
         curve: CostCurve | None = None,
         *,
         window: LookaheadWindow | None = None,
     ) -> None:
-        self._able = able
-        self._least = smallest(able)
+        self._capabilities = capabilities
+        self._smallest = smallest_window(capabilities)
         self._curve = curve or CostCurve((1,), (1.0,))
         self._forced = window is not None
-        if window and not window.fits(able):
+        if window and not window.fits(capabilities):
             raise OptionError(
-                f"{window} needs {window.rows} rows and {window.leaves} branches; the target takes"
-                f" {able.max_width} and {able.max_branches if able.tree else 1}",
+                f"the lookahead window {window} needs passes of {window.rows} tokens and {window.leaves}"
+                f" branches, and the target supports {capabilities.max_width} and"
+                f" {capabilities.max_branches if capabilities.tree else 1}",
                 "choose a smaller window",
             )
         self._window = window
-        self._luck = HitRate()
-        self._depth = 0
+        self._hit_rate = HitRate()
+        self._draft_length = 0
         if not self._forced:
-            self._window = choose_window(self._curve, able, _ANY_DEPTH, self._luck)
-        self._reset()
+            self._window = choose_window(self._curve, capabilities, _INITIAL_DRAFT_LENGTH, self._hit_rate)
+        self._clear()
 
-    def _reset(self) -> None:
+    def _clear(self) -> None:
         self._pool = NgramPool()
         self._columns: list[_Column] = []
-        self._text: deque[int] = deque(maxlen=_WORDS)
+        self._recent: deque[int] = deque(maxlen=_RECENT_TOKENS)
         self._random = random.Random(0)
         self._trial: _Trial | None = None
-        self._unlooked = 0
+        self._tokens_since_check = 0
 
     def note(self) -> str:
         if self._window is None:
-            return f"lookahead is off: {self._why_off()}"
-        line = f"lookahead runs {self._window} ({self._reckoning(self._window)})"
-        return line if self._able.tree else f"{line}; n-grams of the text only: {self._able.reason}"
+            return f"lookahead is off: {self._reason_off()}"
+        line = f"lookahead runs with {self._window} ({self._estimate(self._window)})"
+        if self._capabilities.tree:
+            return line
+        return f"{line}; only n-grams of the text, because {self._capabilities.reason}"
 
-    def _why_off(self) -> str:
-        if not self._least.fits(self._able):
-            rows, leaves = self._least.rows, self._least.leaves
-            return f"its smallest tree, {rows} rows and {leaves} branches, is more than the target takes"
-        if 0 < self._depth < self._least.depth:
-            return f"its smallest draft is {self._least.depth} deep, the draft length {self._depth}"
-        return f"no window is worth its rows here ({self._reckoning(self._least)})"
+    def _reason_off(self) -> str:
+        if not self._smallest.fits(self._capabilities):
+            rows, leaves = self._smallest.rows, self._smallest.leaves
+            return f"the target does not support passes of {rows} tokens and {leaves} branches"
+        if 0 < self._draft_length < self._smallest.depth:
+            return f"it needs a draft length of at least {self._smallest.depth}, not {self._draft_length}"
+        return f"no window is faster here ({self._estimate(self._smallest)})"
 
-    def _reckoning(self, window: LookaheadWindow) -> str:
-        tokens = 1 + self._luck.gain(window)
-        return f"{window.rows} rows cost {self._curve.v(window.rows):.2f} plain steps for {tokens:.2f} tokens"
+    def _estimate(self, window: LookaheadWindow) -> str:
+        tokens = 1 + self._hit_rate.expected_tokens(window)
+        cost = self._curve.v(window.rows)
+        return f"a pass of {window.rows} tokens takes {cost:.2f} times as long and yields {tokens:.2f} tokens"
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._reset()
-        self._depth = 0
-        self._learn(tokens[-NgramPool.MOST :])
+        self._clear()
+        self._draft_length = 0
+        self._add_tokens(tokens[-NgramPool.MAX_NGRAMS :])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        self._look(draft_length)
-        last = self._text[-1]
-        shape = self._window or self._least
-        candidates = [known[: shape.levels] for known in self._pool.after(last, shape.candidates)]
+        self._update_window(draft_length)
+        last = self._recent[-1]
+        shape = self._window or self._smallest
+        candidates = [ngram[: shape.levels] for ngram in self._pool.after(last, shape.candidates)]
         if self._trial is None:
             self._trial = _Trial(candidates)
         if self._window is None:
             return TokenTree.chain(last)
-        if not self._able.tree:
+        if not self._capabilities.tree:
             return TokenTree.chain(last, candidates[0][:draft_length] if candidates else ())
-        grown = TreeBuilder([last])
+        builder = TreeBuilder([last])
         for candidate in candidates:
-            grown.add_path(0, candidate[:draft_length])
-        self._fill(shape)
-        before = 0
-        for number, column in enumerate(self._columns):
-            if number + len(column.tokens) > draft_length:
+            builder.add_path(0, candidate[:draft_length])
+        self._fill_columns(shape)
+        parent = 0
+        for position, column in enumerate(self._columns):
+            if position + len(column.tokens) > draft_length:
                 break
-            before = grown.add_path(before, column.tokens[:1])
-            grown.add_path(before, column.tokens[1:])
-        return grown.build()
+            parent = builder.add_path(parent, column.tokens[:1])
+            builder.add_path(parent, column.tokens[1:])
+        return builder.build()
 
-    def _look(self, draft_length: int) -> None:
-        """Does it pay? Asked when a reply begins, and now and then."""
+    def _update_window(self, draft_length: int) -> None:
+        """Choose the window when a reply begins and every `_CHECK_INTERVAL_TOKENS`."""
         if self._forced:
             return
         window = self._window
-        if draft_length > self._depth:
-            self._depth = draft_length
-        elif self._unlooked < _LOOK_TOKENS:
+        if draft_length > self._draft_length:
+            self._draft_length = draft_length
+        elif self._tokens_since_check < _CHECK_INTERVAL_TOKENS:
             return
-        elif window and speed_up(self._curve, window, self._luck) > 1:
-            self._unlooked = 0
-            return  # another one might pay more, but has to be worked in before it gives anything
-        self._unlooked = 0
-        self._window = choose_window(self._curve, self._able, self._depth, self._luck)
+        elif window and expected_speed_up(self._curve, window, self._hit_rate) > 1:
+            self._tokens_since_check = 0
+            # Another window might be faster, but its columns yield nothing in the first rounds.
+            return
+        self._tokens_since_check = 0
+        self._window = choose_window(self._curve, self._capabilities, self._draft_length, self._hit_rate)
         if self._window != window:
             self._columns, self._trial = [], None
 
-    def _fill(self, shape: LookaheadWindow) -> None:
+    def _fill_columns(self, shape: LookaheadWindow) -> None:
         while len(self._columns) < shape.columns:
-            self._columns.append(_Column(self._random.choices(self._text, k=shape.levels)))
+            self._columns.append(_Column(self._random.choices(self._recent, k=shape.levels)))
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Ask for the target's token after each column, with the noise and the penalties of its place."""
+        """Sample the target's token after each column, with the noise and penalties of its position."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             sampler.push(column.tokens[0])
-            column.next = self._after(node, column.tokens[1:], tree, logits, sampler)
+            column.next = self._token_after(node, column.tokens[1:], tree, logits, sampler)
         sampler.pop(len(nodes))
 
     @staticmethod
-    def _after(
+    def _token_after(
         node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
     ) -> int | None:
-        """What the target says after `node` and these tokens; None where a cut took them from the tree."""
+        """Return the target's token after `node` and `tokens`, or None if they were cut from the tree."""
         path = tree.walk(tokens, node)
         if len(path) <= len(tokens):
             return None
         for token in tokens:
             sampler.push(token)
-        said = sampler.token(logits, path[-1])
+        predicted = sampler.token(logits, path[-1])
         sampler.pop(len(tokens))
-        return said
+        return predicted
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        self._count(tokens)
+        self._record_hits(tokens)
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
-                break  # what stands further ahead was not in the pass either
-            said = column.said + 1
-            if said >= len(column.tokens):
+                break  # the columns further ahead were not in the pass either
+            predicted = column.predicted + 1
+            if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))
-            columns.append(_Column([*column.tokens[1:], column.next], min(said, len(column.tokens))))
-        # One token on, every level is its successor; more tokens, and the nearest columns are behind.
+            columns.append(_Column([*column.tokens[1:], column.next], min(predicted, len(column.tokens))))
+        # Each column has moved on by one token, so columns at positions that were emitted are dropped.
         self._columns = columns[max(0, len(tokens) - 1) :]
-        self._learn(tokens)
-        self._unlooked += len(tokens)
+        self._add_tokens(tokens)
+        self._tokens_since_check += len(tokens)
 
-    def _count(self, tokens: tuple[int, ...]) -> None:
-        """How far the best candidate was right; where nothing is verified, the text shows it later."""
+    def _record_hits(self, tokens: tuple[int, ...]) -> None:
+        """Compare the candidates with the emitted tokens, which is possible without verifying them."""
         if self._trial:
             self._trial.emitted += tokens
-            if self._trial.settled:
-                self._luck.count(self._window or self._least, self._trial.right)
+            if self._trial.decided:
+                self._hit_rate.record(self._window or self._smallest, self._trial.hits)
                 self._trial = None
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        size = (self._window or self._least).size
+    def _add_tokens(self, tokens: Sequence[int]) -> None:
+        ngram_tokens = (self._window or self._smallest).ngram_tokens
         for token in tokens:
-            self._text.append(token)
-            if len(self._text) >= size:
-                self._pool.add(tuple(self._text[i] for i in range(-size, 0)))
+            self._recent.append(token)
+            if len(self._recent) >= ngram_tokens:
+                self._pool.add(tuple(self._recent[i] for i in range(-ngram_tokens, 0)))
 
     def close(self) -> None:
-        self._reset()
+        self._clear()

@@ -1,4 +1,4 @@
-"""Which window of lookahead decoding pays on this machine, if any (Fu et al. 2024, arXiv 2402.02057)."""
+"""Choose the window of lookahead decoding (arXiv 2402.02057) that is fastest on this machine."""
 
 from __future__ import annotations
 
@@ -8,110 +8,122 @@ from typing import NamedTuple
 from edgespec.backends.base import Capabilities
 from edgespec.costs.curve import CostCurve
 
-__all__ = ["HitRate", "LookaheadWindow", "choose_window", "smallest", "speed_up"]
+__all__ = ["HitRate", "LookaheadWindow", "choose_window", "expected_speed_up", "smallest_window"]
 
 
 class LookaheadWindow(NamedTuple):
-    """The paper's W, N and G.
+    """Shape of the tree of lookahead decoding: W, N and G of the paper.
 
-    columns: positions guessed ahead at once; 0: no window, only n-grams of the text.
-    size: tokens of an n-gram, the one it is looked up by included.
-    candidates: n-grams verified in a pass.
+    Attributes:
+        columns: W, the positions predicted ahead at once. With 0, only n-grams of the sequence are used.
+        ngram_tokens: N, the length of an n-gram, including the token it is looked up by.
+        candidates: G, the n-grams verified per pass.
     """
 
     columns: int
-    size: int
+    ngram_tokens: int
     candidates: int
 
     def __str__(self) -> str:
-        """As people read it."""
-        return f"W {self.columns}, N {self.size}, G {self.candidates}"
+        """Return the shape as shown to users."""
+        return f"W {self.columns}, N {self.ngram_tokens}, G {self.candidates}"
 
     @property
     def levels(self) -> int:
-        """Tokens of a column, and of a candidate after the last token."""
-        return self.size - 1
+        """Tokens of a column, and of a candidate without its first token."""
+        return self.ngram_tokens - 1
 
     @property
     def rows(self) -> int:
-        """The most rows of a pass, the root included."""
+        """Largest width of a pass, including the root."""
         return 1 + self.levels * (self.columns + self.candidates)
 
     @property
     def leaves(self) -> int:
-        """The most leaves of the tree."""
+        """Largest number of leaves of the tree."""
         return (self.columns if self.levels > 1 else min(self.columns, 1)) + self.candidates
 
     @property
     def depth(self) -> int:
-        """How deep the tree is."""
+        """Depth of the tree."""
         return self.levels + max(0, self.columns - 1)
 
-    def fits(self, able: Capabilities) -> bool:
-        """Whether a target takes such a tree."""
-        return self.rows <= able.max_width and self.leaves <= (able.max_branches if able.tree else 1)
+    def fits(self, capabilities: Capabilities) -> bool:
+        """Return whether a target with these capabilities can verify such a tree."""
+        max_leaves = capabilities.max_branches if capabilities.tree else 1
+        return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
+# Upper limit of the search. Chosen; the paper's largest windows are of this order.
 _LARGEST = LookaheadWindow(16, 6, 16)
 
 
-def smallest(able: Capabilities) -> LookaheadWindow:
-    """The least a target can be asked for; without branches, one n-gram of the text as a chain."""
-    return LookaheadWindow(2, 3, 1) if able.tree else LookaheadWindow(0, 3, 1)
+def smallest_window(capabilities: Capabilities) -> LookaheadWindow:
+    """Return the smallest useful window: for a target without trees, one n-gram as a chain."""
+    return LookaheadWindow(2, 3, 1) if capabilities.tree else LookaheadWindow(0, 3, 1)
 
 
 class HitRate:
-    """How many tokens a candidate adds to a pass: the paper's model, corrected by what was seen.
+    """Estimates how many tokens the best candidate adds to a pass.
 
-    With G candidates of N - 1 tokens, each right with the same chance a, the best one is right in
-    sum over i < N of 1 - (1 - a^i)^G tokens (section 4); that happens in one pass of f. The correction is
-    1 / f, which begins with a value of that order and follows the text, old rounds fading away.
+    The model of the paper (section 4): with G candidates of N - 1 tokens, each right with probability a, the
+    best one is right in sum over i < N of 1 - (1 - a^i)^G tokens. This happens in one of f passes. The factor
+    1 / f is estimated from observed rounds, with exponential decay, from a typical initial value.
     """
 
-    CHANCE = 0.4
+    TOKEN_PROBABILITY = 0.4
     PASSES_PER_HIT = 3.0
-    _DOUBT = 16.0
-    _FADING = 0.98
+    # Weight of the initial value, in expected tokens, and decay per round. Chosen.
+    _PRIOR_TOKENS = 16.0
+    _DECAY = 0.98
 
     def __init__(self) -> None:
-        self._modelled = self._DOUBT
-        self._seen = self._DOUBT / self.PASSES_PER_HIT
+        self._modelled = self._PRIOR_TOKENS
+        self._observed = self._PRIOR_TOKENS / self.PASSES_PER_HIT
 
-    def gain(self, window: LookaheadWindow) -> float:
-        """Tokens beyond the one of a plain step to be expected of a pass."""
-        return self._model(window) * self._seen / self._modelled
+    def expected_tokens(self, window: LookaheadWindow) -> float:
+        """Return the expected number of accepted tokens per pass."""
+        return self._modelled_tokens(window) * self._observed / self._modelled
 
-    def count(self, window: LookaheadWindow, tokens: int) -> None:
-        """The best candidate of a round was right in so many tokens."""
-        self._modelled = self._FADING * self._modelled + self._model(window)
-        self._seen = self._FADING * self._seen + tokens
+    def record(self, window: LookaheadWindow, tokens: int) -> None:
+        """Record how many tokens of the best candidate of a round were right."""
+        self._modelled = self._DECAY * self._modelled + self._modelled_tokens(window)
+        self._observed = self._DECAY * self._observed + tokens
 
     @classmethod
-    def _model(cls, window: LookaheadWindow) -> float:
-        # More candidates than columns find no more n-grams to choose from.
+    def _modelled_tokens(cls, window: LookaheadWindow) -> float:
+        # Each column yields one n-gram per pass, so more candidates than columns have nothing to choose from.
         tries = min(window.candidates, window.columns or 1)
-        return sum(1 - (1 - cls.CHANCE**i) ** tries for i in range(1, window.size))
+        return sum(1 - (1 - cls.TOKEN_PROBABILITY**i) ** tries for i in range(1, window.ngram_tokens))
 
 
-def speed_up(curve: CostCurve, window: LookaheadWindow, luck: HitRate) -> float:
-    """Tokens per plain step's time."""
-    return (1 + luck.gain(window)) / curve.v(window.rows)
+def expected_speed_up(curve: CostCurve, window: LookaheadWindow, hit_rate: HitRate) -> float:
+    """Return the expected number of tokens in the time of one target step."""
+    return (1 + hit_rate.expected_tokens(window)) / curve.v(window.rows)
 
 
 def choose_window(
-    curve: CostCurve, able: Capabilities, draft_length: int, luck: HitRate
+    curve: CostCurve, capabilities: Capabilities, draft_length: int, hit_rate: HitRate
 ) -> LookaheadWindow | None:
-    """The window of the largest speed-up that the target and a draft length take; None where none gains."""
-    fitting = (w for w in _windows(smallest(able)) if w.depth <= draft_length and w.fits(able))
-    best = max(fitting, key=lambda w: (speed_up(curve, w, luck), -w.rows), default=None)
-    return best if best and speed_up(curve, best, luck) > 1 else None
+    """Return the window with the largest expected speed-up, or None if plain decoding is faster.
+
+    Args:
+        curve: Cost of passes on this machine.
+        capabilities: What the target can verify.
+        draft_length: Largest depth of the tree.
+        hit_rate: Estimated number of accepted tokens.
+    """
+    windows = _windows(smallest_window(capabilities))
+    fitting = (window for window in windows if window.depth <= draft_length and window.fits(capabilities))
+    best = max(fitting, key=lambda w: (expected_speed_up(curve, w, hit_rate), -w.rows), default=None)
+    return best if best and expected_speed_up(curve, best, hit_rate) > 1 else None
 
 
-def _windows(least: LookaheadWindow) -> Iterator[LookaheadWindow]:
-    for size in range(least.size, _LARGEST.size + 1):
-        if not least.columns:
-            yield least._replace(size=size)
+def _windows(smallest: LookaheadWindow) -> Iterator[LookaheadWindow]:
+    for ngram_tokens in range(smallest.ngram_tokens, _LARGEST.ngram_tokens + 1):
+        if not smallest.columns:
+            yield smallest._replace(ngram_tokens=ngram_tokens)
             continue
-        for columns in range(least.columns, _LARGEST.columns + 1):
-            for candidates in range(least.candidates, columns + 1):
-                yield LookaheadWindow(columns, size, candidates)
+        for columns in range(smallest.columns, _LARGEST.columns + 1):
+            for candidates in range(smallest.candidates, columns + 1):
+                yield LookaheadWindow(columns, ngram_tokens, candidates)

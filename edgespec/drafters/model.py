@@ -1,7 +1,4 @@
-"""A smaller model with its own KV cache guesses, as a chain or as a tree.
-
-Source: Leviathan et al. 2023 (arXiv 2211.17192); trees as in SpecInfer (arXiv 2305.09781).
-"""
+"""Draft chains or trees with a draft model that has its own KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
-from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.draft_model import is_sure, known, sureness
+from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
 from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
@@ -24,19 +20,28 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["ModelDrafter"]
 
-# So many tokens a first reading is likely to have at least.
-_WARM_TOKENS = 16
+# Length of the warm-up prefill. Most prompts are at least this long. Chosen.
+_WARM_UP_TOKENS = 16
 
 
 class ModelDrafter(BudgetedDrafter):
-    """Drafts with a LanguageModel: one with a cache of its own, or a target's view of itself (`self_draft`).
+    """Drafts with a language model (Leviathan et al. 2023, arXiv 2211.17192).
 
-    branches: children of a node at each depth, such as (3, 2); deeper levels get one. () is a chain. A
-    TreeGrowth, of this drafter alone, decides as it goes; it has to know what both models take.
-    min_confidence: stop below a drafted token of less probability. The token itself is kept: dropping
-    it would bias rejection mode.
-    vocab_size: the target's; ids beyond it are never drafted. memory: of the same model, where another
-    drafter has it as well.
+    The model is a separate draft model, or a view of the target that runs only a part of it (`self_draft`).
+    Trees follow SpecInfer (arXiv 2305.09781).
+
+    Args:
+        model: The draft model.
+        vocab_size: Vocabulary size of the target. Larger token ids are never drafted.
+        branches: Children per node at each depth, such as (3, 2); deeper levels have one. () drafts chains.
+            Or a `TreeGrowth` that only this drafter uses, which chooses the shape of each tree.
+        min_confidence: Stop after a drafted token with a smaller probability. The token itself stays in the
+            draft, because dropping it would bias rejection mode.
+        name: Name of the drafter in reports.
+        cache: The model's KV cache, if another drafter shares it.
+
+    Raises:
+        CapabilityError: The model cannot roll back.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class ModelDrafter(BudgetedDrafter):
         branches: tuple[int, ...] | TreeGrowth = (),
         min_confidence: float = 0.0,
         name: str = "model",
-        memory: DraftCache | None = None,
+        cache: DraftCache | None = None,
     ) -> None:
         check_rollback(model)
         self.name = name
@@ -55,17 +60,18 @@ class ModelDrafter(BudgetedDrafter):
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
         if isinstance(branches, tuple):
             branches = branches if model.facts.capabilities.tree else ()
-            self._single = set(branches) <= {1}
+            self._block = set(branches) <= {1}
             self._growth: TreeGrowth = FixedShape(branches)
         else:
-            self._single = branches.siblings == 1
+            self._block = branches.siblings == 1
             self._growth = branches
         self.chooses_length = self._growth.chooses_length
-        # The best token of each pass is the next one to run, and nothing has to be known in between.
-        self._straight = branches == ()
+        # In a fixed chain, the best token of a pass is the input of the next one, so the backend may start
+        # the next pass before this one has been evaluated.
+        self._is_chain = branches == ()
         self._min_confidence = min_confidence
-        self.memory = memory or DraftCache(model)
-        self._grown: DraftTree | None = None
+        self.cache = cache or DraftCache(model)
+        self._tree: DraftTree | None = None
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:
         return ModelDrafter(
@@ -74,7 +80,7 @@ class ModelDrafter(BudgetedDrafter):
             branches=make_growth(self._model.facts.capabilities),
             min_confidence=self._min_confidence,
             name=self.name,
-            memory=self.memory,
+            cache=self.cache,
         )
 
     @property
@@ -82,20 +88,20 @@ class ModelDrafter(BudgetedDrafter):
         return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Keep the cache's common beginning with `tokens`; the rest is read when a guess is wanted."""
-        self._grown = None
-        self.memory.begin(tokens)
+        """See `Drafter.begin`. The rest of the prompt is prefilled when a draft is needed."""
+        self._tree = None
+        self.cache.begin(tokens)
 
     @property
     def pending_tokens(self) -> int:
-        return self.memory.unread
+        return self.cache.pending_tokens
 
     @property
     def full_pending_tokens(self) -> int:
-        return self.memory.unread_whole
+        return self.cache.full_pending_tokens
 
     def prefill(self, max_tokens: int) -> None:
-        self.memory.read(max_tokens)
+        self.cache.prefill(max_tokens)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return self._growth.saved_statistics()
@@ -105,8 +111,8 @@ class ModelDrafter(BudgetedDrafter):
 
     def warm_up(self) -> None:
         if self._model.length == 0:
-            # As much as a first reading and a first guess run: passes of a shape that is new take longer.
-            self._model.prefill([0] * min(_WARM_TOKENS, self._model.free_tokens - 1))
+            # A backend's first pass of each shape is slow, so run a prefill and a decoding pass.
+            self._model.prefill([0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
 
@@ -114,87 +120,89 @@ class ModelDrafter(BudgetedDrafter):
         self._growth.force_draft()
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        memory = self.memory
-        if memory.unread:
-            memory.read()
-        widest = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
-        if memory.behind > min(2, widest):
-            return TokenTree.chain(memory.shown[-1])
+        cache = self.cache
+        if cache.pending_tokens:
+            cache.prefill()
+        max_width = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
+        if cache.lag_tokens > min(2, max_width):
+            return TokenTree.chain(cache.visible_tokens[-1])
         if not self._growth.begin_round(draft_length):
             self._growth.record_skipped_round()
-            return TokenTree.chain(memory.shown[-1])
-        # After full acceptance the cache lags one token: it is run together with the root.
-        lag = known(self._model, memory.shown[self._model.length :])
-        grown = self._grown = DraftTree(memory.shown[-1], lag)
+            return TokenTree.chain(cache.visible_tokens[-1])
+        # After full acceptance the cache lacks one token before the root. It is run together with the root.
+        lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
+        tree = self._tree = DraftTree(cache.visible_tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
-            first, grown.done = grown.done, len(grown.ran)
-            self._model.run_ahead(self._straight and depth + 1 < draft_length)
-            logits = self._model.verify(grown.ran.build(), first).limit_vocab(self._vocab_size)
-            frontier = self._grow(grown, frontier, first, logits, sampler, acceptance)
-            if not frontier or len(grown.ran) > widest:
+            first, tree.done = tree.done, len(tree.ran)
+            self._model.run_ahead(self._is_chain and depth + 1 < draft_length)
+            logits = self._model.verify(tree.ran.build(), first).limit_vocab(self._vocab_size)
+            frontier = self._grow(tree, frontier, first, logits, sampler, acceptance)
+            if not frontier or len(tree.ran) > max_width:
                 break
         self._growth.finish_draft()
-        return grown.tree(self._single)
+        return tree.tree(self._block)
 
     def _grow(
         self,
-        grown: DraftTree,
+        tree: DraftTree,
         frontier: list[int],
         first: int,
         logits: Logits,
         sampler: Sampler,
         acceptance: Acceptance,
     ) -> list[int]:
-        """One level more: children of the frontier. Returns the children worth growing further."""
-        rows = [place - first for node in frontier if (place := grown.places[node]) is not None]
-        probs = [_NOT_LOOKED_AT] * len(rows)
+        """Add the children of the frontier nodes; return those that get children of their own."""
+        rows = [place - first for node in frontier if (place := tree.places[node]) is not None]
+        probs = [_NO_PROBS] * len(rows)
 
-        def look(i: int) -> NDArray[np.float64]:
-            probs[i] = np.sort(sureness(logits, rows[i])[1])[::-1]
+        def draft_probs(i: int) -> NDArray[np.float64]:
+            probs[i] = np.sort(top_probs(logits, rows[i])[1])[::-1]
             return probs[i]
 
-        values = [grown.values[node] for node in frontier]
-        grows = []
-        for i, children in enumerate(self._growth.grow_level(values, look)):
-            node, wanted = frontier[i], len(children.path_probs)
-            path = grown.path_tokens(node)
+        values = [tree.values[node] for node in frontier]
+        expandable = []
+        for i, children in enumerate(self._growth.grow_level(values, draft_probs)):
+            node, child_count = frontier[i], len(children.path_probs)
+            path = tree.path_tokens(node)
             for token in path:
                 sampler.push(token)
-            draws = acceptance.draw(sampler, logits, rows[i], max(wanted, self._growth.siblings))
+            draws = acceptance.draw(sampler, logits, rows[i], max(child_count, self._growth.siblings))
             sampler.pop(len(path))
-            grown.looked_at[node] = probs[i], [token for token, _ in draws]
-            for rank, ((token, law), value) in enumerate(zip(draws, children.path_probs, strict=False)):
-                child = grown.add(node, token, law, value, rank < children.expand_count)
-                if rank < children.expand_count and self._goes_on(logits, rows[i], token):
-                    grows.append(child)
-        return grows
+            tree.looked_at[node] = probs[i], [token for token, _ in draws]
+            drafted = zip(draws, children.path_probs, strict=False)
+            for rank, ((token, distribution), path_prob) in enumerate(drafted):
+                expands = rank < children.expand_count
+                child = tree.add(node, token, distribution, path_prob, expands)
+                if expands and self._can_continue(logits, rows[i], token):
+                    expandable.append(child)
+        return expandable
 
-    def _goes_on(self, logits: Logits, row: int, token: int) -> bool:
-        """False after an end of the reply, and after a token the draft is not sure of; both stay drafted."""
+    def _can_continue(self, logits: Logits, row: int, token: int) -> bool:
+        """Return False after a token that ends the reply or has too little probability."""
         if self._model.vocabulary.is_end(token):
             return False
-        return is_sure(logits, row, token, self._min_confidence)
+        return is_confident(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        if self._grown:  # else the pass was of no draft of this one
+        if self._tree:  # otherwise another drafter proposed this tree
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Keep what the draft model has run of the emitted path; the rest is caught up next time."""
-        if self._grown and self._grown.done:
-            nodes = self._grown.walk(tokens)
-            self._model.commit(self._grown.ran_path(nodes[1 : len(tokens)]))
-            self._learn(self._grown, nodes, tokens)
-        self._grown = None
-        self.memory.extend(tokens)
+        """See `Drafter.commit`. Emitted tokens that the model has not run are run in the next round."""
+        if self._tree and self._tree.done:
+            nodes = self._tree.walk(tokens)
+            self._model.commit(self._tree.ran_path(nodes[1 : len(tokens)]))
+            self._record_outcomes(self._tree, nodes, tokens)
+        self._tree = None
+        self.cache.extend(tokens)
 
-    def _learn(self, grown: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """Which of the children looked at came true, down the emitted path: `nodes`, the root first."""
+    def _record_outcomes(self, tree: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
+        """Report which child of each node on the emitted path was accepted."""
         for node, token in zip(nodes, tokens, strict=False):
-            if node not in grown.looked_at:
+            if node not in tree.looked_at:
                 break
-            probs, drawn = grown.looked_at[node]
+            probs, drawn = tree.looked_at[node]
             self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:
@@ -207,4 +215,4 @@ class ModelDrafter(BudgetedDrafter):
         self._model.close()
 
 
-_NOT_LOOKED_AT: NDArray[np.float64] = np.zeros(0)
+_NO_PROBS: NDArray[np.float64] = np.zeros(0)

@@ -1,7 +1,4 @@
-"""Prompt lookup: what followed the last tokens when they stood here before.
-
-Source: Saxena 2023, "Prompt Lookup Decoding", and LLMA (arXiv 2304.04487).
-"""
+"""Prompt lookup: draft what followed the latest earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -18,48 +15,54 @@ __all__ = ["NgramDrafter"]
 
 
 class NgramDrafter(Drafter):
-    """Looks the last `longest` to `shortest` tokens up in prompt and reply, longest match first.
+    """Drafts chains by looking up the last tokens in the prompt and the reply, longest n-gram first.
 
-    Of equal matches the latest wins. Nothing is kept but the tokens, which are scanned each round: that takes
-    time in proportion to the text, at numpy's speed.
+    This is Prompt Lookup Decoding (Saxena 2023); LLMA (arXiv 2304.04487) copies from reference texts in the
+    same way. Of several occurrences the latest is used. There is no index: each round scans the tokens, so
+    its time grows with the length of the chat.
+
+    Args:
+        max_ngram_tokens: Longest n-gram to look up.
+        min_ngram_tokens: Shorter matches draft nothing.
     """
 
     name = "ngram"
     is_lookup = True
 
-    def __init__(self, longest: int = 4, shortest: int = 2) -> None:
+    def __init__(self, max_ngram_tokens: int = 4, min_ngram_tokens: int = 2) -> None:
         self.cost = HostCost()
-        self._longest, self._shortest = longest, shortest
-        self._text = TokenBuffer()
+        self._max_ngram_tokens, self._min_ngram_tokens = max_ngram_tokens, min_ngram_tokens
+        self._buffer = TokenBuffer()
 
     @property
     def memory_use(self) -> MemoryUse:
-        return MemoryUse(other_bytes=self._text.most_bytes)
+        return MemoryUse(other_bytes=self._buffer.max_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         with self.cost:
-            self._text.restart(tokens)
+            self._buffer.set_tokens(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
-            length, after = self._text.seen(self._longest)
-            root = int(self._text.text[self._text.end - 1])
-            if length < self._shortest:
+            matched, position = self._buffer.longest_repeated_suffix(self._max_ngram_tokens)
+            root = int(self._buffer.tokens[self._buffer.length - 1])
+            if matched < self._min_ngram_tokens:
                 return TokenTree.chain(root)
-            return TokenTree.chain(root, self._continued(after, draft_length))
+            return TokenTree.chain(root, self._continuation(position, draft_length))
 
-    def _continued(self, at: int, count: int) -> list[int]:
-        """`count` tokens from `at` on; past the end they go on with what was just guessed (a loop)."""
-        known: list[int] = self._text.text[at : min(at + count, self._text.end)].tolist()
-        return [known[i % len(known)] for i in range(count)]
+    def _continuation(self, position: int, count: int) -> list[int]:
+        """Return `count` tokens from `position` on. At the end of the buffer the tokens repeat as a loop."""
+        end = min(position + count, self._buffer.length)
+        tokens: list[int] = self._buffer.tokens[position:end].tolist()
+        return [tokens[i % len(tokens)] for i in range(count)]
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         with self.cost:
-            self._text.append(tokens)
+            self._buffer.extend(tokens)
             self.cost.tokens += len(tokens)
 
     def note(self) -> str:
         return self.cost.note(self.name)
 
     def close(self) -> None:
-        self._text.restart([])
+        self._buffer.set_tokens([])

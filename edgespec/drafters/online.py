@@ -1,7 +1,4 @@
-"""A draft model that learns from its own mistakes between replies.
-
-Source: online speculative decoding (OSD, arXiv 2310.07177).
-"""
+"""Draft with a model that is trained between replies on its own wrong predictions."""
 
 from __future__ import annotations
 
@@ -24,24 +21,27 @@ __all__ = ["OnlineDrafter"]
 
 
 class OnlineDrafter(BudgetedDrafter):
-    """Drafts as `drafter` does, and tells its model, the pupil, where it was wrong."""
+    """Drafts with `drafter` and reports each round to the trainer of its model.
+
+    Implements online speculative decoding (OSD, arXiv 2310.07177).
+    """
 
     has_idle_work = True
 
-    def __init__(self, drafter: ModelDrafter, pupil: OnlineTrainer) -> None:
+    def __init__(self, drafter: ModelDrafter, trainer: OnlineTrainer) -> None:
         self.name = drafter.name
         self.chooses_length = drafter.chooses_length
-        self.pupil = pupil
+        self.trainer = trainer
         self._drafter = drafter
         self._proposed: TokenTree | None = None
-        self._seen: tuple[TokenTree, Logits] | None = None
+        self._verified: tuple[TokenTree, Logits] | None = None
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
-        return OnlineDrafter(self._drafter.with_growth(make_growth), self.pupil)
+        return OnlineDrafter(self._drafter.with_growth(make_growth), self.trainer)
 
     @property
     def memory_use(self) -> MemoryUse:
-        return self._drafter.memory_use + MemoryUse(other_bytes=self.pupil.size_bytes)
+        return self._drafter.memory_use + MemoryUse(other_bytes=self.trainer.size_bytes)
 
     @property
     def pending_tokens(self) -> int:
@@ -61,8 +61,8 @@ class OnlineDrafter(BudgetedDrafter):
         self._drafter.force_draft()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self.pupil.begin(tokens)
-        self._proposed = self._seen = None
+        self.trainer.begin(tokens)
+        self._proposed = self._verified = None
         self._drafter.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
@@ -70,16 +70,16 @@ class OnlineDrafter(BudgetedDrafter):
         return self._proposed
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        self._seen = (tree, logits)
+        self._verified = (tree, logits)
         self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Where the draft was wrong is known only now; the target's logits are there until its next pass."""
-        if self._proposed and self._seen:
-            self.pupil.compare(self._proposed, *self._seen, tokens)
-        self._proposed = self._seen = None
+        """See `Drafter.commit`. The target's logits stay valid until its next pass."""
+        if self._proposed and self._verified:
+            self.trainer.record_round(self._proposed, *self._verified, tokens)
+        self._proposed = self._verified = None
         self._drafter.commit(tokens)
-        self.pupil.extend(tokens)
+        self.trainer.extend(tokens)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return self._drafter.saved_statistics()
@@ -88,11 +88,10 @@ class OnlineDrafter(BudgetedDrafter):
         self._drafter.restore_statistics(saved)
 
     def note(self) -> str:
-        return self.pupil.note()
+        return self.trainer.note()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Judge the last reply, then learn from it, one lesson a step."""
-        self.pupil.run_idle_work(should_continue)
+        self.trainer.run_idle_work(should_continue)
 
     def reset(self) -> None:
         self._drafter.reset()

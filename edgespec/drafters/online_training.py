@@ -1,7 +1,7 @@
-"""What a draft learns between replies from what it guessed wrong, and whether that is used.
+"""Train a draft model between replies on the tokens that it predicted wrongly.
 
-Source: online speculative decoding (OSD, arXiv 2310.07177): where the draft was wrong, what the target said
-there is kept, and the draft is trained on that while nothing else is to do.
+Implements online speculative decoding (OSD, arXiv 2310.07177): where a draft was rejected, the target's
+distribution is recorded, and the draft model is trained on it while no reply is generated.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from numpy.typing import NDArray
 
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.array_store import ArrayStore
-from edgespec.drafters.draft_cache import DraftCache
-from edgespec.drafters.draft_model import known
+from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
 __all__ = ["OnlineTrainer"]
 
+# All limits here are chosen.
+# Target tokens recorded per rejected draft token.
 TARGET_TOKENS = 16
-# A lesson holds so many tokens, of which the first ones are there to be looked back on.
-LESSON_TOKENS = 96
-_LOOK_BACK = 32
-_MOST_LESSONS = 128
-# Steps of one rest, for each new lesson and altogether.
-_STEPS_A_LESSON = 4
-_MOST_STEPS = 64
-# What was learnt is judged by so many of the last tokens, and used from so many on.
-_JUDGED_TOKENS = 1024
-_FEWEST_JUDGED = 64
-_NOTHING = np.zeros(0)
+# Length of a training example. Its first tokens are context only.
+EXAMPLE_TOKENS = 96
+_CONTEXT_TOKENS = 32
+_MAX_EXAMPLES = 128
+# Training steps per new example, and in one idle period.
+_STEPS_PER_EXAMPLE = 4
+_MAX_STEPS = 64
+# Tokens that the original and the trained weights are compared on, and the fewest for a decision.
+_EVALUATION_TOKENS = 1024
+_MIN_EVALUATION_TOKENS = 64
+_EMPTY = np.zeros(0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Mistake:
-    """What the target said after the token at `position`, where the draft guessed wrong."""
+class _Rejection:
+    """The target's distribution after the token at `position`, where the draft was rejected."""
 
     position: int
     best: NDArray[np.int64]
@@ -49,207 +50,219 @@ class _Mistake:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
-    """A stretch of a reply the draft had not learnt from yet: its tokens, and who would have guessed them."""
+class _Evaluation:
+    """Predicted tokens of a part of a reply, by the original and by the trained weights."""
 
     tokens: int
-    before: int
-    after: int
+    original_hits: int
+    adapted_hits: int
 
 
 class OnlineTrainer:
-    """A draft model that is trained between replies. Its own weights stay as they are.
+    """Trains adapter weights of a draft model in idle time. The model's own weights never change.
 
-    memory: of the draft, which `trainer` adapts. notes: where what was learnt is kept.
-    What was learnt is used only while the last texts, each judged before it was learnt from, say that it
-    guesses better. After a change the draft's cache is computed again, in the rest or when a reply begins.
+    Each part of a reply is evaluated with both sets of weights before it is used for training. The adapter is
+    active only while it predicts at least as many of the last tokens as the original weights. When the active
+    weights change, the draft's KV cache is recomputed in idle time or when the next reply begins.
+
+    Args:
+        cache: The KV cache of the draft model.
+        trainer: Trains the adapter of that model.
+        store: Saves the adapter for later runs.
     """
 
-    def __init__(self, memory: DraftCache, trainer: Trainer, *, notes: ArrayStore | None = None) -> None:
-        self._memory = memory
-        self._draft = memory.model
+    def __init__(self, cache: DraftCache, trainer: Trainer, *, store: ArrayStore | None = None) -> None:
+        self._cache = cache
+        self._draft = cache.model
         self._trainer = trainer
-        self._notes = notes
+        self._store = store
         self._tokens: list[int] = []
         self._prompt_tokens = 0
-        # Whether there were guesses in this reply.
-        self._guessed = False
-        self._mistakes: list[_Mistake] = []
-        self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MOST_LESSONS)
-        self._lessons: deque[TrainingExample] = deque(maxlen=_MOST_LESSONS)
-        self._due = 0
-        self._judged: deque[_Judged] = deque()
-        self._learnt_from = self._steps = 0
+        # Whether anything was drafted in this reply.
+        self._drafted = False
+        self._rejections: list[_Rejection] = []
+        # Each example with the index of its first token after the context.
+        self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
+        self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
+        self._pending_steps = 0
+        self._evaluations: deque[_Evaluation] = deque()
+        self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
-        # The draft's cache was computed with other weights than it runs with now.
-        self._stale = False
-        if notes:
-            self._take_over(notes)
+        # The draft's KV cache was computed with other weights than the active ones.
+        self._cache_is_stale = False
+        if store:
+            self._restore(store)
 
     @property
     def size_bytes(self) -> int:
-        """What learning takes in memory; a step's own part is known once there was one."""
+        """Memory for training in bytes. The peak of a step is known after the first step only."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """A reply begins, or is followed again, after `tokens`."""
-        if self._stale:
+        """Begin a reply after `tokens`."""
+        if self._cache_is_stale:
             self._draft.truncate(0)
-            self._stale = False
-        self._collect()
+            self._cache_is_stale = False
+        self._collect_examples()
         self._tokens, self._prompt_tokens = list(tokens), len(tokens)
 
     def extend(self, tokens: tuple[int, ...]) -> None:
-        """The text goes on."""
+        """Append emitted tokens."""
         self._tokens.extend(tokens)
 
-    def compare(
+    def record_round(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        """What was proposed, what was verified, what the target said of that, and how the text goes on."""
-        self._guessed |= proposed.drafted > 0
-        guessed = proposed.walk(tokens)
-        right = len(guessed) - 1
-        rows = verified.walk(tokens[:right])
-        if len(rows) <= right:  # the guess was right and cut off before it was verified
-            return
-        if right < len(tokens) and proposed.children(guessed[-1]):
-            position = len(self._tokens) - 1 + right
-            self._mistakes.append(self._mistake(position, logits, rows[-1]))
+        """Record the target's distribution where a draft was rejected.
 
-    def _mistake(self, position: int, logits: Logits, row: int) -> _Mistake:
-        size = self._draft.facts.vocab_size
-        tokens, values = logits.limit_vocab(size).top(row, TARGET_TOKENS)
-        # Ties may bring more than were asked for, and a lesson's rows are of one length.
+        Args:
+            proposed: The draft.
+            verified: The tree that the target verified, which may be a part of the draft.
+            logits: The target's logits, one row per node of `verified`.
+            tokens: The tokens emitted in this round.
+        """
+        self._drafted |= proposed.drafted > 0
+        accepted_path = proposed.walk(tokens)
+        accepted = len(accepted_path) - 1
+        rows = verified.walk(tokens[:accepted])
+        if len(rows) <= accepted:  # the draft was right, but was cut before it was verified
+            return
+        if accepted < len(tokens) and proposed.children(accepted_path[-1]):
+            position = len(self._tokens) - 1 + accepted
+            self._rejections.append(self._rejection(position, logits, rows[-1]))
+
+    def _rejection(self, position: int, logits: Logits, row: int) -> _Rejection:
+        vocab_size = self._draft.facts.vocab_size
+        tokens, values = logits.limit_vocab(vocab_size).top(row, TARGET_TOKENS)
+        # Ties may return more tokens than requested, but all rows of an example have the same length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())
-        return _Mistake(
+        return _Rejection(
             position, tokens[order].astype(np.int64), (weights / weights.sum()).astype(np.float32)
         )
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Judge the last reply, then learn from it, one lesson a step."""
+        """Evaluate the last reply, then train on it, until `should_continue()` returns False."""
         try:
-            self._collect()
+            self._collect_examples()
             while self._pending and should_continue():
-                lesson, first = self._pending.popleft()
+                example, first = self._pending.popleft()
                 if self._steps:
-                    self._judge(lesson.tokens, first)
-                if lesson.rows:
-                    self._lessons.append(lesson)
-                    self._learnt_from += len(lesson.rows)
-                    self._due = min(self._due + _STEPS_A_LESSON, _MOST_STEPS)
-            changed = self._learn(should_continue)
-            self._choose(changed)
-            if self._stale and should_continue():
-                self._compute_again(should_continue)
+                    self._evaluate(example.tokens, first)
+                if example.rows:
+                    self._examples.append(example)
+                    self._trained_tokens += len(example.rows)
+                    self._pending_steps = min(self._pending_steps + _STEPS_PER_EXAMPLE, _MAX_STEPS)
+            changed = self._train(should_continue)
+            self._select_weights(changed)
+            if self._cache_is_stale and should_continue():
+                self._recompute_cache(should_continue)
         finally:
             self._trainer.release_thread_state()
 
-    def _collect(self) -> None:
-        """Cut the reply into stretches, each after what is before it.
+    def _collect_examples(self) -> None:
+        """Cut the reply into examples, each with the tokens before it as context.
 
-        One without a mistake is judged too: otherwise what was learnt well would never count.
+        Parts without a rejection are included: they are evaluated, though not used for training. Otherwise
+        correct predictions would never count.
         """
-        stretch = LESSON_TOKENS - _LOOK_BACK
-        begins = range(self._prompt_tokens, len(self._tokens), stretch) if self._guessed else ()
+        part_tokens = EXAMPLE_TOKENS - _CONTEXT_TOKENS
+        begins = range(self._prompt_tokens, len(self._tokens), part_tokens) if self._drafted else ()
         for begin in begins:
-            end = min(begin + stretch, len(self._tokens))
-            start = max(0, begin - _LOOK_BACK)
-            mine = [m for m in self._mistakes if begin - 1 <= m.position < end - 1]
-            lesson = TrainingExample(
-                tuple(known(self._draft, self._tokens[start:end])),
-                tuple(m.position - start for m in mine),
-                np.array([m.best for m in mine], np.int64),
-                np.array([m.probs for m in mine], np.float32),
+            end = min(begin + part_tokens, len(self._tokens))
+            start = max(0, begin - _CONTEXT_TOKENS)
+            rejections = [one for one in self._rejections if begin - 1 <= one.position < end - 1]
+            example = TrainingExample(
+                tuple(replace_unknown_ids(self._draft, self._tokens[start:end])),
+                tuple(one.position - start for one in rejections),
+                np.array([one.best for one in rejections], np.int64),
+                np.array([one.probs for one in rejections], np.float32),
             )
-            self._pending.append((lesson, begin - start))
-        self._mistakes, self._guessed = [], False
+            self._pending.append((example, begin - start))
+        self._rejections, self._drafted = [], False
 
-    def _judge(self, tokens: Sequence[int], first: int) -> None:
-        before = self._trainer.count_hits(tokens, first, adapted=False)
-        after = self._trainer.count_hits(tokens, first, adapted=True)
-        self._judged.append(_Judged(len(tokens) - first, before, after))
-        while sum(one.tokens for one in self._judged) > _JUDGED_TOKENS + LESSON_TOKENS:
-            self._judged.popleft()
+    def _evaluate(self, tokens: Sequence[int], first: int) -> None:
+        original_hits = self._trainer.count_hits(tokens, first, adapted=False)
+        adapted_hits = self._trainer.count_hits(tokens, first, adapted=True)
+        self._evaluations.append(_Evaluation(len(tokens) - first, original_hits, adapted_hits))
+        while sum(one.tokens for one in self._evaluations) > _EVALUATION_TOKENS + EXAMPLE_TOKENS:
+            self._evaluations.popleft()
 
-    def _learn(self, wanted: Callable[[], bool]) -> bool:
-        """Take the steps that are due, newer lessons more often. True when a weight has changed."""
+    def _train(self, should_continue: Callable[[], bool]) -> bool:
+        """Run the pending training steps; return whether a weight has changed."""
         changed = False
-        while self._due and self._lessons and wanted():
-            newest = len(self._lessons)
-            # The larger of two draws: new lessons come twice as often, old ones are not forgotten.
-            pick = int(self._random.integers(newest, size=2).max())
-            self._trainer.train_step(self._lessons[pick])
-            self._due -= 1
+        while self._pending_steps and self._examples and should_continue():
+            # The larger of two draws prefers new examples without forgetting the old ones.
+            index = int(self._random.integers(len(self._examples), size=2).max())
+            self._trainer.train_step(self._examples[index])
+            self._pending_steps -= 1
             self._steps += 1
             changed = True
         return changed
 
-    def _choose(self, changed: bool) -> None:
-        """Use what was learnt, unless the last texts say that the original guesses better."""
-        wanted = self._better
-        if wanted != self._trainer.adapted:
-            self._trainer.set_adapted(wanted)
-            self._stale = True
-        elif changed and wanted:
-            self._stale = True
-        if changed and self._notes:
-            self._notes.save(self._to_keep())
+    def _select_weights(self, changed: bool) -> None:
+        """Activate the adapter unless the original weights predicted more of the last tokens."""
+        use_adapter = self._adapter_is_better
+        if use_adapter != self._trainer.adapted:
+            self._trainer.set_adapted(use_adapter)
+            self._cache_is_stale = True
+        elif changed and use_adapter:
+            self._cache_is_stale = True
+        if changed and self._store:
+            self._store.save(self._saved_arrays())
 
     @property
-    def _better(self) -> bool:
-        before, after, tokens = self.judged
-        return self._steps > 0 and (tokens < _FEWEST_JUDGED or after >= before)
+    def _adapter_is_better(self) -> bool:
+        original_hits, adapted_hits, tokens = self.evaluation
+        return self._steps > 0 and (tokens < _MIN_EVALUATION_TOKENS or adapted_hits >= original_hits)
 
-    def _compute_again(self, wanted: Callable[[], bool]) -> None:
-        """Bring the draft's cache to the end of the text as the weights are now, as far as time allows."""
+    def _recompute_cache(self, should_continue: Callable[[], bool]) -> None:
+        """Prefill the draft's KV cache with the active weights, as far as idle time allows."""
         self._draft.truncate(0)
-        self._stale = False
-        self._memory.begin(self._tokens)
-        with suppress(CancelledError):  # what is missing is read when a guess is wanted
-            self._memory.read(progress=lambda *_: wanted())
+        self._cache_is_stale = False
+        self._cache.begin(self._tokens)
+        with suppress(CancelledError):  # the rest is prefilled when a draft is needed
+            self._cache.prefill(progress=lambda *_: should_continue())
 
-    def _to_keep(self) -> dict[str, NDArray[Any]]:
-        """What was learnt, from how much, and how it was judged."""
-        judged = [(one.tokens, one.before, one.after) for one in self._judged]
+    def _saved_arrays(self) -> dict[str, NDArray[Any]]:
+        evaluations = [(one.tokens, one.original_hits, one.adapted_hits) for one in self._evaluations]
         return {
-            "learnt": np.array([self._steps, self._learnt_from], np.int64),
-            "judged": np.array(judged, np.int64).reshape(-1, 3),
+            "learnt": np.array([self._steps, self._trained_tokens], np.int64),
+            "judged": np.array(evaluations, np.int64).reshape(-1, 3),
             **self._trainer.adapter_weights(),
         }
 
-    def _take_over(self, notes: ArrayStore) -> None:
-        kept = dict(notes.load())
-        learnt, judged = kept.pop("learnt", _NOTHING), kept.pop("judged", _NOTHING)
-        if learnt.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(kept):
+    def _restore(self, store: ArrayStore) -> None:
+        """Continue from saved arrays, unless they do not fit the model."""
+        saved = dict(store.load())
+        counts, evaluations = saved.pop("learnt", _EMPTY), saved.pop("judged", _EMPTY)
+        if counts.shape != (2,) or evaluations.shape[1:] != (3,) or not self._trainer.load_adapter(saved):
             return
-        self._steps, self._learnt_from = max(1, int(learnt[0])), int(learnt[1])
-        self._judged.extend(_Judged(*one) for one in judged.tolist())
-        self._trainer.set_adapted(self._better)
+        self._steps, self._trained_tokens = max(1, int(counts[0])), int(counts[1])
+        self._evaluations.extend(_Evaluation(*one) for one in evaluations.tolist())
+        self._trainer.set_adapted(self._adapter_is_better)
 
     @property
-    def judged(self) -> tuple[int, int, int]:
-        """Of the last tokens: how many the original draft would have guessed, the adapted one, and all."""
+    def evaluation(self) -> tuple[int, int, int]:
+        """Tokens predicted by the original weights, by the adapter, and all tokens evaluated lately."""
         return (
-            sum(one.before for one in self._judged),
-            sum(one.after for one in self._judged),
-            sum(one.tokens for one in self._judged),
+            sum(one.original_hits for one in self._evaluations),
+            sum(one.adapted_hits for one in self._evaluations),
+            sum(one.tokens for one in self._evaluations),
         )
 
     def note(self) -> str:
-        """One line on what it has learnt."""
-        return " · ".join(filter(None, (self._learnt(), self._notes.notice if self._notes else "")))
+        """Return one line for the user about the progress of the training."""
+        return " · ".join(filter(None, (self._progress(), self._store.notice if self._store else "")))
 
-    def _learnt(self) -> str:
+    def _progress(self) -> str:
         if not self._steps:
-            return "the draft has learnt nothing yet"
-        before, after, tokens = self.judged
-        used = "" if self._trainer.adapted else "; it is not used, the original guesses better"
-        found = f"the draft took {self._steps} steps on {self._learnt_from} wrong guesses"
-        if not tokens:
-            return f"{found}{used}"
-        return (
-            f"{found}: of the last {tokens} tokens it guesses {after / tokens:.0%},"
-            f" {before / tokens:.0%} as it was{used}"
-        )
+            return "the draft model is not trained yet"
+        original_hits, adapted_hits, tokens = self.evaluation
+        training = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
+        if tokens:
+            training += (
+                f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
+                f" {original_hits / tokens:.0%} without training"
+            )
+        return training if self._trainer.adapted else f"{training}; not used, the original model is better"

@@ -7,11 +7,18 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
+# Values after which a new one is weighed as 1/10, so the mean follows changes within about ten values.
+_MEAN_VALUES = 10
+# Weight of a mean restored from an earlier run, in values: this run's first values soon outweigh it.
+_MAX_RESTORED_COUNT = 5
+
 
 class RunningMean:
-    """A mean that forgets: of the last ten values or so.
+    """A mean of roughly the last ten values.
 
-    value: in the unit of what was added; 0 before the first. count: how many were.
+    Attributes:
+        value: The mean, in the unit of the values; 0 before the first value.
+        count: Number of values added.
     """
 
     def __init__(self) -> None:
@@ -19,63 +26,88 @@ class RunningMean:
         self.count = 0
 
     def add(self, value: float) -> None:
-        """One value more: of the first ten each weighs the same, then a new one a tenth."""
+        """Add a value. The first ten values weigh the same; later ones weigh a tenth."""
         self.count += 1
-        self.value += (value - self.value) / min(self.count, 10)
+        self.value += (value - self.value) / min(self.count, _MEAN_VALUES)
 
-    def kept(self) -> NDArray[np.float64]:
-        """All of it, for another run."""
+    def saved(self) -> NDArray[np.float64]:
+        """Return the mean and the count, float64 [2], for a later run."""
         return np.array([self.value, self.count])
 
-    def restore(self, kept: NDArray[np.float64]) -> None:
-        """Go on from what was kept. Raises ValueError where that is no mean."""
-        if kept.shape != (2,) or not np.isfinite(kept).all() or kept[1] < 0.0:
-            raise ValueError(f"{kept} is no mean")
-        value, count = map(float, kept)
-        # What the next values say counts for more than what another run saw.
-        self.value, self.count = value, min(int(count), 5)
+    def restore(self, saved: NDArray[np.float64]) -> None:
+        """Continue from the array of `saved`.
+
+        Raises:
+            ValueError: The array is not a finite mean with a count.
+        """
+        if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
+            raise ValueError(f"saved mean {saved} is not a finite value with a count")
+        value, count = map(float, saved)
+        self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
 
 class AcceptanceCounts:
-    """How often each of several things came true lately: counts in which what is older weighs less.
+    """Drafted and accepted tokens of several categories, with older tokens weighing less.
 
-    hits, tries: float64 of one shape: what it begins with, and goes back to when it is not counted.
+    The counts exist twice: with a short memory, which `accepted` and `drafted` hold, and with a long one,
+    which `limit_weight` falls back to.
+
+    Args:
+        accepted: Prior count of accepted tokens per category, float64.
+        drafted: Prior count of drafted tokens per category, of the same shape.
+
+    Attributes:
+        accepted: Accepted tokens per category, decayed.
+        drafted: Drafted tokens per category, decayed.
     """
 
-    # Half of a try's weight is gone after 34 more: enough of them for a rate, and a text may change its ways.
-    REMEMBERED = 0.98
-    _LONG_REMEMBERED = 0.998
+    # Weight kept per further token of the category: half of a token's weight is gone after 34 more.
+    DECAY = 0.98
+    _LONG_DECAY = 0.998
 
-    def __init__(self, hits: NDArray[np.float64], tries: NDArray[np.float64]) -> None:
-        self._first = hits, tries
-        self.hits, self.tries = hits.copy(), tries.copy()
-        self._long_hits, self._long_tries = hits.copy(), tries.copy()
+    def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:
+        self._prior = accepted, drafted
+        self.accepted, self.drafted = accepted.copy(), drafted.copy()
+        self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
-    def count(self, at: tuple[int, ...], hit: bool) -> None:
-        """The one `at` was tried, and came true or not."""
-        self.tries[at] = self.tries[at] * self.REMEMBERED + 1.0
-        self.hits[at] = self.hits[at] * self.REMEMBERED + hit
-        self._long_tries[at] = self._long_tries[at] * self._LONG_REMEMBERED + 1.0
-        self._long_hits[at] = self._long_hits[at] * self._LONG_REMEMBERED + hit
+    def record(self, category: tuple[int, ...], accepted: bool) -> None:
+        """Count one drafted token of a category, given as an index into the arrays."""
+        self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
+        self.accepted[category] = self.accepted[category] * self.DECAY + accepted
+        self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
+        self._long_accepted[category] = self._long_accepted[category] * self._LONG_DECAY + accepted
 
-    def kept(self) -> NDArray[np.float64]:
-        """All of it, for another run: float64 [4, ...]."""
-        return np.stack([self.hits, self.tries, self._long_hits, self._long_tries])
+    def saved(self) -> NDArray[np.float64]:
+        """Return all counts for a later run, float64 [4, ...]."""
+        return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])
 
-    def restore(self, kept: NDArray[np.float64]) -> None:
-        """Go on from what was kept. Raises ValueError where those are no counts of these things."""
-        if kept.shape != (4, *self.hits.shape) or not np.isfinite(kept).all() or (kept < 0.0).any():
-            raise ValueError(f"{kept.shape} are no counts")
-        if (kept[0] > kept[1] + 1e-6).any() or (kept[2] > kept[3] + 1e-6).any():
-            raise ValueError("more came true than was tried")
-        self.hits, self.tries, self._long_hits, self._long_tries = kept.astype(np.float64)
+    def restore(self, saved: NDArray[np.float64]) -> None:
+        """Continue from the array of `saved`.
 
-    def doubt(self, most_tries: float) -> None:
-        """What was seen last may hold no more: believe the rates of a longer time, as `most_tries` would."""
-        np.minimum(self.tries, most_tries, out=self.tries)
-        np.divide(self._long_hits * self.tries, self._long_tries, out=self.hits, where=self._long_tries > 0.0)
+        Raises:
+            ValueError: The shape differs, or the counts are impossible.
+        """
+        expected = (4, *self.accepted.shape)
+        if saved.shape != expected or not np.isfinite(saved).all() or (saved < 0.0).any():
+            raise ValueError(f"saved acceptance counts of shape {saved.shape} do not fit {expected}")
+        if (saved[0] > saved[1] + 1e-6).any() or (saved[2] > saved[3] + 1e-6).any():
+            raise ValueError("saved acceptance counts have more accepted than drafted tokens")
+        self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
-    def fade(self, remembered: float = REMEMBERED) -> None:
-        """Nothing was tried: go back to the beginning, by 1 - `remembered` of the way."""
-        for counted, first in zip((self.hits, self.tries), self._first, strict=True):
-            counted += (first - counted) * (1.0 - remembered)
+    def limit_weight(self, max_drafted: float) -> None:
+        """Replace the recent rates by the long-term ones, with the weight of at most `max_drafted` tokens.
+
+        Called after a pause in which the text may have changed.
+        """
+        np.minimum(self.drafted, max_drafted, out=self.drafted)
+        np.divide(
+            self._long_accepted * self.drafted,
+            self._long_drafted,
+            out=self.accepted,
+            where=self._long_drafted > 0.0,
+        )
+
+    def decay(self, weight: float = DECAY) -> None:
+        """Move the counts back towards their prior by the share 1 - `weight`."""
+        for counts, prior in zip((self.accepted, self.drafted), self._prior, strict=True):
+            counts += (prior - counts) * (1.0 - weight)

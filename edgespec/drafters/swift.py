@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
-from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -49,7 +49,7 @@ class SwiftDrafter(Drafter):
         target: Skippable,
         *,
         notes: ArrayStore | None = None,
-        pass_cost: Curve = gentle,
+        pass_cost: CostFunction = assumed_cost,
         min_confidence: float = 0.0,
         seed: int = 0,
     ) -> None:

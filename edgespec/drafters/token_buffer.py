@@ -1,4 +1,4 @@
-"""Tokens of texts, and a text that grows and is searched as a whole."""
+"""A growing buffer of tokens that finds repetitions, and constants shared by the lookup drafters."""
 
 from __future__ import annotations
 
@@ -12,61 +12,70 @@ __all__ = ["MAX_CONTINUATION_TOKENS", "MAX_MATCH_TOKENS", "SEPARATOR", "TokenArr
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
-# Stands between texts, and around them: no token has it, so nothing matches or goes on across it.
+# Separates texts in an index. No token has this id, so neither matches nor continuations cross it.
 SEPARATOR = -1
-# Matches are told apart up to this length, and continuations may be read this far.
+# Longest match that the suffix drafter distinguishes, and longest continuation that it drafts. Chosen.
 MAX_MATCH_TOKENS = 32
 MAX_CONTINUATION_TOKENS = 32
 
 
 class TokenBuffer:
-    """A text in 4 bytes a token; of a very long one, the end.
+    """The last tokens of a sequence, at 4 bytes each.
 
-    text: int32 [>= n], the tokens and room for more.
-    most_tokens: how many are kept at least, and half of how many at most.
+    Args:
+        capacity_tokens: At least this many of the last tokens are available. Older tokens are dropped once
+            there are twice as many.
+
+    Attributes:
+        tokens: int32 array [>= length]; the entries after `length` are unused.
+        length: Number of tokens.
     """
 
-    def __init__(self, most_tokens: int = 1 << 17) -> None:
-        self._most = most_tokens
-        self.text: TokenArray = np.empty(0, np.int32)
-        self.end = 0
+    def __init__(self, capacity_tokens: int = 1 << 17) -> None:
+        self._capacity_tokens = capacity_tokens
+        self.tokens: TokenArray = np.empty(0, np.int32)
+        self.length = 0
 
     @property
-    def most_bytes(self) -> int:
-        """What it never exceeds."""
-        return 4 * 2 * self._most
+    def max_bytes(self) -> int:
+        """Largest size of the buffer in bytes."""
+        return 4 * 2 * self._capacity_tokens
 
-    def restart(self, tokens: Sequence[int]) -> None:
-        """Forget everything, and hold `tokens`."""
-        self.text = np.array(tokens[-self._most :], np.int32)
-        self.end = len(self.text)
+    def set_tokens(self, tokens: Sequence[int]) -> None:
+        """Replace the content by the end of `tokens`."""
+        self.tokens = np.array(tokens[-self._capacity_tokens :], np.int32)
+        self.length = len(self.tokens)
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Go on with `tokens`."""
-        end = self.end + len(tokens)
-        if end > 2 * self._most:
-            self.restart([*self.text[: self.end].tolist(), *tokens])
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append `tokens`."""
+        length = self.length + len(tokens)
+        if length > 2 * self._capacity_tokens:
+            self.set_tokens([*self.tokens[: self.length].tolist(), *tokens])
             return
-        if end > len(self.text):
-            larger = np.empty(min(max(1024, 2 * end), 2 * self._most), np.int32)
-            larger[: self.end] = self.text[: self.end]
-            self.text = larger
-        self.text[self.end : end] = tokens
-        self.end = end
+        if length > len(self.tokens):
+            larger = np.empty(min(max(1024, 2 * length), 2 * self._capacity_tokens), np.int32)
+            larger[: self.length] = self.tokens[: self.length]
+            self.tokens = larger
+        self.tokens[self.length : length] = tokens
+        self.length = length
 
-    def seen(self, longest: int) -> tuple[int, int]:
-        """The longest ending, of up to `longest` tokens, that stood here before: its length, what follows it.
+    def longest_repeated_suffix(self, max_tokens: int) -> tuple[int, int]:
+        """Find the longest suffix that occurred before, and its latest earlier occurrence.
 
-        Of equals the latest. 0 when there is none.
+        Args:
+            max_tokens: Longest suffix to look for.
+
+        Returns:
+            The length of the suffix and the position after its earlier occurrence; (0, 0) if there is none.
         """
-        last = self.text[max(0, self.end - longest) : self.end][::-1].tolist()
-        # The positions after which the last tokens, one, two and so on, stood.
-        found = np.flatnonzero(self.text[: self.end - 1] == last[0]) + 1
-        length = 0
-        while len(found):
-            length, latest = length + 1, int(found[-1])
-            if length == len(last):
+        suffix = self.tokens[max(0, self.length - max_tokens) : self.length][::-1].tolist()
+        # Positions after the earlier occurrences of the last token, then of the last two tokens, and so on.
+        ends = np.flatnonzero(self.tokens[: self.length - 1] == suffix[0]) + 1
+        matched = 0
+        while len(ends):
+            matched, latest = matched + 1, int(ends[-1])
+            if matched == len(suffix):
                 break
-            found = found[np.searchsorted(found, length, side="right") :]
-            found = found[self.text[found - 1 - length] == last[length]]
-        return (length, latest) if length else (0, 0)
+            ends = ends[np.searchsorted(ends, matched, side="right") :]
+            ends = ends[self.tokens[ends - 1 - matched] == suffix[matched]]
+        return (matched, latest) if matched else (0, 0)

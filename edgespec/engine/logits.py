@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.noise import Stream, gumbel
-from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature
+from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature, apply_chain
 
 __all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
 
@@ -86,9 +86,7 @@ def best_on_host(
     found, peak = candidates(logits, row, processors, 0 if noise else count)
     if not np.isfinite(peak):
         return [], peak
-    for processor in processors:
-        found = processor.apply(found)
-    tokens, scores = found
+    tokens, scores = apply_chain(processors, found)
     if not scores.max(initial=-np.inf) > -np.inf:
         return [], peak
     if noise:

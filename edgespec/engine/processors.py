@@ -28,6 +28,7 @@ __all__ = [
     "TopK",
     "TopP",
     "TypicalP",
+    "apply_chain",
     "build_processors",
 ]
 
@@ -153,8 +154,11 @@ class Temperature(LogitsProcessor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         tokens, logits = candidates
+        peak = logits.max()
+        if peak == -np.inf:  # Every token is forbidden.
+            return tokens[:0], logits[:0]
         with np.errstate(over="ignore"):  # At tiny temperatures all but the largest logits become -inf.
-            return tokens, (logits - logits.max()) / self.temperature
+            return tokens, (logits - peak) / self.temperature
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:  # noqa: ARG002
         return _NO_TOKENS  # The order of the logits does not change.
@@ -263,6 +267,15 @@ def build_processors(
         if params.min_p > 0:
             chain.append(MinP(params.min_p))
     return tuple(chain)
+
+
+def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
+    """Return the candidates after all processors. They are empty if the chain forbids every token."""
+    for processor in processors:
+        if not len(candidates[0]):
+            break
+        candidates = processor.apply(candidates)
+    return candidates
 
 
 def _places(tokens: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.intp]:

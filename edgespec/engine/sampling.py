@@ -9,7 +9,7 @@ import numpy as np
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits, Noise, candidates
 from edgespec.engine.noise import Stream, gumbel
-from edgespec.engine.processors import Candidates, LogitsProcessor, build_processors
+from edgespec.engine.processors import Candidates, LogitsProcessor, apply_chain, build_processors
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import BackendError
 
@@ -90,9 +90,8 @@ class Sampler:
     def _survivors(self, logits: Logits, row: int) -> Candidates:
         found, peak = candidates(logits, row, self._processors)
         if np.isfinite(peak):
-            for processor in self._processors:
-                found = processor.apply(found)
-        self._check(peak, found[1].max(initial=-np.inf) > -np.inf)
+            found = apply_chain(self._processors, found)
+        self._check(peak, bool(len(found[0])))
         return found
 
     def _check(self, peak: float, any_left: bool) -> None:

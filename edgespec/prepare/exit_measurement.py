@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions, Progress
 from edgespec.backends.llamacpp import load
 from edgespec.backends.llamacpp.hidden_states import hidden_states
-from edgespec.costs.curve import measure
+from edgespec.costs.curve import measure_costs
 from edgespec.errors import BackendError, CapabilityError
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import EXIT_WIDTHS, ExitTable, exit_table
@@ -39,7 +39,7 @@ def measure_exits(
     try:
         prompt = calibration_prompt(model.vocabulary)
         reply = greedy_reply(model, prompt)
-        curve = measure(model, EXIT_WIDTHS)
+        curve = measure_costs(model, EXIT_WIDTHS)
     finally:
         model.close()
     # Row i is of the token before reply token i.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.engine.draft_length import best_draft_length
 
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
@@ -96,7 +96,10 @@ class ExitTable:
 
 
 def exit_table(
-    agreements: Mapping[int, float], layer_bytes: Sequence[int], head_bytes: int, v: Curve = gentle
+    agreements: Mapping[int, float],
+    layer_bytes: Sequence[int],
+    head_bytes: int,
+    v: CostFunction = assumed_cost,
 ) -> ExitTable:
     """What each exit is worth, by the bytes that are read for its passes.
 
@@ -112,7 +115,7 @@ def exit_table(
     return ExitTable(tuple(exits), len(layer_bytes))
 
 
-def _weighed(layer: int, agreement: float, below: float, drafted: float, v: Curve) -> Exit:
+def _weighed(layer: int, agreement: float, below: float, drafted: float, v: CostFunction) -> Exit:
     """The best draft length and what it gives. below: the share of a plain step that the layers below the
     exit take; drafted: the same with the head, for a drafted token."""
     # The pass that verifies goes on where the drafts left; the last of them has not run at all.

@@ -249,10 +249,10 @@ def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)
-        if not context.import_sequence(part, context._spare):
+        if not context.import_sequence(part, context._scratch):
             return False
-        context.copy(context._spare, sequence, start, stop)
-        context.drop(context._spare, 0)
+        context.copy(context._scratch, sequence, start, stop)
+        context.drop(context._scratch, 0)
         start = stop
     return True
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.costs.curve import CostCurve
+from scripts.simulation.controller import make_controller
 from scripts.simulation.machines import SimulatedMachine
 from scripts.simulation.oracle import PLAIN, best_fixed, fixed_seconds
-from scripts.simulation.policy import policy
 from scripts.simulation.traces import Text
 from scripts.simulation.world import World
 
@@ -60,13 +60,15 @@ class Outcome:
         return self.auto / self.best
 
 
-def judged(machine: SimulatedMachine, case: Case, terms: LossLimits | None = None) -> Outcome:
+def judged(machine: SimulatedMachine, case: Case, limits: LossLimits | None = None) -> Outcome:
     """The policy on all texts of a case, each with a policy of its own."""
-    terms = terms or LossLimits()
+    limits = limits or LossLimits()
     autos, bests, left = [], [], []
     for at, text in enumerate(case.texts):
         world = _Delayed(machine, case.slowness)
-        drafter = policy(world, told=case.told(machine.curve), terms=terms, lookup=text.lookup is not None)
+        drafter = make_controller(
+            world, initial_curve=case.told(machine.curve), limits=limits, lookup=text.lookup is not None
+        )
         for before in range(case.warm):
             world.reply(drafter, case.texts[(at + 1 + before) % len(case.texts)])
         world.begins()
@@ -75,10 +77,10 @@ def judged(machine: SimulatedMachine, case: Case, terms: LossLimits | None = Non
         autos.append(plain / seconds)
         bests.append(plain / best_fixed(machine, text, case.slowness)[1])
         if case.slowness is steady:
-            left.append(_left(world.moments, terms))
+            left.append(_left(world.moments, limits))
         else:
-            steps = terms.steps * case.slowness(seconds)
-            left.append((1.0 + terms.rate) * plain + steps - seconds)
+            steps = limits.steps * case.slowness(seconds)
+            left.append((1.0 + limits.rate) * plain + steps - seconds)
     return Outcome(
         _mean(autos),
         _mean(bests),
@@ -100,9 +102,9 @@ class _Delayed(World):
         self._from = self.seconds
 
 
-def _left(moments: Sequence[float], terms: LossLimits) -> float:
+def _left(moments: Sequence[float], limits: LossLimits) -> float:
     tokens = np.arange(1, len(moments) + 1)
-    return float(((1.0 + terms.rate) * tokens + terms.steps - np.array(moments)).min())
+    return float(((1.0 + limits.rate) * tokens + limits.steps - np.array(moments)).min())
 
 
 def _mean(speeds: Sequence[float]) -> float:
@@ -123,7 +125,7 @@ def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -
     paces = []
     for text in texts:
         world = World(machine)
-        world.reply(policy(world), text)
+        world.reply(make_controller(world), text)
         paces.append(np.diff([0.0, *world.moments]))
     mean = np.mean(paces, axis=0)[at:]
     length = len(mean)

@@ -230,7 +230,7 @@ class TestTexts:
         with edgespec.load("demo", "none", context=512, corpus=str(tmp_path)) as runtime:
             (found,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
         assert found.stats.target_passes < without.stats.target_passes
-        assert "tokens of other texts" in found.method.note
+        assert "indexed tokens of files" in found.method.note
 
     def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="missing"):

@@ -145,7 +145,7 @@ class TestIdentity:
     ) -> str:
         model, costs = table(1), FreeCosts()
         model.facts = replace(model.facts, **(facts or {}))
-        costs.how = how
+        costs.settings_key = how
         return _identity(model, LoadOptions(**(options or {})), costs, seen)
 
     def test_it_stays_the_same(self) -> None:

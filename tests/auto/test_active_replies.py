@@ -16,7 +16,7 @@ from edgespec.auto.live_costs import LiveCosts
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from scripts.simulation import MACHINES, World, policy, stationary
+from scripts.simulation import MACHINES, World, make_controller, stationary
 
 A100 = next(machine for machine in MACHINES if machine.name == "A100")
 
@@ -25,7 +25,7 @@ def test_every_reply_is_counted_to_its_end() -> None:
     load, inside, over = ActiveReplies(), threading.Barrier(5), threading.Event()
 
     def reply() -> None:
-        with load.one_more():
+        with load.track():
             inside.wait()
             over.wait()
 
@@ -33,18 +33,18 @@ def test_every_reply_is_counted_to_its_end() -> None:
     for thread in threads:
         thread.start()
     inside.wait()
-    assert load.replies == 4
+    assert load.count == 4
     over.set()
     for thread in threads:
         thread.join()
-    assert load.replies == 0
+    assert load.count == 0
 
 
 def test_a_reply_that_fails_is_over() -> None:
     load = ActiveReplies()
-    with pytest.raises(ValueError, match="it fails"), load.one_more():
+    with pytest.raises(ValueError, match="it fails"), load.track():
         raise ValueError("it fails")
-    assert load.replies == 0
+    assert load.count == 0
 
 
 class TestCosts:
@@ -55,43 +55,43 @@ class TestCosts:
 
     def test_a_number_that_is_new_asks_for_plain_steps_and_one_that_is_known_does_not(self) -> None:
         costs = self.costs()
-        costs.among(2)
+        costs.set_active_replies(2)
         asked = []
         for seconds in (2.0, 2.2, 1.8, 2.0):
-            asked.append(costs.doubted)
-            costs.saw(1, seconds)
+            asked.append(costs.needs_target_step)
+            costs.record_pass(1, seconds)
         assert asked == [True, True, True, False]
-        assert costs.plain_seconds == pytest.approx(2.0, rel=0.05)
-        costs.among(1)
-        assert (costs.plain_seconds, costs.doubted) == (1.0, False)
-        costs.among(2)
-        assert costs.plain_seconds == pytest.approx(2.0, rel=0.05)
-        assert not costs.doubted
+        assert costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
+        costs.set_active_replies(1)
+        assert (costs.target_step_seconds, costs.needs_target_step) == (1.0, False)
+        costs.set_active_replies(2)
+        assert costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
+        assert not costs.needs_target_step
 
     def test_so_with_what_widths_cost(self) -> None:
         costs = self.costs()
-        costs.among(3)
+        costs.set_active_replies(3)
         for _ in range(40):
-            costs.saw(1, 2.0)
-            costs.saw(4, 8.0)
+            costs.record_pass(1, 2.0)
+            costs.record_pass(4, 8.0)
         assert costs.v(4) == pytest.approx(4.0, rel=0.05)
-        costs.among(0)  # nobody counts: it is alone
+        costs.set_active_replies(0)  # nobody counts: it is alone
         assert costs.v(4) == 1.5
-        costs.at(5000)
-        costs.among(3)
+        costs.set_context_tokens(5000)
+        costs.set_active_replies(3)
         assert costs.v(4) == pytest.approx(4.0, rel=0.05)
 
     def test_another_run_begins_with_what_one_reply_at_a_time_costs(self) -> None:
         costs, other = self.costs(), self.costs()
-        costs.saw(1, 1.1)
-        alone = costs.plain_seconds
-        costs.among(4)
-        costs.saw(1, 4.0)
-        other.among(4)
-        other.restore(costs.kept())
-        assert (other.plain_seconds, other.replies) == (alone, 1)
-        other.among(4)
-        assert other.doubted
+        costs.record_pass(1, 1.1)
+        alone = costs.target_step_seconds
+        costs.set_active_replies(4)
+        costs.record_pass(1, 4.0)
+        other.set_active_replies(4)
+        other.restore_statistics(costs.saved_statistics())
+        assert (other.target_step_seconds, other.replies) == (alone, 1)
+        other.set_active_replies(4)
+        assert other.needs_target_step
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Shared(World):
         super().commit(path)
         assert self.guard
         seconds, self._began, began = self.seconds - self._began, self.seconds, self._began
-        believed = self.guard.costs.plain_seconds
+        believed = self.guard.costs.target_step_seconds
         self.rounds.append(Round(began, self._plain, believed, seconds, 1 + len(path), self._rows))
 
 
@@ -142,7 +142,7 @@ def rounds(
 ) -> list[Round]:
     """A reply under this load. told: it is known how many there are."""
     world = Shared(replies)
-    world.guard = policy(world, replies=world.replies_now if told else lambda: 1)
+    world.guard = make_controller(world, count_replies=world.replies_now if told else lambda: 1)
     world.reply(world.guard, stationary(rate, length, 1))
     return world.rounds
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
@@ -31,7 +31,7 @@ WORDS = 50
 class Simulation:
     """A target that says a text and takes v(rows) seconds a pass, and drafters that know parts of it."""
 
-    def __init__(self, text: list[int], curve: Curve) -> None:
+    def __init__(self, text: list[int], curve: CostFunction) -> None:
         self.text = text
         self.curve = curve
         self.seconds = 0.0
@@ -120,7 +120,7 @@ def test_it_is_hardly_ever_slower_than_the_better_half(
         looked_up, known = (mixed(random, rates, len(text)) for rates in TEXTS[kind])
         simulation = Simulation(text, lambda rows: 1.0 + rise * (rows - 1))
         lookup, model = simulation.drafter(looked_up), simulation.drafter(known, cost)
-        both = CombinedDrafter([model, lookup], can_branch, curve=simulation.curve, clock=simulation.clock)
+        both = CombinedDrafter([model, lookup], can_branch, v=simulation.curve, clock=simulation.clock)
         better_half = min(simulation.run(drafter, 5, LENGTH) for drafter in (lookup, model))
         simulation.run(both, 5, LENGTH)
         ratios.append(simulation.run(both, 5, LENGTH) / better_half)
@@ -129,7 +129,7 @@ def test_it_is_hardly_ever_slower_than_the_better_half(
 
 def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
     text = list(range(WORDS)) * 8
-    simulation = Simulation(text, gentle)
+    simulation = Simulation(text, assumed_cost)
     asked: list[int] = []
 
     def model(tokens: list[int], draft_length: int) -> list[int]:
@@ -148,7 +148,7 @@ def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
 def test_a_guess_of_each_is_verified_in_one_pass() -> None:
     """Where a row costs little and nothing is known of either."""
     drafters = [Saying(lambda tokens, length: [1, 2]), lookup_of([1, 3])]
-    both = CombinedDrafter(drafters, True, curve=lambda rows: 1.0 + 0.001 * rows)
+    both = CombinedDrafter(drafters, True, v=lambda rows: 1.0 + 0.001 * rows)
     both.begin([0])
     tree = both.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 2)
     assert tree.tokens == (0, 1, 2, 3)
@@ -218,9 +218,11 @@ class TestExactLaws:
         def both() -> CombinedDrafter:
             model: Any = ExactModel(law, 3)
             drafters = [ModelDrafter(model, 3, branches=(2,)), Lookup((1, 2))]
-            combined = CombinedDrafter(drafters, True, curve=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
+            combined = CombinedDrafter(drafters, True, v=lambda rows: 0.9 + 0.1 * rows, clock=lambda: 0.0)
             for _ in range(30):
-                combined._members[1].record.learn(TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,))
+                combined._stats[1].acceptance.record_outcome(
+                    TokenTree.chain(0, [1, 2]), (1, 2) if right else (0,)
+                )
             return combined
 
         shapes = set()

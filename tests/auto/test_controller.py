@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.costs.curve import CostCurve
-from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, policy
+from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, make_controller
 
 LENGTH = 160
 CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
@@ -72,31 +72,31 @@ class Adversary(World):
         self._begun = self.seconds
 
 
-def beyond(world: World, terms: LossLimits) -> float:
+def beyond(world: World, limits: LossLimits) -> float:
     """By how many plain steps the reply broke the bound, at the token where it broke it most."""
     tokens = np.arange(1, len(world.moments) + 1)
-    return float((np.array(world.moments) - ((1.0 + terms.rate) * tokens + terms.steps)).max())
+    return float((np.array(world.moments) - ((1.0 + limits.rate) * tokens + limits.steps)).max())
 
 
-TERMS = st.builds(LossLimits, st.sampled_from([0.0, 0.02, 0.1]), st.sampled_from([0.0, 1.0, 2.0, 8.0]))
+LIMITS = st.builds(LossLimits, st.sampled_from([0.0, 0.02, 0.1]), st.sampled_from([0.0, 1.0, 2.0, 8.0]))
 STEADY: Any = st.lists(st.just(1.0), min_size=1, max_size=1)
 WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
 
 
 @settings(max_examples=150, deadline=None)
-@given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), TERMS)
+@given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), LIMITS)
 def test_every_prefix_of_a_reply_is_within_the_bound_where_costs_are_as_told(
-    curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], terms: LossLimits
+    curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], limits: LossLimits
 ) -> None:
     world = World(SimulatedMachine("any", curve, draft_cost, "an adversary", reading_cost))
-    drafter = policy(world, terms=terms, lookup=True)
+    drafter = make_controller(world, limits=limits, lookup=True)
     for text in said:
         world.reply(drafter, text)
-        assert beyond(world, terms) <= 1e-6
+        assert beyond(world, limits) <= 1e-6
 
 
 @settings(max_examples=150, deadline=None)
-@given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), TERMS)
+@given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), LIMITS)
 def test_where_costs_are_an_adversarys_one_round_is_the_last_beyond_the_bound(
     curve: CostCurve,
     told: CostCurve,
@@ -104,10 +104,10 @@ def test_where_costs_are_an_adversarys_one_round_is_the_last_beyond_the_bound(
     drafts: list[float],
     readings: list[float],
     said: list[Text],
-    terms: LossLimits,
+    limits: LossLimits,
 ) -> None:
     world = Adversary(SimulatedMachine("any", curve, 0.1, "an adversary", 0.02), passes, drafts, readings)
-    drafter = policy(world, terms=terms, lookup=True, told=told)
+    drafter = make_controller(world, limits=limits, lookup=True, initial_curve=told)
     for text in said:
         world.reply(drafter, text)
-        assert beyond(world, terms) <= world.dearest + 1e-6
+        assert beyond(world, limits) <= world.dearest + 1e-6

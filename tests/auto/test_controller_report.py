@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.auto.controller import AutoController, ControllerReport
+from edgespec.auto.controller import AutoController
+from edgespec.auto.explanation import ControllerReport
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit
 from edgespec.costs.curve import CostCurve
@@ -26,7 +27,7 @@ class Reply:
         saying = Saying(lambda tokens, _: [0] if len(tokens) >= guesses_at else [])
         saying.is_lookup = True
         costs = LiveCosts(CostCurve((1, 2, 3), (plain_seconds, 1.1 * plain_seconds, 1.2 * plain_seconds)))
-        both = CombinedDrafter([saying], True, curve=costs.v, clock=self.clock)
+        both = CombinedDrafter([saying], True, v=costs.v, clock=self.clock)
         self._drafter = AutoController(both, LossLimit(), costs, clock=self.clock)
         self._drafter.begin([0])
 
@@ -49,13 +50,13 @@ class Reply:
 def test_a_reply_begins_plainly() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(0)
     assert account.drafters == ()
-    assert account.reason == "what a plain step takes is measured first"
+    assert account.reason == "measuring how long one token takes without drafting"
 
 
 def test_guesses_that_pay_are_named() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(30)
     assert account.drafters == ("saying",)
-    assert account.reason == "guesses pay here"
+    assert account.reason == "drafting saves time here"
     assert account.speed_up > 1.5
 
 
@@ -65,10 +66,10 @@ def test_a_try_that_failed_leaves_a_reply_plain() -> None:
     assert tried.credit_seconds < 0.0
     account = reply.goes_on(100)
     assert account.drafters == ()
-    assert account.reason != "guesses pay here"
+    assert account.reason != "drafting saves time here"
 
 
 @pytest.mark.parametrize(("plain_seconds", "small"), [(0.0005, True), (0.05, False)])
 def test_a_target_that_is_too_small_is_said_to_be(plain_seconds: float, small: bool) -> None:
     account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
-    assert ("this target is so small (0.5 ms a token)" in account.reason) == small
+    assert ("this model needs only 0.5 ms a token" in account.reason) == small

@@ -16,7 +16,7 @@ COSTS = st.floats(0.0, 3.0)
 
 
 def said_of(chances: list[float], cost: float) -> RoundEstimate:
-    return RoundEstimate().also(chances, [1] * len(chances), cost)
+    return RoundEstimate().with_draft(chances, [1] * len(chances), cost)
 
 
 @given(CHANCES, COSTS)
@@ -24,17 +24,17 @@ def test_a_draft_is_worth_its_best_cut(chances: list[float], cost: float) -> Non
     every = [
         (1.0 + sum(chances[:levels])) / (cost + CURVE.v(1 + levels)) for levels in range(len(chances) + 1)
     ]
-    assert said_of(chances, cost).worth(CURVE.v) == pytest.approx(max(every))
+    assert said_of(chances, cost).speed(CURVE.v) == pytest.approx(max(every))
 
 
 def test_nothing_said_is_worth_a_plain_step() -> None:
-    assert RoundEstimate().worth(CURVE.v) == pytest.approx(1.0)
+    assert RoundEstimate().speed(CURVE.v) == pytest.approx(1.0)
 
 
 @given(CHANCES, COSTS)
 def test_beside_nothing_a_draft_is_worth_what_it_brings_whole(chances: list[float], cost: float) -> None:
     whole = (1.0 + sum(chances)) / (cost + CURVE.v(1 + len(chances)))
-    assert RoundEstimate().worth_with(chances, len(chances), cost, CURVE.v, 64, True) == pytest.approx(whole)
+    assert RoundEstimate().speed_with(chances, len(chances), cost, CURVE.v, 64, True) == pytest.approx(whole)
 
 
 @given(CHANCES, CHANCES, COSTS, COSTS, st.booleans())
@@ -51,14 +51,14 @@ def test_with_another_draft_it_is_worth_the_best_of_all_cuts_of_the_first(
         for level in range(max(levels, len(second))):
             tokens += either(level) if level < levels else second[level]
         every.append(tokens / (cost + more + CURVE.v(1 + levels + len(second))))
-    found = said_of(first, cost).worth_with(second, len(second), more, CURVE.v, 64, joined)
+    found = said_of(first, cost).speed_with(second, len(second), more, CURVE.v, 64, joined)
     assert found == pytest.approx(max(every))
 
 
 @given(CHANCES, CHANCES, COSTS)
 def test_saying_more_makes_no_guess_less_likely(first: list[float], second: list[float], cost: float) -> None:
-    both = said_of(first, cost).also(second, [1] * len(second), 0.0)
-    assert len(both.reached) == max(len(first), len(second))
-    for level, chance in enumerate(both.reached):
+    both = said_of(first, cost).with_draft(second, [1] * len(second), 0.0)
+    assert len(both.reach_probs) == max(len(first), len(second))
+    for level, chance in enumerate(both.reach_probs):
         alone = [said[level] for said in (first, second) if level < len(said)]
         assert max(alone) - 1e-12 <= chance <= min(sum(alone), 1.0) + 1e-12

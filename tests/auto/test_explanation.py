@@ -13,58 +13,61 @@ from edgespec.auto.explanation import DraftingStatus
 # A large target in the middle of a reply, and nothing guessed yet.
 START = DraftingStatus(
     name="model+suffix",
-    drafts=False,
-    gains=False,
+    is_drafting=False,
+    is_faster=False,
     tokens=20,
-    guessed=False,
-    asked=0,
-    held_back=0,
-    guess_steps=1.5,
-    may_lose_steps=2.4,
-    round_steps=0.0,
-    plain_seconds=0.05,
+    has_drafted=False,
+    asked_rounds=0,
+    unaffordable_rounds=0,
+    draft_cost_steps=1.5,
+    allowance_steps=2.4,
+    round_gain_steps=0.0,
+    target_step_seconds=0.05,
 )
-GUESSED = replace(START, drafts=True, guessed=True, asked=6, round_steps=-0.2)
+GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, round_gain_steps=-0.2)
 
 
 @pytest.mark.parametrize(
     ("standing", "reason"),
     [
-        (replace(GUESSED, gains=True), "guesses pay here"),
-        (replace(GUESSED, gains=True, replies=3), "guesses pay here, among 3 replies at once"),
-        (GUESSED, "guesses are being tried, and have not paid so far"),
-        (replace(GUESSED, drafts=False), "guesses do not pay: a round with one lost 20% of a plain step"),
+        (replace(GUESSED, is_faster=True), "drafting saves time here"),
+        (replace(GUESSED, is_faster=True, replies=3), "drafting saves time here (with 3 replies at once)"),
+        (GUESSED, "drafting is being tried and has not saved time so far"),
         (
-            replace(GUESSED, drafts=False, gains=True, round_steps=-1.3),
-            "guesses no longer pay: a round with one lost 1.3 plain steps",
-        ),
-        (replace(START, tokens=0), "what a plain step takes is measured first"),
-        (replace(START, tokens=1), "what a plain step takes is measured first"),
-        (
-            replace(START, round_steps=-0.2),
-            "guesses have not paid lately; model+suffix is tried again now and then",
+            replace(GUESSED, is_drafting=False),
+            "drafting does not save time: the last drafts lost 20% of a token's time each",
         ),
         (
-            replace(START, asked=4),
-            "model+suffix had no guess that was likely to pay, the 4 times it was asked",
+            replace(GUESSED, is_drafting=False, is_faster=True, round_gain_steps=-1.3),
+            "drafting no longer saves time: the last drafts lost 1.3 tokens' time each",
+        ),
+        (replace(START, tokens=0), "measuring how long one token takes without drafting"),
+        (replace(START, tokens=1), "measuring how long one token takes without drafting"),
+        (
+            replace(START, round_gain_steps=-0.2),
+            "drafting has not saved time lately; model+suffix is retried now and then",
         ),
         (
-            replace(START, asked=1),
-            "model+suffix had no guess that was likely to pay, the one time it was asked",
+            replace(START, asked_rounds=4),
+            "model+suffix found no draft likely to save time, in 4 tries",
         ),
         (
-            replace(START, held_back=9, guess_steps=3.25),
-            "a wrong guess may cost 3.2 plain steps, and this reply may lose 2.4 by now",
+            replace(START, asked_rounds=1),
+            "model+suffix found no draft likely to save time, in 1 try",
         ),
         (
-            replace(GUESSED, drafts=False, held_back=9, may_lose_steps=-0.1),
-            "what guessing may cost this reply (--max-loss) is used up",
+            replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
+            "a wrong draft could cost 3.2 tokens' time; this reply may lose 2.4 so far",
         ),
         (
-            replace(GUESSED, plain_seconds=0.00061),
-            "this target is so small (0.61 ms a token) that guessing costs more than it brings",
+            replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),
+            "the time that drafting may cost this reply (--max-loss) is used up",
         ),
-        (replace(GUESSED, plain_seconds=0.00061, gains=True), "guesses pay here"),
+        (
+            replace(GUESSED, target_step_seconds=0.00061),
+            "this model needs only 0.61 ms a token, so drafting takes longer than it saves",
+        ),
+        (replace(GUESSED, target_step_seconds=0.00061, is_faster=True), "drafting saves time here"),
     ],
 )
 def test_a_reason(standing: DraftingStatus, reason: str) -> None:
@@ -76,12 +79,12 @@ def test_a_reason(standing: DraftingStatus, reason: str) -> None:
         DraftingStatus,
         name=st.just("suffix"),
         tokens=st.integers(0, 100),
-        asked=st.integers(0, 20),
-        held_back=st.integers(0, 20),
-        guess_steps=st.floats(0, 1e3),
-        may_lose_steps=st.floats(-1e3, 1e3),
-        round_steps=st.floats(-1e3, 1e3),
-        plain_seconds=st.floats(1e-6, 10),
+        asked_rounds=st.integers(0, 20),
+        unaffordable_rounds=st.integers(0, 20),
+        draft_cost_steps=st.floats(0, 1e3),
+        allowance_steps=st.floats(-1e3, 1e3),
+        round_gain_steps=st.floats(-1e3, 1e3),
+        target_step_seconds=st.floats(1e-6, 10),
     )
 )
 def test_there_is_always_one_and_it_fits_a_line(standing: DraftingStatus) -> None:

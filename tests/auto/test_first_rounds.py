@@ -9,13 +9,13 @@ from edgespec.auto.backoff import Backoff
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, policy
+from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, make_controller
 
 
 def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
     """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before."""
     world = World(machine)
-    drafter = policy(world)
+    drafter = make_controller(world)
     sure = np.full(60, 0.99)
     for _ in range(4):
         world.reply(drafter, Text("right", Trace(np.ones(60, np.bool_), sure)))
@@ -23,7 +23,7 @@ def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list
     propose = drafter.propose
 
     def watched(sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        before = drafter.may_lose_seconds
+        before = drafter.allowance_seconds
         tree = propose(sampler, acceptance, draft_length)
         if tree.drafted:
             widths.append(tree.width)
@@ -45,14 +45,14 @@ def test_a_first_guess_that_fails_is_not_the_last(name: str) -> None:
 
 
 def test_looking_for_what_cannot_be_afforded_is_given_up_where_it_takes_time() -> None:
-    patience = Backoff()
+    backoff = Backoff()
     for _ in range(64):
-        patience.looked(0.1)
-    assert patience.over
+        backoff.record_unaffordable_draft(0.1)
+    assert backoff.is_paused
 
 
 def test_looking_that_is_as_good_as_free_goes_on() -> None:
-    patience = Backoff()
+    backoff = Backoff()
     for _ in range(64):
-        patience.looked(0.001)
-    assert not patience.over
+        backoff.record_unaffordable_draft(0.001)
+    assert not backoff.is_paused

@@ -14,46 +14,46 @@ CURVE = CostCurve((1, 2, 4, 8), (0.1, 0.15, 0.2, 0.4))
 
 def test_it_begins_with_the_curve() -> None:
     costs = LiveCosts(CURVE)
-    assert costs.plain_seconds == pytest.approx(0.1)
+    assert costs.target_step_seconds == pytest.approx(0.1)
     assert [costs.v(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1.0, 1.5, 2.0, 4.0])
-    assert costs.seconds(8) == pytest.approx(0.4)
-    assert not costs.doubted
+    assert costs.pass_seconds(8) == pytest.approx(0.4)
+    assert not costs.needs_target_step
 
 
 @given(st.floats(0.3, 3.0))
 def test_plain_steps_that_take_another_time_are_believed_within_a_few(factor: float) -> None:
     costs = LiveCosts(CURVE)
     for _ in range(16):
-        costs.saw(1, 0.1 * factor)
-    assert costs.plain_seconds == pytest.approx(0.1 * factor, rel=0.03)
+        costs.record_pass(1, 0.1 * factor)
+    assert costs.target_step_seconds == pytest.approx(0.1 * factor, rel=0.03)
 
 
 def test_one_step_that_took_very_long_is_not_believed_for_good() -> None:
     costs = LiveCosts(CURVE)
-    costs.saw(1, 100.0)
-    assert costs.plain_seconds < 0.2
+    costs.record_pass(1, 100.0)
+    assert costs.target_step_seconds < 0.2
     for _ in range(12):
-        costs.saw(1, 0.1)
-    assert costs.plain_seconds == pytest.approx(0.1, rel=0.03)
+        costs.record_pass(1, 0.1)
+    assert costs.target_step_seconds == pytest.approx(0.1, rel=0.03)
 
 
 @given(st.floats(0.5, 2.0))
 def test_a_width_that_costs_something_else_is_known_for_what_it_costs(factor: float) -> None:
     costs = LiveCosts(CURVE)
     for _ in range(60):
-        costs.saw(1, 0.1)
-        costs.saw(4, 0.2 * factor)
+        costs.record_pass(1, 0.1)
+        costs.record_pass(4, 0.2 * factor)
     assert costs.v(4) == pytest.approx(2.0 * factor, rel=0.02)
 
 
 def test_wide_passes_that_slow_down_together_are_doubted_and_one_plain_step_settles_it() -> None:
     costs = LiveCosts(CURVE)
-    costs.saw(1, 0.1)
+    costs.record_pass(1, 0.1)
     for _ in range(6):
-        costs.saw(4, 2.0 * costs.curve.seconds[2])
-    assert costs.doubted
-    costs.saw(1, 0.2)
-    assert costs.plain_seconds == pytest.approx(0.2, rel=0.02)
+        costs.record_pass(4, 2.0 * costs.curve.seconds[2])
+    assert costs.needs_target_step
+    costs.record_pass(1, 0.2)
+    assert costs.target_step_seconds == pytest.approx(0.2, rel=0.02)
     # It was the machine: a pass of four rows costs as many plain steps as before.
     assert costs.v(4) == pytest.approx(2.0, rel=0.05)
 
@@ -61,16 +61,16 @@ def test_wide_passes_that_slow_down_together_are_doubted_and_one_plain_step_sett
 def test_noise_is_no_reason_for_doubt() -> None:
     costs = LiveCosts(CURVE)
     for at in range(200):
-        costs.saw(4, 0.2 * (1.1 if at % 2 else 0.9))
-        assert not costs.doubted
+        costs.record_pass(4, 0.2 * (1.1 if at % 2 else 0.9))
+        assert not costs.needs_target_step
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(0.0, 1e6)), max_size=60))
 def test_costs_stay_costs_whatever_was_seen(seen: list[tuple[int, float]]) -> None:
     costs = LiveCosts(CURVE)
     for rows, seconds in seen:
-        costs.saw(rows, seconds)
-        assert costs.plain_seconds > 0.0
+        costs.record_pass(rows, seconds)
+        assert costs.target_step_seconds > 0.0
         assert all(costs.v(width) > 0.0 for width in range(1, 20))
         assert costs.v(1) == 1.0
 
@@ -78,22 +78,22 @@ def test_costs_stay_costs_whatever_was_seen(seen: list[tuple[int, float]]) -> No
 def test_a_longer_context_has_costs_of_its_own_that_begin_with_the_nearest_known() -> None:
     costs = LiveCosts(CURVE)
     for _ in range(16):
-        costs.saw(1, 0.2)
-    costs.at(10_000)
-    assert costs.plain_seconds == pytest.approx(0.2, rel=0.03)
+        costs.record_pass(1, 0.2)
+    costs.set_context_tokens(10_000)
+    assert costs.target_step_seconds == pytest.approx(0.2, rel=0.03)
     for _ in range(16):
-        costs.saw(1, 0.4)
-    assert costs.plain_seconds == pytest.approx(0.4, rel=0.03)
-    costs.at(100)
-    assert costs.plain_seconds == pytest.approx(0.2, rel=0.03)
+        costs.record_pass(1, 0.4)
+    assert costs.target_step_seconds == pytest.approx(0.4, rel=0.03)
+    costs.set_context_tokens(100)
+    assert costs.target_step_seconds == pytest.approx(0.2, rel=0.03)
 
 
 def test_what_was_found_is_there_in_the_next_run() -> None:
     costs = LiveCosts(CURVE)
     for _ in range(8):
-        costs.saw(1, 0.15)
-        costs.saw(4, 0.4)
+        costs.record_pass(1, 0.15)
+        costs.record_pass(4, 0.4)
     again = LiveCosts(CURVE)
-    again.restore(costs.kept())
-    assert again.plain_seconds == pytest.approx(costs.plain_seconds)
+    again.restore_statistics(costs.saved_statistics())
+    assert again.target_step_seconds == pytest.approx(costs.target_step_seconds)
     assert [again.v(rows) for rows in range(1, 12)] == pytest.approx([costs.v(rows) for rows in range(1, 12)])

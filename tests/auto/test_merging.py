@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.merging import merged, trimmed
-from edgespec.costs.curve import gentle
+from edgespec.auto.merging import merge_trees, prune_optional
+from edgespec.costs.curve import assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
@@ -40,33 +40,33 @@ def path(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 class TestMerging:
     def test_certain_guesses_share_what_they_agree_on(self) -> None:
-        tree = merged([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])]).tree
+        tree = merge_trees([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])]).tree
         assert tree.tokens == (9, 1, 2, 3, 4, 5)
         assert tree.parents == (-1, 0, 1, 2, 2, 4)
         assert not tree.block_verifiable
 
     def test_drawn_guesses_come_first_and_keep_their_laws(self) -> None:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
-        joined = merged([TokenTree.chain(9, [2, 0]), drawn])
+        joined = merge_trees([TokenTree.chain(9, [2, 0]), drawn])
         assert joined.tree.tokens == (9, 1, 2, 2, 0)
         assert joined.tree.draft_probs == (None, LAW, LAW, None, None)
-        assert joined.places == ((0, 3, 4), (0, 1, 2))
+        assert joined.node_maps == ((0, 3, 4), (0, 1, 2))
 
     def test_one_guess_is_left_as_it_is(self) -> None:
         chain: Any = TokenTree.chain(9, [1, 2], [LAW, LAW])
-        assert merged([TokenTree.chain(9), chain]).tree is chain
-        assert merged([TokenTree.chain(9), TokenTree.chain(9)]).tree.drafted == 0
+        assert merge_trees([TokenTree.chain(9), chain]).tree is chain
+        assert merge_trees([TokenTree.chain(9), TokenTree.chain(9)]).tree.drafted == 0
 
     def test_two_that_agree_are_no_block(self) -> None:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
-        tree = merged([drawn, TokenTree.chain(9, [1, 2])]).tree
+        tree = merge_trees([drawn, TokenTree.chain(9, [1, 2])]).tree
         assert tree.is_chain
         assert not tree.block_verifiable
 
     @given(st.lists(trees(), min_size=1, max_size=4))
     def test_every_path_of_every_proposal_is_there(self, proposals: list[TokenTree]) -> None:
-        joined = merged(proposals)
-        for tree, places in zip(proposals, joined.places, strict=True):
+        joined = merge_trees(proposals)
+        for tree, places in zip(proposals, joined.node_maps, strict=True):
             for node in range(tree.width):
                 assert path(joined.tree, places[node]) == path(tree, node)
                 assert (
@@ -79,7 +79,7 @@ class TestMerging:
     @given(trees((None,)), st.lists(trees((None,)), max_size=3))
     def test_the_nodes_of_the_first_stand_first(self, first: TokenTree, others: list[TokenTree]) -> None:
         """What a self-draft has computed can then be taken over."""
-        tree = merged([first, *others]).tree
+        tree = merge_trees([first, *others]).tree
         assert tree.tokens[: first.width] == first.tokens
         assert tree.parents[: first.width] == first.parents
 
@@ -96,9 +96,9 @@ class TestTrimming:
     ) -> None:
         proposals = [tree for tree, _ in said]
         optional = [tree.draft_probs[-1] is None for tree in proposals]
-        joined = merged(proposals)
+        joined = merge_trees(proposals)
         chances = [[1.0, *[chance] * tree.drafted] for tree, chance in said]
-        tree = trimmed(
+        tree = prune_optional(
             joined, chances, optional, PassLimits(width, leaves), lambda rows: curve[rows - 1], 0.1
         )
         paths = [(path(tree, node), tree.draft_probs[node]) for node in range(tree.width)]
@@ -108,7 +108,7 @@ class TestTrimming:
         rest = iter(whole)
         assert all(any(each == other for other in rest) for each in paths), "not the same order"
         firm = [each for each, may_go in zip(proposals, optional, strict=True) if not may_go]
-        fixed = merged(firm or [TokenTree.chain(9)]).tree
+        fixed = merge_trees(firm or [TokenTree.chain(9)]).tree
         held = [(path(fixed, node), fixed.draft_probs[node]) for node in range(fixed.width)]
         assert all(paths.count(each) >= held.count(each) for each in held)
         assert tree.width <= max(width, fixed.width)
@@ -118,10 +118,15 @@ class TestTrimming:
         proposals = [TokenTree.chain(9, [1, 1]), TokenTree.chain(9, [2, 2])]
         for chance, width in ((0.02, 3), (0.9, 5)):
             chances = [[1.0, 0.5, 0.5], [1.0, chance, chance]]
-            tree = trimmed(merged(proposals), chances, [False, True], PassLimits(), gentle, 0.2)
+            tree = prune_optional(
+                merge_trees(proposals), chances, [False, True], PassLimits(), assumed_cost, 0.2
+            )
             assert tree.width == width
 
     def test_where_rows_cost_too_much_a_lookup_alone_is_cut_to_what_pays(self) -> None:
         chain, chances = TokenTree.chain(9, [1] * 6), [[1.0, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1]]
-        assert trimmed(merged([chain]), chances, [True], PassLimits(), gentle, 0.0).drafted == 3
-        assert trimmed(merged([chain]), chances, [True], PassLimits(), float, 0.0).drafted == 0
+        assert (
+            prune_optional(merge_trees([chain]), chances, [True], PassLimits(), assumed_cost, 0.0).drafted
+            == 3
+        )
+        assert prune_optional(merge_trees([chain]), chances, [True], PassLimits(), float, 0.0).drafted == 0

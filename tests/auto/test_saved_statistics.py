@@ -41,13 +41,13 @@ class Memory:
         self.values = {name: np.array(value) for name, value in values.items()}
 
 
-def policy(world: World, notes: Memory) -> AutoController:
+def make_controller(world: World, notes: Memory) -> AutoController:
     """A guarded draft model."""
-    costs, ledger = LiveCosts(world.machine.curve), LossLimit()
-    growth = AdaptiveTreeGrowth(curve=costs.v, siblings=1, clock=world.clock)
+    costs, loss_limit = LiveCosts(world.machine.curve), LossLimit()
+    growth = AdaptiveTreeGrowth(v=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
-    combined = CombinedDrafter([drafter], True, curve=costs.v, clock=world.clock)
-    return AutoController(combined, ledger, costs, notes=notes, clock=world.clock)
+    combined = CombinedDrafter([drafter], True, v=costs.v, clock=world.clock)
+    return AutoController(combined, loss_limit, costs, store=notes, clock=world.clock)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])
@@ -55,12 +55,12 @@ def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
     """What pays drafts at once, and what does not is not tried for nothing again."""
     notes, trace = Memory(), stationary(rate, 120, 0)
     first, again = World(MACHINES[0]), World(MACHINES[0])
-    one = policy(first, notes)
+    one = make_controller(first, notes)
     cold = first.reply(one, trace)
-    one.keep()
-    warm = again.reply(policy(again, notes), trace)
+    one.save_statistics()
+    warm = again.reply(make_controller(again, notes), trace)
     fresh = World(MACHINES[0])
-    assert cold == fresh.reply(policy(fresh, Memory()), trace)
+    assert cold == fresh.reply(make_controller(fresh, Memory()), trace)
     assert warm <= cold if rate > 0.5 else warm <= 1.02 * 120 + 2.0
 
 
@@ -68,66 +68,67 @@ def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
 def test_what_is_damaged_is_found_out_again(kept: str) -> None:
     notes, trace = Memory(), stationary(0.9, 120, 0)
     world = World(MACHINES[0])
-    drafter = policy(world, notes)
+    drafter = make_controller(world, notes)
     world.reply(drafter, trace)
-    drafter.keep()
+    drafter.save_statistics()
     name = next(name for name in notes.values if kept in name)
     notes.values[name] = -1.0 - np.abs(notes.values[name])
     again = World(MACHINES[0])
-    drafter = policy(again, notes)
-    assert "found out again" in drafter.note()
+    drafter = make_controller(again, notes)
+    assert "measured again" in drafter.note()
     again.reply(drafter, trace)
 
 
 def test_records_are_what_they_were() -> None:
-    record, other = AcceptanceStats(lookup=True), AcceptanceStats(lookup=True)
+    record, other = AcceptanceStats(is_lookup=True), AcceptanceStats(is_lookup=True)
     for tokens in ([1, 2, 3, 4], [1, 5], [7]):
-        record.asked(CHAIN, 0.25)
-        record.learn(CHAIN, tokens)
-    other.restore(record.kept())
-    assert other.kept().keys() == record.kept().keys()
-    assert all(np.array_equal(other.kept()[name], value) for name, value in record.kept().items())
+        record.record_draft(CHAIN, 0.25)
+        record.record_outcome(CHAIN, tokens)
+    other.restore_statistics(record.saved_statistics())
+    assert other.saved_statistics().keys() == record.saved_statistics().keys()
+    for name, value in record.saved_statistics().items():
+        assert np.array_equal(other.saved_statistics()[name], value)
 
 
 def test_patience_is_what_it_was() -> None:
     one, other = Backoff(), Backoff()
     for _ in range(20):
-        one.silent(0.3)
-    assert (one.over, other.over) == (True, False)
-    other.restore(one.kept())
-    assert other.over
+        one.record_empty_draft(0.3)
+    assert (one.is_paused, other.is_paused) == (True, False)
+    other.restore_statistics(one.saved_statistics())
+    assert other.is_paused
     assert other.gain == pytest.approx(-0.3)
 
 
 def test_nonsense_is_refused() -> None:
     tally = AcceptanceCounts(np.ones(2), np.full(2, 2.0))
     for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
-        with pytest.raises(ValueError, match="counts|tried"):
+        with pytest.raises(ValueError, match="acceptance counts"):
             tally.restore(wrong)
     for wrong in (np.array([1.0, -2.0]), np.array([1.0, np.inf]), np.zeros(3), np.array(1.0)):
-        with pytest.raises(ValueError, match="no mean"):
+        with pytest.raises(ValueError, match="saved mean"):
             RunningMean().restore(wrong)
     for wrong in (np.array([1.0]), np.array([np.inf]), np.zeros(0), np.array(8)):
         with pytest.raises(ValueError, match="rounds"):
             RetrySchedule().restore(wrong)
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
     for plain in (-1.0, 1e-9, np.inf):
-        with pytest.raises(ValueError, match="none"):
-            costs.restore({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
+        with pytest.raises(ValueError, match="impossible"):
+            costs.restore_statistics({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
 
 
 def test_what_pays_in_one_kind_of_text_does_not_hasten_tries_in_another() -> None:
     member = DrafterStats(World(MACHINES[0]).lookup())
-    member.turn_to("talk")
+    member.select_text_kind("talk")
     for _ in range(60):
-        member.probe.due(1.0)
-    rare = member.probe.kept()
-    member.turn_to("code")
+        member.retries.is_due(1.0)
+    rare = member.retries.saved()
+    member.select_text_kind("code")
     for _ in range(8):
-        member.probe.paid()
-    member.turn_to("talk")
-    assert (member.probe.kept() == rare).all()
+        member.retries.shorten()
+    member.select_text_kind("talk")
+    assert (member.retries.saved() == rare).all()
     other = DrafterStats(World(MACHINES[0]).lookup())
-    other.restore(member.kept())
-    other.turn_to("talk")
-    assert (other.probe.kept() == rare).all()
+    other.restore_statistics(member.saved_statistics())
+    other.select_text_kind("talk")
+    assert (other.retries.saved() == rare).all()

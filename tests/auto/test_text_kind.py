@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.auto.text_kind import KINDS, kind_of
+from edgespec.auto.text_kind import TEXT_KINDS, text_kind
 
 CODE = "Rename `total` here:\n\ndef mean(xs):\n    total = sum(xs)\n    return total / len(xs)\n"
 SUM = "What is 17 * 23 + 4096 / 64 - 12.5?"
@@ -24,9 +24,9 @@ SUM = "What is 17 * 23 + 4096 / 64 - 12.5?"
     ],
 )
 def test_kinds(text: str, kind: str) -> None:
-    assert kind_of(text) == kind
+    assert text_kind(text) == kind
 
 
 @given(st.text())
 def test_every_text_has_a_kind(text: str) -> None:
-    assert kind_of(text) in KINDS
+    assert text_kind(text) in TEXT_KINDS

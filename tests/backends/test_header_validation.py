@@ -1,4 +1,4 @@
-"""Files that say odd things of themselves are errors of ours: llama.cpp would end the process."""
+"""Invalid headers raise ModelFileError instead of ending the process inside llama.cpp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, wr
 
 
 def altered(folder: Path, key: str, value: int, write: Callable[[Path], Path] = write_llama) -> Path:
-    """A tiny model whose header says something else."""
+    """Return a tiny model with one changed value in its header."""
     path = write(folder / "model.gguf")
     data = bytearray(path.read_bytes())
     at = data.index(key.encode()) + len(key) + 4
@@ -32,10 +32,10 @@ def altered(folder: Path, key: str, value: int, write: Callable[[Path], Path] = 
 
 
 def with_value(path: Path, key: str, value: int | str, off: int = 0) -> Path:
-    """A file whose header says one more thing. off: bytes by which its weights begin too late."""
-    said = struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<I", 8) + text(value)
-    added = text(key) + said
-    # So long that what comes behind stays where weights may begin.
+    """Add a value to the header of a file, and shift its weights by `off` bytes from their alignment."""
+    encoded = struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<I", 8) + text(value)
+    added = text(key) + encoded
+    # A padding value keeps the weights aligned.
     more = -(len(added) + len(text("x")) + 4 + 8) % 32 + off
     added += text("x") + struct.pack("<I", 8) + text("." * more)
     data = bytearray(path.read_bytes())
@@ -50,7 +50,7 @@ def text(words: str) -> bytes:
 
 
 def of_type(path: Path, tensor: str, dimensions: int, kind: int) -> Path:
-    """A file that says a tensor is of another type."""
+    """Change the type of a tensor in the header of a file."""
     data = bytearray(path.read_bytes())
     at = data.index(tensor.encode()) + len(tensor) + 4 + 8 * dimensions
     data[at : at + 4] = struct.pack("<I", kind)
@@ -68,16 +68,16 @@ def refuse(path: Path, match: str) -> None:
 
 
 @pytest.mark.parametrize("layers", [0, 513, 2**32 - 1])
-def test_layers_that_cannot_be(layers: int, tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "block_count", layers), f"it says it has {layers:,} layers")
+def test_invalid_layer_counts_are_refused(layers: int, tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "block_count", layers), f"its layer count is {layers:,}")
 
 
-def test_sizes_that_cannot_be(tmp_path: Path) -> None:
+def test_huge_sizes_are_refused(tmp_path: Path) -> None:
     refuse(altered(tmp_path, "embedding_length", 2**31), "its embedding_length is 2,147,483,648")
 
 
-def test_a_large_vocabulary_takes_little_to_look_at(tmp_path: Path) -> None:
-    """What Python took for a list of all tokens would stay, and is no part of a plan."""
+def test_checking_a_large_vocabulary_needs_little_memory(tmp_path: Path) -> None:
+    """Memory that Python takes here stays with the process, and memory plans do not include it."""
     path = tmp_path / "wide.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_token_list([f"word{i:06}" for i in range(200_000)])
@@ -94,51 +94,51 @@ def test_a_large_vocabulary_takes_little_to_look_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [b"<0x41>", b"<0x41"])
-def test_tokens_that_are_there_twice(other: bytes, tmp_path: Path) -> None:
-    """A text ends at its first zero."""
+def test_duplicate_tokens_are_refused(other: bytes, tmp_path: Path) -> None:
+    """llama.cpp reads a token up to its first zero byte."""
     path = write_llama(tmp_path / "model.gguf")
     data = path.read_bytes()
     for token in (b"<0x41>", b"<0x42>"):
         assert data.count(token) == 1
         data = data.replace(token, other.ljust(len(token), b"\0"))
     path.write_bytes(data)
-    refuse(path, "1 tokens of its vocabulary are there twice")
+    refuse(path, "its vocabulary has 1 duplicate tokens")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("llama.expert_count", 4, "0 of its 4 experts are used"),
-        ("llama.expert_count", 1025, "0 of its 1,025 experts are used"),
-        ("llama.expert_used_count", 3, "3 of its 0 experts are used"),
-        ("llama.expert_group_count", 2, "0 of 2 groups of its 0 experts are used"),
+        ("llama.expert_count", 4, "it uses 0 of 4 experts"),
+        ("llama.expert_count", 1025, "it uses 0 of 1,025 experts"),
+        ("llama.expert_used_count", 3, "it uses 3 of 0 experts"),
+        ("llama.expert_group_count", 2, "it uses 0 of 2 groups of 0 experts"),
         ("llama.rope.scaling.type", "spiral", "its rope.scaling.type is 'spiral'"),
     ],
 )
-def test_what_else_it_may_say_and_cannot_be(key: str, value: int | str, match: str, tmp_path: Path) -> None:
+def test_invalid_optional_values_are_refused(key: str, value: int | str, match: str, tmp_path: Path) -> None:
     refuse(with_value(write_llama(tmp_path / "model.gguf"), key, value), match)
 
 
-def test_what_else_it_says_of_itself_is_let_through(tmp_path: Path) -> None:
+def test_a_valid_optional_value_is_accepted(tmp_path: Path) -> None:
     path = with_value(write_llama(tmp_path / "model.gguf"), "llama.rope.scaling.type", "linear")
     assert edgespec.plan(str(path), None).plan.fits
 
 
-def test_experts_that_are_not_counted(tmp_path: Path) -> None:
+def test_experts_without_a_count_are_refused(tmp_path: Path) -> None:
     path = altered(tmp_path, "expert_used_count", 0, write=write_moe)
     at = (data := bytearray(path.read_bytes())).index(b"llama.expert_count") + 22
     data[at : at + 4] = bytes(4)
     path.write_bytes(data)
-    refuse(path, "it has experts, and does not say how many")
+    refuse(path, "it has experts, but no expert_count")
 
 
 @pytest.mark.parametrize("bits", [0xBF800000, 0x7FC00000, 0x7F800000])
-def test_epsilons_that_cannot_be(bits: int, tmp_path: Path) -> None:
+def test_invalid_epsilons_are_refused(bits: int, tmp_path: Path) -> None:
     refuse(altered(tmp_path, "layer_norm_rms_epsilon", bits), "its attention.layer_norm_rms_epsilon is")
 
 
-def test_bytes_without_a_token(tmp_path: Path) -> None:
-    """A text with such a byte would end the process, long after the load."""
+def test_a_missing_byte_token_is_refused(tmp_path: Path) -> None:
+    """Tokenizing such a byte would end the process long after the load."""
     path = write_llama(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"<0x41>", b"<what>"))
     refuse(path, "no token for 1 of the 256 bytes")
@@ -147,43 +147,43 @@ def test_bytes_without_a_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "dimensions", "kind", "match"),
     [
-        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight is of type I8, which no weights have"),
-        ("output_norm.weight", 1, 26, "output_norm.weight is of type I32"),
+        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight has the type I8, not a weight type"),
+        ("output_norm.weight", 1, 26, "output_norm.weight has the type I32"),
         ("blk.0.attn_norm.weight", 1, 1, "attn_norm.weight is not of type F32"),
     ],
 )
-def test_tensors_of_types_that_cannot_be(
+def test_invalid_tensor_types_are_refused(
     tensor: str, dimensions: int, kind: int, match: str, tmp_path: Path
 ) -> None:
     refuse(of_type(write_llama(tmp_path / "model.gguf"), tensor, dimensions, kind), match)
 
 
-def test_recurrent_weights_of_types_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_types_of_recurrent_tensors_are_refused(tmp_path: Path) -> None:
     refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a is not of type F32")
 
 
-def test_tensors_of_a_later_part(tmp_path: Path) -> None:
+def test_later_parts_are_checked_too(tmp_path: Path) -> None:
     first = write_llama(tmp_path / "model-00001-of-00002.gguf")
     later = write_llama(tmp_path / "model-00002-of-00002.gguf")
     of_type(later, "blk.0.attn_norm.weight", 1, 1)
     refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight is not of type F32")
 
 
-def test_a_file_of_no_parts_is_one(tmp_path: Path) -> None:
+def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model-00000-of-00000.gguf")
     refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight is not of type F32")
 
 
-def test_weights_that_begin_where_they_cannot(tmp_path: Path) -> None:
+def test_misaligned_weights_are_refused(tmp_path: Path) -> None:
     path = with_value(write_llama(tmp_path / "model.gguf"), "general.alignment", 8, off=8)
-    refuse(path, "no multiple of 32")
+    refuse(path, "not at a multiple of 32")
 
 
-def test_recurrent_layers_of_another_width(tmp_path: Path) -> None:
-    refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "its ssm.inner_size is 64, and not")
+def test_recurrent_layers_of_another_width_are_refused(tmp_path: Path) -> None:
+    refuse(altered(tmp_path, "embedding_length", 31, write=write_jamba), "its ssm.inner_size is 64, not")
 
 
-def test_any_damage_to_a_header_is_an_error_or_none(tmp_path: Path) -> None:
+def test_random_damage_raises_an_error_or_does_no_harm(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
     data = path.read_bytes()
     draws = random.Random(5)

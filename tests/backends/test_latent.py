@@ -11,7 +11,7 @@ from edgespec.errors import OptionError
 
 def test_both_are_of_one_type() -> None:
     few = 2**20
-    assert choose_kv_types(LoadOptions(), few, alike=True).text == "f16"
-    assert choose_kv_types(LoadOptions(kv_type="q8_0"), few, alike=True).text == "q8_0"
-    with pytest.raises(OptionError, match="keys and values as one"):
-        choose_kv_types(LoadOptions(kv_type="q8_0/f16"), few, alike=True)
+    assert choose_kv_types(LoadOptions(), few, same_type=True).text == "f16"
+    assert choose_kv_types(LoadOptions(kv_type="q8_0"), few, same_type=True).text == "q8_0"
+    with pytest.raises(OptionError, match="keys and values as one vector"):
+        choose_kv_types(LoadOptions(kv_type="q8_0/f16"), few, same_type=True)

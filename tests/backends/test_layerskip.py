@@ -333,7 +333,7 @@ class TestTakingOver:
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
             (LowBit(), "holds its weights at one precision; make a copy with fewer bits"),
-            (SkippedLayers((1,)), "cannot draft for itself without some layers: that takes an MLX model"),
+            (SkippedLayers((1,)), "cannot skip layers: method swift needs an MLX model"),
         ],
     )
     def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any, says: str) -> None:

@@ -112,7 +112,7 @@ def test_how_it_rolls_back_is_told(files: dict[str, Path]) -> None:
         assert model.facts.rollback == told[name]
         assert capabilities.rollback
         assert capabilities.tree == (name == "window")
-        assert capabilities.reason == ("" if name == "window" else "its recurrent memory takes chains only")
+        assert capabilities.reason == ("" if name == "window" else "its recurrent layers support chains only")
         model.close()
 
 

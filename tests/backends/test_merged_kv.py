@@ -133,21 +133,21 @@ class TestOtherBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "they begin with other marks"),
-            (8, 2, "more than one stream"),
-            (12, 2, "more about cells than their position"),
-            (16, 9, "they hold other cells"),
-            (20, 2, "more than the cells of a sequence"),
-            (52, 2, "more about cells than their position"),
-            (52, 1, "it ends too early"),
-            (56, 7, "it ends too early"),
-            (64, 1, "it ends too early"),
+            (0, 1, "their headers differ"),
+            (8, 2, "there is more than one stream"),
+            (12, 2, "the cells have an unknown layout"),
+            (16, 9, "they hold different cells"),
+            (20, 2, "a cell belongs to several sequences"),
+            (52, 2, "the cells have an unknown layout"),
+            (52, 1, "the data ends too early"),
+            (56, 7, "the data ends too early"),
+            (64, 1, "the data ends too early"),
         ],
     )
     def test_are_refused(self, parts: tuple[bytes, bytes], at: int, value: int, says: str) -> None:
         changed = bytearray(parts[1])
         changed[at] = value
-        with pytest.raises(CapabilityError, match=rf"halves of m cannot lend .* otherwise \(({says})\)"):
+        with pytest.raises(CapabilityError, match=rf"split cannot be merged: {says};"):
             merge_kv([memoryview(parts[0])], [memoryview(changed)], "m")
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -167,10 +167,10 @@ class TestOtherBytes:
     def test_a_model_that_writes_them_otherwise_does_not_lend(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._MARK_BYTES", 4)
+        monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._HEADER_BYTES", 4)
         halves = load_layerskip(str(tiny.halves), "tiny", LoadOptions(context_tokens=CONTEXT))
         assert halves.facts.capabilities.self_draft_methods == {"layerskip"}
-        with pytest.raises(CapabilityError, match=r"lays it out otherwise .*; load the model's own file"):
+        with pytest.raises(CapabilityError, match=r"cannot be merged: .*; load the original model file"):
             halves.self_draft(LowBit(str(tiny.copy)))
         halves.prefill([1, 2, 3])
         halves.self_draft(EarlyExit(1)).close()
@@ -182,7 +182,7 @@ class TestBothWays:
         whole, halves = tiny.load()
         halves.prefill(tokens_for(halves, 20))
         view = halves.self_draft(LowBit(str(tiny.copy)))
-        with pytest.raises(CapabilityError, match="lent"):
+        with pytest.raises(CapabilityError, match="in use by a low-bit draft"):
             halves.remove_range(4, 8)
         view.close()
         for model in (whole, halves):

@@ -55,7 +55,7 @@ class TestNoMemory:
         model = load("full", tmp_path, initial_context_tokens=SMALL)
         free = psutil.virtual_memory()._replace(available=model.facts.max_kv_bytes - 1)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-        with pytest.raises(MemoryBudgetError, match="a context of 1024 tokens takes"):
+        with pytest.raises(MemoryBudgetError, match="a context of 1,024 tokens needs"):
             model.resize(LARGE)
         model.resize(512)
         model.close()
@@ -70,7 +70,7 @@ class TestNoMemory:
         model.prefill(tokens_for(model, 100))
         with monkeypatch.context() as patch:
             patch.setattr(LlamaContext, "export_sequence", no_memory)
-            with pytest.raises(MemoryBudgetError, match="a copy of 100"):
+            with pytest.raises(MemoryBudgetError, match="the copy of 100 cached tokens"):
                 model.resize(512)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
         model.resize(512)

@@ -142,7 +142,7 @@ def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.Monke
     assert "demo" in notes
     assert "8 tokens, " in notes
     assert "seed 3" in notes
-    assert notes.rstrip().endswith("\x1b[2mmodel+suffix: asked for\x1b[0m")
+    assert notes.rstrip().endswith("\x1b[2mmodel+suffix: as requested\x1b[0m")
     assert "\x1b[2m" in notes
 
 
@@ -154,7 +154,7 @@ def test_a_terminal_is_told_what_of_a_corpus_is_not_used(
     (tmp_path / "corpus" / "binary").write_bytes(b"\xff\x00")
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
     result = run("generate", "hello", "-n", "2", "--draft", "none", "--corpus", str(tmp_path / "corpus"))
-    assert "0 files, 0 tokens; left out: 1 too large, 1 not readable as text" in result.stderr
+    assert "0 files, 0 tokens; skipped: 1 too large, 1 not readable as text" in result.stderr
 
 
 def test_no_colour_when_it_is_not_wanted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

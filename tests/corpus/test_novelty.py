@@ -21,7 +21,7 @@ def joined(*parts: TokenArray) -> TokenArray:
 
 
 def new(seen: NoveltyFilter, text: TokenArray) -> list[list[int]]:
-    return [stretch.tolist() for stretch in seen.new(text)]
+    return [stretch.tolist() for stretch in seen.new_parts(text)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 33, 200])
@@ -80,7 +80,7 @@ def test_equal_tokens_in_another_order_are_new() -> None:
 
 
 def test_its_memory_is_bounded_and_the_latest_stays_known() -> None:
-    seen = NoveltyFilter(most_tokens=800)
+    seen = NoveltyFilter(max_tokens=800)
     for seed in range(30):
         text = words(seed, 300)
         seen.add(text)

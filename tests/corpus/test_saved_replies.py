@@ -23,8 +23,8 @@ MARK, OTHER = "ab" * 32, "cd" * 32
 SIZE = 100
 
 
-def store(folder: Path, mark: str = MARK, most_tokens: int = 1000, size: int = SIZE) -> SavedReplies:
-    return SavedReplies(mark, size, folder, most_tokens)
+def store(folder: Path, mark: str = MARK, max_tokens: int = 1000, size: int = SIZE) -> SavedReplies:
+    return SavedReplies(mark, size, folder, max_tokens)
 
 
 def kept(folder: Path, **options: Any) -> list[list[int]]:
@@ -136,7 +136,7 @@ def test_only_the_owner_may_look(folder: Path) -> None:
     before = os.umask(0)
     try:
         fill(folder)
-        store(folder, most_tokens=2).add([1, 2])
+        store(folder, max_tokens=2).add([1, 2])
     finally:
         os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -153,16 +153,16 @@ def test_vocabularies_do_not_mix(folder: Path) -> None:
 
 def test_the_oldest_go_first(folder: Path) -> None:
     for number in range(200):
-        store(folder, most_tokens=100).add([number % SIZE] * 10)
+        store(folder, max_tokens=100).add([number % SIZE] * 10)
         assert store(folder).path.stat().st_size < 4 * 100 * 2 + 200
-    found = kept(folder, most_tokens=100)
+    found = kept(folder, max_tokens=100)
     assert found[-1] == [199 % SIZE] * 10
     assert 3 <= len(found) <= 10
     assert found == [[number % SIZE] * 10 for number in range(200 - len(found), 200)]
 
 
 def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
-    one = store(folder, most_tokens=100)
+    one = store(folder, max_tokens=100)
     for _ in range(150):
         one.add([1])
     assert one.path.stat().st_size < 1000
@@ -170,7 +170,7 @@ def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
 
 def test_a_reply_too_long_to_keep_leaves_the_others(folder: Path) -> None:
     fill(folder)
-    store(folder, most_tokens=50).add([1] * 500)
+    store(folder, max_tokens=50).add([1] * 500)
     assert [1, 2, 3] in kept(folder)
 
 
@@ -192,7 +192,7 @@ def test_a_file_of_another_kind_is_left_out_said_and_written_anew(folder: Path, 
     again = store(folder)
     assert again.load() == []
     if path.stat().st_size:
-        assert "not readable" in again.notice
+        assert "are damaged" in again.notice
         assert str(path) in again.notice
     again.add([7])
     assert kept(folder) == [[7]]
@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_hurts_nobody(tmp_path:
     assert lost.load() == []
     lost.add([1, 2])
     lost.add([3])
-    assert "not remembered" in lost.notice
+    assert "cannot be saved" in lost.notice
     assert "not a directory" in lost.notice
 
 
@@ -268,7 +268,7 @@ def test_a_file_that_cannot_be_opened_is_said(folder: Path) -> None:
     assert again.load() == []
     assert "cannot be read" in again.notice
     again.add([1])
-    assert "not remembered" in again.notice
+    assert "cannot be saved" in again.notice
 
 
 def test_a_full_disk_loses_this_reply_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.M
     unlocked = store(folder)
     assert len(unlocked.load()) == 3
     unlocked.add([7])
-    assert "not remembered" in unlocked.notice
+    assert "cannot be saved" in unlocked.notice
     assert "does not appear to support" in unlocked.notice
 
 
@@ -401,7 +401,7 @@ def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) ->
         if pipe != first.path:
             first.path.symlink_to(pipe)
     assert first.load() == []
-    assert first.notice == f"earlier chats cannot be read from {first.path}: it is not a regular file"
+    assert first.notice == f"saved replies cannot be read from {first.path}: it is not a regular file"
     first.add([1, 2])
-    assert first.notice == f"chats are not remembered in {first.path}: it is not a regular file"
+    assert first.notice == f"replies cannot be saved in {first.path}: it is not a regular file"
     assert not stat.S_ISREG(first.path.stat().st_mode)

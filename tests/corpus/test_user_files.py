@@ -93,13 +93,13 @@ def test_what_is_no_text_is_left_out_and_counted(folder: Path, read: Read) -> No
     os.mkfifo(folder / "pipe")
     corpus = read(folder)
     assert words(corpus) == ["bbb", "aa", "c"]
-    assert corpus.notice.endswith("left out: 1 too large, 2 not readable as text")
+    assert corpus.notice.endswith("skipped: 1 too large, 2 not readable as text")
 
 
 def test_only_so_many_tokens(folder: Path, read: Read) -> None:
-    corpus = read(folder, most_tokens=4)
+    corpus = read(folder, max_tokens=4)
     assert words(corpus) == ["bbb", "a"]
-    assert corpus.notice.endswith("2 files, 4 tokens; left out: 1 beyond 4 tokens")
+    assert corpus.notice.endswith("2 files, 4 tokens; skipped: 1 after 4 tokens")
 
 
 def test_a_file_is_tokenised_when_it_changed(folder: Path, read: Read) -> None:
@@ -174,7 +174,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 
 
 def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) -> None:
-    with pytest.raises(OptionError, match="there is no corpus at .*nowhere"):
+    with pytest.raises(OptionError, match="nowhere does not exist"):
         read(folder / "nowhere")
     with pytest.raises(OptionError, match=r"cannot be read: not a directory"):
         read(folder / "b.txt" / "inner")
@@ -279,10 +279,10 @@ class TestTheSwitches:
         assert (notice, third.note()) == ("", "")
         third.begin([2, 3])
         assert guessed(third) == (3,)
-        assert "bytes of earlier chats" in third.note()
+        assert "bytes of saved replies" in third.note()
 
     def test_no_corpus_is_refused_at_once(self, tmp_path: Path) -> None:
-        with pytest.raises(OptionError, match="there is no corpus"):
+        with pytest.raises(OptionError, match="does not exist"):
             suffix_drafter(LetterVocabulary(8), corpus=tmp_path / "nowhere", remember=True)
         assert not (tmp_path / "data").exists()
 

@@ -16,7 +16,7 @@ from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.catalog.catalogue import models_folder
 from edgespec.costs import curve as module
-from edgespec.costs.curve import WIDTHS, CostCurve, gentle, measure
+from edgespec.costs.curve import MEASURED_WIDTHS, CostCurve, assumed_cost, measure_costs
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ContextFullError
 from tests.tables import table
@@ -46,7 +46,7 @@ class TestBetweenAndBeyond:
     def test_beyond_the_last_width(self) -> None:
         assert MEASURED.v(20) == pytest.approx(2.83 + 0.54)
         assert CostCurve((1, 2, 4), (2.0, 6.0, 4.0)).v(9) == 2.0, "what falls at the end falls no further"
-        assert CostCurve((1,), (0.1,)).v(5) == gentle(5), "nothing is known of wider passes"
+        assert CostCurve((1,), (0.1,)).v(5) == assumed_cost(5), "nothing is known of wider passes"
 
     @pytest.mark.parametrize(
         ("widths", "seconds"),
@@ -86,20 +86,20 @@ class TestMeasuring:
     def test_the_memory_is_left_as_it_was(self, model: LanguageModel, prompt: list[int]) -> None:
         model.prefill(prompt)
         before = rows(model)
-        curve = measure(model, (1, 2, 5), repeats=2)
+        curve = measure_costs(model, (1, 2, 5), repeats=2)
         assert curve.widths == (1, 2, 5)
         assert model.length == len(prompt)
         assert np.array_equal(rows(model), before)
 
     def test_no_wider_than_the_context_has_room(self, model: LanguageModel) -> None:
         model.prefill([1] * (model.free_tokens - 5))
-        assert measure(model, repeats=1).widths == (1, 2, 3, 4, 5)
+        assert measure_costs(model, repeats=1).widths == (1, 2, 3, 4, 5)
 
     def test_an_interrupt_leaves_the_memory_as_it_was(self, model: LanguageModel) -> None:
         model.prefill(PROMPT)
         model.interrupt(True)
         with pytest.raises(CancelledError):
-            measure(model)
+            measure_costs(model)
         model.interrupt(False)
         assert model.length == len(PROMPT)
 
@@ -115,17 +115,17 @@ class TestMeasuring:
 
         model.verify = verify  # type: ignore[method-assign]
         with pytest.raises(CancelledError):
-            measure(model)
+            measure_costs(model)
         assert next(counted) == 5
 
     def test_a_full_context(self) -> None:
         model = table(1, context_tokens=4)
         model.prefill([1] * 4)
         with pytest.raises(ContextFullError):
-            measure(model)
+            measure_costs(model)
 
     def test_a_model_that_cannot_go_back_is_timed_at_one_row(self) -> None:
-        assert measure(table(1, rollback=False)).widths == (1,)
+        assert measure_costs(table(1, rollback=False)).widths == (1,)
 
 
 class Clock:
@@ -148,7 +148,7 @@ class Clock:
         return SimpleNamespace(at=logits.at)
 
     def measure(self, **options: Any) -> CostCurve:
-        return measure(self._model, **options)
+        return measure_costs(self._model, **options)
 
 
 class TestItsTime:
@@ -159,7 +159,7 @@ class TestItsTime:
         assert clock.widths == [1, 1, 2, 1, 2, 1, 2, 1, 2]
 
     def test_narrow_widths_come_first_when_time_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = Clock(monkeypatch, {width: [0.04 * width] for width in WIDTHS})
+        clock = Clock(monkeypatch, {width: [0.04 * width] for width in MEASURED_WIDTHS})
         curve = clock.measure(budget_seconds=2.0)
         assert curve.widths == (1, 2, 3, 4, 5, 6, 8)
         assert clock.at < 0.04 + 2.0 + 0.32 + 1e-9
@@ -167,7 +167,7 @@ class TestItsTime:
 
     def test_a_slow_target_whose_rows_are_nearly_free(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Half a second a step, as a large model takes on a CPU: what a draft saves there is most of all."""
-        clock = Clock(monkeypatch, {width: [0.55 * (1.0 + 0.02 * (width - 1))] for width in WIDTHS})
+        clock = Clock(monkeypatch, {width: [0.55 * (1.0 + 0.02 * (width - 1))] for width in MEASURED_WIDTHS})
         curve = clock.measure(budget_seconds=2.0)
         assert set(curve.widths) >= {1, 2, 4, 8}
         assert curve.v(5) == pytest.approx(1.08)
@@ -176,7 +176,9 @@ class TestItsTime:
     def test_weights_that_come_from_a_disk_take_nothing_from_the_rest(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        clock = Clock(monkeypatch, {width: [40.0, 0.01] if width == 1 else [0.01] for width in WIDTHS})
+        clock = Clock(
+            monkeypatch, {width: [40.0, 0.01] if width == 1 else [0.01] for width in MEASURED_WIDTHS}
+        )
         curve = clock.measure()
         assert curve.target_step_seconds == pytest.approx(0.01)
         assert max(curve.widths) > 64
@@ -184,7 +186,7 @@ class TestItsTime:
     @given(step=st.floats(0.001, 60.0), row=st.floats(0.0, 3.0))
     def test_four_widths_are_known_of_any_machine(self, step: float, row: float) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            clock = Clock(patch, {width: [step * (1.0 + row * (width - 1))] for width in WIDTHS})
+            clock = Clock(patch, {width: [step * (1.0 + row * (width - 1))] for width in MEASURED_WIDTHS})
             curve = clock.measure(budget_seconds=0.0)
         assert set(curve.widths) >= {1, 2, 4, 8}
         assert curve.v(5) == pytest.approx(1.0 + 4 * row)

@@ -39,7 +39,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     clock = Clock()
-    monkeypatch.setattr(costs, "measure", clock)
+    monkeypatch.setattr(costs, "measure_costs", clock)
     return clock
 
 
@@ -79,11 +79,11 @@ def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curve
 
 def test_where_measuring_is_not_wanted_what_was_kept_serves_or_each_row_costs_a_little(clock: Clock) -> None:
     model = table(5)
-    assumed = TargetCosts(model, LoadOptions(), measures=False).curve()
+    assumed = TargetCosts(model, LoadOptions(), is_measuring=False).curve()
     assert (clock.curves, model.length) == (0, 0)
     assert assumed.v(5) == pytest.approx(1.2)
     target_curve(model, LoadOptions())
-    assert TargetCosts(model, LoadOptions(), measures=False).curve().v(4) == pytest.approx(1.5)
+    assert TargetCosts(model, LoadOptions(), is_measuring=False).curve().v(4) == pytest.approx(1.5)
     assert clock.curves == 1
 
 
@@ -107,12 +107,12 @@ def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
 
     for _ in range(2):
         target_curve(table(5), LoadOptions(), progress)
-    assert said == ["measuring what a pass costs"]
+    assert said == ["measuring the speed of the model"]
 
 
 def test_it_can_be_measured_anew(clock: Clock) -> None:
     target_curve(table(5), LoadOptions())
     clock.step_seconds = 0.09
-    assert TargetCosts(table(5), LoadOptions()).renew().target_step_seconds == 0.09
+    assert TargetCosts(table(5), LoadOptions()).remeasure().target_step_seconds == 0.09
     assert target_curve(table(5), LoadOptions())[0].target_step_seconds == 0.09
     assert clock.curves == 2

@@ -18,10 +18,10 @@ letters = st.integers(0, 2)
 texts = st.lists(letters, min_size=1, max_size=60)
 rules = st.builds(
     SuffixConfig,
-    factor=st.sampled_from([0.5, 1.0, 2.0]),
-    offset=st.sampled_from([0.0, 1.0]),
+    length_factor=st.sampled_from([0.5, 1.0, 2.0]),
+    length_offset=st.sampled_from([0.0, 1.0]),
     min_probability=st.sampled_from([0.1, 0.3]),
-    most_nodes=st.integers(1, 12),
+    max_tokens=st.integers(1, 12),
     can_branch=st.booleans(),
 )
 
@@ -32,7 +32,7 @@ def never(token: int) -> bool:
 
 def growing(text: Sequence[int]) -> SuffixAutomaton:
     grown = SuffixAutomaton()
-    grown.hold(text)
+    grown.set_tokens(text)
     return grown
 
 
@@ -78,7 +78,7 @@ def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: Suff
     best = 0.0
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = places(documents, recent, length)
-        wanted = rule.nodes(length)
+        wanted = rule.max_draft_tokens(length)
         probs = probabilities(following, min(depth, wanted))
         probs.pop(())
         probable = sorted((p for p in probs.values() if p >= rule.min_probability - 1e-12), reverse=True)

@@ -1,4 +1,4 @@
-"""A draft model's memory: what it sees of a text, and that all of it was seen once all may be read."""
+"""A draft model's cache: what it sees of a text, and that all of it was seen once all may be read."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def text_of(model: LanguageModel, length: int) -> list[int]:
     return [int(token) for token in random.integers(3, model.facts.vocab_size, length)]
 
 
-def guess(memory: DraftCache) -> NDArray[np.float32]:
+def guess(cache: DraftCache) -> NDArray[np.float32]:
     """The logits after the last token, of which nothing stays."""
-    model = memory.model
+    model = cache.model
     held = model.length
-    lag = memory.shown[held:]
+    lag = cache.visible_tokens[held:]
     row = len(lag) - 1
     logits = model.verify(TokenTree.chain(lag[0], lag[1:])).at(row, np.arange(model.facts.vocab_size))
     model.truncate(held)
@@ -49,64 +49,64 @@ def guess(memory: DraftCache) -> NDArray[np.float32]:
 def fresh(model: LanguageModel, shown: list[int]) -> NDArray[np.float32]:
     """The same, after a prefill of what is shown alone."""
     model.truncate(0)
-    memory = DraftCache(model)
-    memory.begin(shown)
-    memory.read()
-    return guess(memory)
+    cache = DraftCache(model)
+    cache.begin(shown)
+    cache.prefill()
+    return guess(cache)
 
 
 class TestWithARealModel:
     def test_of_too_long_a_text_it_sees_the_first_tokens_and_the_end(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftCache(model)
-        memory.begin(text)
-        assert (memory.unread, memory.unread_whole) == (88, 88)
-        memory.read(20)
-        assert memory.shown[:SINKS] == text[:SINKS]
-        assert memory.shown[SINKS:] == text[-len(memory.shown) + SINKS :]
-        assert len(memory.shown) <= 21
-        assert (memory.unread, memory.unread_whole) == (0, 90)
-        got = guess(memory)
-        np.testing.assert_allclose(got, fresh(model, memory.shown), atol=1e-4)
+        cache = DraftCache(model)
+        cache.begin(text)
+        assert (cache.pending_tokens, cache.full_pending_tokens) == (88, 88)
+        cache.prefill(20)
+        assert cache.visible_tokens[:SINKS] == text[:SINKS]
+        assert cache.visible_tokens[SINKS:] == text[-len(cache.visible_tokens) + SINKS :]
+        assert len(cache.visible_tokens) <= 21
+        assert (cache.pending_tokens, cache.full_pending_tokens) == (0, 90)
+        got = guess(cache)
+        np.testing.assert_allclose(got, fresh(model, cache.visible_tokens), atol=1e-4)
 
     def test_catching_up_reads_no_more_than_what_is_new(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftCache(model)
-        memory.begin(text)
-        memory.read(20)
-        shown, held = list(memory.shown), model.length
-        memory.extend((5, 6, 7, 8))
-        assert memory.unread == 3
-        memory.read(50)
-        assert memory.shown == [*shown, 5, 6, 7, 8]
+        cache = DraftCache(model)
+        cache.begin(text)
+        cache.prefill(20)
+        shown, held = list(cache.visible_tokens), model.length
+        cache.extend((5, 6, 7, 8))
+        assert cache.pending_tokens == 3
+        cache.prefill(50)
+        assert cache.visible_tokens == [*shown, 5, 6, 7, 8]
         assert model.length == held + 4
 
     def test_once_all_was_read_it_guesses_as_after_a_fresh_prefill(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
-        memory = DraftCache(model)
-        memory.begin(text)
-        memory.read(20)
-        memory.extend((5, 6, 7))
-        part = guess(memory)
-        memory.read(memory.unread_whole)
-        assert memory.shown == [*text, 5, 6, 7]
-        assert memory.unread == memory.unread_whole == 0
-        whole = guess(memory)
+        cache = DraftCache(model)
+        cache.begin(text)
+        cache.prefill(20)
+        cache.extend((5, 6, 7))
+        part = guess(cache)
+        cache.prefill(cache.full_pending_tokens)
+        assert cache.visible_tokens == [*text, 5, 6, 7]
+        assert cache.pending_tokens == cache.full_pending_tokens == 0
+        whole = guess(cache)
         np.testing.assert_allclose(whole, fresh(model, [*text, 5, 6, 7]), atol=1e-4)
         assert np.abs(whole - part).max() > 1e-2
 
     def test_the_next_turn_keeps_what_both_texts_begin_with(self, model: LanguageModel) -> None:
         text = text_of(model, 60)
         model.truncate(0)
-        memory = DraftCache(model)
-        memory.begin(text)
-        memory.read()
-        memory.begin([*text[:40], *text_of(model, 12)])
+        cache = DraftCache(model)
+        cache.begin(text)
+        cache.prefill()
+        cache.begin([*text[:40], *text_of(model, 12)])
         assert model.length == 40
-        assert memory.unread == 10
+        assert cache.pending_tokens == 10
 
 
 @settings(max_examples=200, deadline=None)
@@ -126,23 +126,25 @@ def test_what_is_shown_is_the_text_or_its_first_tokens_and_its_end(
 ) -> None:
     """Acts: tokens that come, reading of at most so many tokens, reading of all."""
     model, whole = table(1), list(text)
-    memory = DraftCache(model)
-    memory.begin(text)
+    cache = DraftCache(model)
+    cache.begin(text)
     for act in acts:
         if isinstance(act, list):
-            memory.extend(tuple(act))
+            cache.extend(tuple(act))
             whole += act
             continue
-        unread, held = memory.unread, model.length
-        memory.read(act)
+        unread, held = cache.pending_tokens, model.length
+        cache.prefill(act)
         if act is not None and act >= SINKS:
-            assert memory.unread <= max(unread - act, 0)
+            assert cache.pending_tokens <= max(unread - act, 0)
         if act is None:
-            assert memory.shown == whole
-            assert memory.unread == 0
+            assert cache.visible_tokens == whole
+            assert cache.pending_tokens == 0
         else:
             most = max(act, SINKS)
             assert model.length <= max(held, most) + 1 + (unread if unread <= most else 0)
-        end = len(memory.shown) - SINKS
-        assert memory.shown == whole or memory.shown == whole[:SINKS] + whole[len(whole) - end :]
-        assert memory.shown[-1] == whole[-1]
+        end = len(cache.visible_tokens) - SINKS
+        assert (
+            cache.visible_tokens == whole or cache.visible_tokens == whole[:SINKS] + whole[len(whole) - end :]
+        )
+        assert cache.visible_tokens[-1] == whole[-1]

@@ -14,9 +14,8 @@ from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.lookahead import LookaheadDrafter
+from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
 from edgespec.drafters.lookahead_window import LookaheadWindow
-from edgespec.drafters.ngram_pool import NgramPool
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -49,7 +48,11 @@ def columns(drafter: LookaheadDrafter) -> list[list[int]]:
 
 
 def pool_of(drafter: LookaheadDrafter) -> set[tuple[int, ...]]:
-    return {(token, *rest) for token in range(VOCAB) for rest in drafter._pool.after(token, NgramPool.EACH)}
+    return {
+        (token, *rest)
+        for token in range(VOCAB)
+        for rest in drafter._pool.after(token, NgramPool.MAX_PER_TOKEN)
+    }
 
 
 def best(model: TabularModel, tokens: Sequence[int]) -> int:
@@ -72,7 +75,9 @@ class TestJacobi:
         tokens = [0, 1, 2, 0, 1]
         target._table[:, END] = -50
         drafter.begin(tokens)
-        text_ngrams = {tuple(tokens[i : i + window.size]) for i in range(len(tokens) - window.size + 1)}
+        text_ngrams = {
+            tuple(tokens[i : i + window.ngram_tokens]) for i in range(len(tokens) - window.ngram_tokens + 1)
+        }
         assert pool_of(drafter) == text_ngrams
         target.prefill(tokens[:-1])
         ages: list[int] = []
@@ -114,7 +119,8 @@ class TestJacobi:
             }
             tokens += emitted
             text_ngrams |= {
-                tuple(tokens[i : i + window.size]) for i in range(len(tokens) - window.size + 1)
+                tuple(tokens[i : i + window.ngram_tokens])
+                for i in range(len(tokens) - window.ngram_tokens + 1)
             } | jacobi
             assert pool_of(drafter) == text_ngrams
             shifted = [[*column[1:], new] for column, new in zip(before, said, strict=True)]
@@ -187,7 +193,7 @@ class TestWhetherItPays:
     def test_off_where_every_row_costs(self) -> None:
         drafter = LookaheadDrafter(FREE, STEEP)
         assert drafter.note().startswith(
-            "lookahead is off: no window is worth its rows here (7 rows cost 7.00"
+            "lookahead is off: no window is faster here (a pass of 7 tokens takes 7.00 times"
         )
         assert self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 40) == [0] * 120
 
@@ -196,13 +202,13 @@ class TestWhetherItPays:
     )
     def test_off_where_no_window_fits(self, able: Capabilities) -> None:
         drafter = LookaheadDrafter(able, FLAT)
-        assert "more than the target takes" in drafter.note()
+        assert "the target does not support passes of" in drafter.note()
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2]) == [0] * 4
 
     def test_off_where_the_draft_is_too_short_and_on_again(self) -> None:
         drafter = LookaheadDrafter(FREE, FLAT)
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=2) == [0] * 4
-        assert drafter.note() == "lookahead is off: its smallest draft is 3 deep, the draft length 2"
+        assert drafter.note() == "lookahead is off: it needs a draft length of at least 3, not 2"
         assert all(self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=3))
 
     def test_without_a_curve_it_is_off(self) -> None:
@@ -210,10 +216,10 @@ class TestWhetherItPays:
 
     def test_on_where_rows_are_free(self) -> None:
         drafter = LookaheadDrafter(Capabilities(True, True, max_branches=8), FLAT)
-        assert drafter.note().startswith("lookahead runs W ")
+        assert drafter.note().startswith("lookahead runs with W ")
         assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
 
-    def test_luck_turns_it_off_and_on(self) -> None:
+    def test_the_hit_rate_turns_it_off_and_on(self) -> None:
         """Off after a text that never repeats; on again, for the price of looking, where it repeats."""
         curve = CostCurve((1, 64), (1.0, 3.0))
         drafter = LookaheadDrafter(FREE, curve)
@@ -236,19 +242,19 @@ class TestWhetherItPays:
 class TestThePool:
     def test_the_latest_come_first_and_the_oldest_go(self) -> None:
         pool = NgramPool()
-        for last in range(NgramPool.EACH + 4):
+        for last in range(NgramPool.MAX_PER_TOKEN + 4):
             pool.add((7, 1, last))
         pool.add((7, 1, 5))
-        assert pool.after(7, 2) == [(1, 5), (1, NgramPool.EACH + 3)]
-        assert len(pool.after(7, 99)) == len(pool) == NgramPool.EACH
+        assert pool.after(7, 2) == [(1, 5), (1, NgramPool.MAX_PER_TOKEN + 3)]
+        assert len(pool.after(7, 99)) == len(pool) == NgramPool.MAX_PER_TOKEN
         assert pool.after(8, 3) == []
 
     def test_it_is_bounded(self) -> None:
         pool = NgramPool()
-        for token in range(NgramPool.MOST + 10):
+        for token in range(NgramPool.MAX_NGRAMS + 10):
             pool.add((token, 1))
         pool.add((0, 1))
-        assert len(pool) == NgramPool.MOST
+        assert len(pool) == NgramPool.MAX_NGRAMS
         assert pool.after(10, 1) == []
         assert pool.after(11, 1) == pool.after(0, 1) == [(1,)]
 

@@ -150,7 +150,7 @@ class TestTables:
     def test_a_target_that_cannot_branch_gets_chains(self) -> None:
         target = table(1, tree=False)
         drafter = forced(LookaheadWindow(0, 3, 1), target.facts.capabilities)
-        assert "n-grams of the text only: made so" in drafter.note()
+        assert "only n-grams of the text, because made so" in drafter.note()
         with with_drafter(target, drafter) as pair:
             asked: dict[str, Any] = {"seed": 1, "max_tokens": 60, "temperature": 0.0}
             expected = pair.generate(PROMPT, method="none", **asked)

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
 from edgespec.costs.curve import CostCurve
-from edgespec.drafters.lookahead_window import HitRate, LookaheadWindow, choose_window, smallest, speed_up
+from edgespec.drafters.lookahead_window import (
+    HitRate,
+    LookaheadWindow,
+    choose_window,
+    expected_speed_up,
+    smallest_window,
+)
 
 FLAT = CostCurve((1, 64), (1.0, 1.0))
 
@@ -34,7 +40,7 @@ def test_the_best_that_fits(
 ) -> None:
     curve = CostCurve((1, 8, 16, 40), (1.0, *seconds[1:]))
     able = Capabilities(True, tree, "", max_width, max_branches)
-    luck = HitRate()
+    hit_rate = HitRate()
     shapes = (
         [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
         if tree
@@ -45,13 +51,13 @@ def test_the_best_that_fits(
         for s in shapes
         if s.rows <= max_width and s.depth <= draft_length and (not tree or s.leaves <= max_branches)
     ]
-    best = max((speed_up(curve, s, luck) for s in shapes), default=0.0)
-    chosen = choose_window(curve, able, draft_length, luck)
+    best = max((expected_speed_up(curve, s, hit_rate) for s in shapes), default=0.0)
+    chosen = choose_window(curve, able, draft_length, hit_rate)
     if best <= 1:
         assert chosen is None
     else:
         assert chosen in shapes
-        assert speed_up(curve, chosen, luck) == best
+        assert expected_speed_up(curve, chosen, hit_rate) == best
 
 
 def test_where_every_row_costs_a_step_nothing_pays() -> None:
@@ -59,15 +65,15 @@ def test_where_every_row_costs_a_step_nothing_pays() -> None:
         able = Capabilities(True, tree)
         assert choose_window(CostCurve((1, 2), (1.0, 2.0)), able, 16, HitRate()) is None
         assert choose_window(FLAT, able, 16, HitRate()) is not None
-        assert choose_window(FLAT, able, smallest(able).depth - 1, HitRate()) is None
+        assert choose_window(FLAT, able, smallest_window(able).depth - 1, HitRate()) is None
 
 
 def test_luck_follows_what_is_seen() -> None:
-    window, luck = LookaheadWindow(4, 3, 4), HitRate()
-    assert luck.gain(window) == pytest.approx((1 - 0.6**4 + 1 - (1 - 0.16) ** 4) / 3)
+    window, hit_rate = LookaheadWindow(4, 3, 4), HitRate()
+    assert hit_rate.expected_tokens(window) == pytest.approx((1 - 0.6**4 + 1 - (1 - 0.16) ** 4) / 3)
     for _ in range(300):
-        luck.count(window, 2)
-    assert luck.gain(window) == pytest.approx(2.0, rel=0.02)
+        hit_rate.record(window, 2)
+    assert hit_rate.expected_tokens(window) == pytest.approx(2.0, rel=0.02)
     for _ in range(600):
-        luck.count(window, 0)
-    assert luck.gain(window) < 0.01
+        hit_rate.record(window, 0)
+    assert hit_rate.expected_tokens(window) < 0.01

@@ -71,16 +71,16 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
 def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
     grown = TokenBuffer(most)
-    grown.restart(start)
+    grown.set_tokens(start)
     everything = list(start)
     for emitted in rounds:
-        grown.append(emitted)
+        grown.extend(emitted)
         everything += emitted
-    kept = grown.text[: grown.end].tolist()
+    kept = grown.tokens[: grown.length].tolist()
     assert kept == everything[len(everything) - len(kept) :]
     assert len(kept) >= min(most, len(everything))
-    assert grown.text.nbytes <= grown.most_bytes
-    length, after = grown.seen(4)
+    assert grown.tokens.nbytes <= grown.max_bytes
+    length, after = grown.longest_repeated_suffix(4)
     assert kept[after - length : after] == kept[len(kept) - length :]
     assert (kept[after : after + 1] if length else []) == by_searching(kept, 1, shortest=1)
 

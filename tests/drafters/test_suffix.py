@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixConfig
-from edgespec.drafters.suffix.scoring import ScoredDraft, combined, grow
+from edgespec.drafters.suffix.scoring import ScoredDraft, grow_draft, merge_drafts
 from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
 from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS
 from tests.drafters.searching import (
@@ -29,7 +29,7 @@ from tests.drafters.searching import (
 
 def chat_of(text: Sequence[int], rule: SuffixConfig, is_end: Callable[[int], bool] = never) -> ChatSource:
     chat = ChatSource(rule, is_end)
-    chat.automaton.hold(text)
+    chat.automaton.set_tokens(text)
     return chat
 
 
@@ -38,7 +38,7 @@ def guess_of(
 ) -> ScoredDraft:
     """What is guessed from this chat alone."""
     chat = chat_of(text, rule, is_end)
-    return chat.guess(chat, text[-1], depth)
+    return chat.propose(chat, text[-1], depth)
 
 
 def others_of(documents: Sequence[Text], text: Text, rule: SuffixConfig) -> OtherChatsSource:
@@ -46,7 +46,7 @@ def others_of(documents: Sequence[Text], text: Text, rule: SuffixConfig) -> Othe
     for document in documents:
         others.add(document)
     others.begin(text[:1])
-    others.follow(text[1:])
+    others.extend(text[1:])
     return others
 
 
@@ -68,7 +68,9 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
     for length in range(min(len(text), MAX_MATCH_TOKENS), 0, -1):
         pattern = tuple(text[-length:])
         if following(pattern)[0]:
-            guess = grow(following, pattern, text[-1], depth, rule.nodes(length), rule, never)
+            guess = grow_draft(
+                following, pattern, text[-1], depth, rule.max_draft_tokens(length), rule, never
+            )
             best = guess if guess.score > best.score else best
     return best
 
@@ -80,9 +82,9 @@ class TestTrees:
     @given(texts, rules, st.integers(1, 8))
     def test_every_probability_is_a_count(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         chat = growing(text)
-        for length, state in chat.matches(*chat.repeated()):
-            nodes = rule.nodes(length)
-            guess = grow(chat.following, state, text[-1], depth, nodes, rule, never)
+        for length, state in chat.suffixes(*chat.longest_repeated_suffix()):
+            nodes = rule.max_draft_tokens(length)
+            guess = grow_draft(chat.continuations, state, text[-1], depth, nodes, rule, never)
             probs = probabilities(places([text], text, length), depth)
             for path, prob in paths_of(guess).items():
                 assert prob == pytest.approx(probs[path])
@@ -106,7 +108,7 @@ class TestTrees:
         chat = chat_of(text, rule)
         for source in (IndexedSource(index_of(*documents), rule, never), others_of(documents, text, rule)):
             for _ in range(2):
-                guess = source.guess(chat, text[-1], depth)
+                guess = source.propose(chat, text[-1], depth)
                 if rule.can_branch:
                     assert guess.score == pytest.approx(by_searching(documents, text, depth, rule))
 
@@ -116,7 +118,7 @@ class TestTrees:
         assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
 
     def test_nothing_is_guessed_after_an_end(self) -> None:
-        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, SuffixConfig(factor=4), lambda token: token == 9)
+        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, SuffixConfig(length_factor=4), lambda token: token == 9)
         assert guess.tokens == [2, 9]
 
     def test_of_equal_scores_the_longest_match_wins(self) -> None:
@@ -131,7 +133,7 @@ class TestTrees:
 
     def test_a_path_just_probable_enough_is_followed(self) -> None:
         for least, followed in ((0.5, {(8,): 0.5, (7,): 0.5}), (0.51, {})):
-            rule = SuffixConfig(factor=2, min_probability=least)
+            rule = SuffixConfig(length_factor=2, min_probability=least)
             assert paths_of(guess_of([2, 7, 2, 8, 2], 1, rule)) == followed
 
     def test_the_draft_grows_with_the_match(self) -> None:
@@ -161,23 +163,23 @@ class TestCombining:
 
     def test_a_certain_guess_is_not_widened(self) -> None:
         sure = self.guess({(1,): 1.0, (1, 2): 1.0})
-        assert paths_of(combined([self.guess({(3,): 0.9}), sure], SuffixConfig())) == paths_of(sure)
+        assert paths_of(merge_drafts([self.guess({(3,): 0.9}), sure], SuffixConfig())) == paths_of(sure)
 
     def test_what_is_open_is_shared(self) -> None:
         first = self.guess({(1,): 0.6, (1, 2): 0.6})
         other = self.guess({(3,): 0.5, (3, 4): 0.5})
-        assert paths_of(combined([other, first], SuffixConfig())) == pytest.approx(
+        assert paths_of(merge_drafts([other, first], SuffixConfig())) == pytest.approx(
             {(1,): 0.6, (1, 2): 0.6, (3,): 0.2, (3, 4): 0.2}
         )
 
     def test_a_longer_path_of_another_goes_on(self) -> None:
         first = self.guess({(1,): 0.8, (2,): 0.2})
         other = self.guess({(1,): 0.45, (1, 5): 0.45})
-        assert paths_of(combined([first, other], SuffixConfig()))[1, 5] == pytest.approx(0.8)
+        assert paths_of(merge_drafts([first, other], SuffixConfig()))[1, 5] == pytest.approx(0.8)
 
     def test_chains_stay_chains(self) -> None:
         first, other = self.guess({(1,): 0.6}), self.guess({(3,): 0.5})
-        assert paths_of(combined([first, other], SuffixConfig(can_branch=False))) == {(1,): 0.6}
+        assert paths_of(merge_drafts([first, other], SuffixConfig(can_branch=False))) == {(1,): 0.6}
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
@@ -190,11 +192,11 @@ class TestCombining:
             others_of(some, text, rule),
             IndexedSource(index_of(*more), rule, never),
         ]
-        guesses = [source.guess(chat, text[-1], depth) for source in sources]
-        merged = combined(guesses, rule)
+        guesses = [source.propose(chat, text[-1], depth) for source in sources]
+        merged = merge_drafts(guesses, rule)
         paths = paths_of(merged)
         assert len(paths) == len(merged.tokens) - 1, "a path stands there twice"
-        assert len(paths) <= rule.most_nodes
+        assert len(paths) <= rule.max_tokens
         assert merged.score >= max(guess.score for guess in guesses) - 1e-9
         for path in paths:
             assert len(path) <= depth

@@ -16,7 +16,7 @@ from tests.drafters.searching import Text, expected_matches, index_of, places, t
 
 def following(index: SuffixArray, where: SuffixRange) -> list[Text]:
     """What is read after each place of a range, up to the end of its text."""
-    rows = index.rows(where, MAX_CONTINUATION_TOKENS)
+    rows = index.continuations(where, MAX_CONTINUATION_TOKENS)
     return [[*row, SEPARATOR][: [*row, SEPARATOR].index(SEPARATOR)] for row in rows]
 
 

@@ -15,8 +15,8 @@ from tests.drafters.searching import Text, expected_matches, growing, letters, p
 
 
 def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth: int) -> None:
-    text = automaton.text.tolist()
-    total, branches = automaton.following(state)
+    text = automaton.tokens.tolist()
+    total, branches = automaton.continuations(state)
     expected = what_follows(text, pattern)
     assert [branch[:3] for branch in branches] == expected
     assert total == sum(count for count, _, _ in expected)
@@ -27,15 +27,15 @@ def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth
 
 def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: int) -> None:
     """Every ending that stood there is found, with what followed it."""
-    text = automaton.text.tolist()
-    found = dict(automaton.matches(state, length))
+    text = automaton.tokens.tolist()
+    found = dict(automaton.suffixes(state, length))
     assert list(found) == sorted(found, reverse=True)
     for size in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         pattern = recent[len(recent) - size :]
         longer = [length for length in found if length >= size]
         expected = what_follows(text, pattern)
         if longer:
-            branches = automaton.following(found[min(longer)])[1]
+            branches = automaton.continuations(found[min(longer)])[1]
             assert [branch[:3] for branch in branches] == expected
         else:
             assert expected == []
@@ -48,8 +48,8 @@ class TestItsOwnText:
     @given(texts)
     def test_all_endings_that_stood_there_before(self, text: Text) -> None:
         automaton = growing(text)
-        check_matches(automaton, text, *automaton.repeated())
-        found = [length for length, _ in automaton.matches(*automaton.repeated())]
+        check_matches(automaton, text, *automaton.longest_repeated_suffix())
+        found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
         assert sorted(found) == sorted(expected_matches([text], text))
 
     @settings(max_examples=100, deadline=None)
@@ -57,16 +57,16 @@ class TestItsOwnText:
     def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(
         self, start: Text, rounds: list[Text], most: int
     ) -> None:
-        automaton = SuffixAutomaton(most_tokens=most)
-        automaton.hold(start)
+        automaton = SuffixAutomaton(capacity_tokens=most)
+        automaton.set_tokens(start)
         everything = list(start)
         for emitted in rounds:
             automaton.extend(emitted)
             everything += emitted
-        kept = automaton.text.tolist()
+        kept = automaton.tokens.tolist()
         assert kept == everything[len(everything) - len(kept) :]
         assert min(most, len(everything)) <= len(kept) <= 2 * most
-        check_matches(automaton, kept, *automaton.repeated())
+        check_matches(automaton, kept, *automaton.longest_repeated_suffix())
 
     @settings(max_examples=100, deadline=None)
     @given(texts, texts, st.booleans(), st.integers(5, 100))
@@ -74,25 +74,25 @@ class TestItsOwnText:
         self, first: Text, more: Text, goes_on: bool, most: int
     ) -> None:
         second = [*first, *more] if goes_on else more
-        automaton = SuffixAutomaton(most_tokens=most)
-        assert automaton.hold(first) == len(first)
-        read = automaton.hold(second)
+        automaton = SuffixAutomaton(capacity_tokens=most)
+        assert automaton.set_tokens(first) == len(first)
+        read = automaton.set_tokens(second)
         if goes_on:
             assert read == len(more)
         elif second[: len(first)] != first and len(first) <= most:
             assert read == len(second)
-        text = automaton.text.tolist()
+        text = automaton.tokens.tolist()
         assert text == second[len(second) - len(text) :]
         assert len(text) >= min(most, len(second))
-        check_matches(automaton, text, *automaton.repeated())
+        check_matches(automaton, text, *automaton.longest_repeated_suffix())
 
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
     def test_a_loop_is_counted_right(self, period: int) -> None:
         text = [9, *(list(range(period)) * (1200 // period))]
         automaton = growing(text)
-        state, length = automaton.repeated()
+        state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
-        matches = list(automaton.matches(state, length))
+        matches = list(automaton.suffixes(state, length))
         assert [length for length, _ in matches] == sorted(expected_matches([text], text), reverse=True)
         for length, state in matches[:3] + matches[-3:]:
             check_following(automaton, text[-length:], state, 2)
@@ -105,11 +105,11 @@ class TestItsOwnText:
             text += [*phrase[:cut], *random.integers(0, 9, 4).tolist()]
         text += phrase[: MAX_MATCH_TOKENS + 5]
         automaton = growing(text)
-        state, length = automaton.repeated()
+        state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
         pattern = text[-MAX_MATCH_TOKENS:]
         for _ in range(MAX_CONTINUATION_TOKENS - 1):
-            total, branches = automaton.following(state)
+            total, branches = automaton.continuations(state)
             expected = what_follows(text, pattern)
             assert [branch[:3] for branch in branches] == expected
             assert total == sum(count for count, _, _ in expected)
@@ -130,8 +130,10 @@ class TestItsOwnText:
             text += bits
             automaton.extend([*bits, 0])
             text.append(0)
-            ((_, state),) = [match for match in automaton.matches(*automaton.repeated()) if match[0] == 1]
-            total, branches = automaton.following(state)
+            ((_, state),) = [
+                match for match in automaton.suffixes(*automaton.longest_repeated_suffix()) if match[0] == 1
+            ]
+            total, branches = automaton.continuations(state)
             expected = what_follows(text, [0])
             assert total == sum(count for count, _, _ in expected)
             frequent = [branch for branch in expected if branch[0] >= rarest * total]
@@ -149,7 +151,7 @@ class TestAnotherText:
         follower.restart(start)
         text = list(start)
         for emitted in [[], *rounds]:
-            follower.follow(emitted)
+            follower.extend(emitted)
             text += emitted
             assert follower.length <= MAX_MATCH_TOKENS
             check_matches(automaton, text, follower.state, follower.length)
@@ -165,22 +167,22 @@ class TestAnotherText:
         follower = SuffixMatcher(automaton)
         follower.restart([2, 3, 4])
         assert follower.length == 1
-        follower.follow([5])
+        follower.extend([5])
         assert follower.length == 2
-        assert [token for _, _, token, _ in automaton.following(follower.state)[1]] == [6]
+        assert [token for _, _, token, _ in automaton.continuations(follower.state)[1]] == [6]
         follower.restart([2, 3])
-        assert automaton.following(follower.state) == (0, [])
+        assert automaton.continuations(follower.state) == (0, [])
 
 
 def test_memory_is_bounded() -> None:
     random = np.random.default_rng(1)
-    automaton = SuffixAutomaton(most_tokens=500)
+    automaton = SuffixAutomaton(capacity_tokens=500)
     for size in (3, 400, 20):
         for _ in range(20):
             automaton.extend(random.integers(0, size, 77).tolist())
-            assert 500 <= len(automaton.text) <= 1000 or len(automaton.text) < 20 * 77
+            assert 500 <= len(automaton.tokens) <= 1000 or len(automaton.tokens) < 20 * 77
     automaton.extend(range(5000))
-    assert automaton.text.tolist() == list(range(4500, 5000))
+    assert automaton.tokens.tolist() == list(range(4500, 5000))
 
 
 @pytest.mark.parametrize("letters", [2, 5, 300, 1 << 20])

@@ -62,7 +62,7 @@ class TestSeveralChats:
 
     def test_a_reply_is_kept_when_it_is_over(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2])
         drafter.commit((3,))
         drafter.commit((4, 5))
@@ -77,7 +77,7 @@ class TestSeveralChats:
 
     def test_a_prompt_helps_other_chats_like_a_reply(self) -> None:
         kept = Kept()
-        drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
+        drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2, 3, 4, 5])
         drafter.commit((6,))
         drafter.begin([1, 2, 3, 4, 5, 6, 7])
@@ -115,16 +115,14 @@ def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
 
 def test_what_is_wrong_with_remembering_is_told() -> None:
     kept = Kept()
-    drafter = SuffixDrafter(lambda: SuffixCorpus(replies=kept))
+    drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
     kept.notice = "replies are not remembered"
     assert drafter.note() == ""
     drafter.begin([1])
     assert drafter.note() == "replies are not remembered"
     drafter.commit((2,))
-    drafter.cost.seconds, drafter.reading.seconds = 5e-6, 2e-6
-    assert (
-        drafter.note() == "suffix costs 5 µs a token (2 µs for one of the prompt); replies are not remembered"
-    )
+    drafter.cost.seconds, drafter.prompt_cost.seconds = 5e-6, 2e-6
+    assert drafter.note() == "suffix costs 5 µs a token (2 µs per prompt token); replies are not remembered"
 
 
 def test_what_it_costs_and_holds_is_told() -> None:
@@ -136,10 +134,11 @@ def test_what_it_costs_and_holds_is_told() -> None:
     drafter.commit((4, 5))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.begin([1, 2, 3, 4, 5, 6])
-    assert drafter.reading.tokens == 4, "three and one: what is known is not read again"
-    drafter.cost.seconds, drafter.reading.seconds = 2 * 37e-6, 4 * 3e-6
+    assert drafter.prompt_cost.tokens == 4, "three and one: what is known is not read again"
+    drafter.cost.seconds, drafter.prompt_cost.seconds = 2 * 37e-6, 4 * 3e-6
     assert drafter.note() == (
-        "suffix costs 37 µs a token (3 µs for one of the prompt) and knows 1,000 tokens of other texts"
+        "suffix costs 37 µs a token (3 µs per prompt token),"
+        " with 1,000 indexed tokens of files and earlier chats"
     )
     assert index.size_bytes < 9_000
     assert 100 < drafter.memory_use.other_bytes - index.size_bytes < 2_000
@@ -153,8 +152,8 @@ def half_known(seed: int) -> SuffixArray:
 
 RULES: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "wide": {"factor": 4.0, "offset": 4.0, "min_probability": 0.02},
-    "chains": {"can_branch": False, "factor": 4.0},
+    "wide": {"length_factor": 4.0, "length_offset": 4.0, "min_probability": 0.02},
+    "chains": {"can_branch": False, "length_factor": 4.0},
 }
 
 
@@ -168,7 +167,7 @@ def test_replies_are_those_of_plain_decoding(
     for seed in range(6):
         target = table(seed, spread=3.0, tree=branching)
         known = partial(SuffixCorpus, half_known(seed), Kept())
-        drafter = SuffixDrafter(known, rule=SuffixConfig(**rule), is_end=target.vocabulary.is_end)
+        drafter = SuffixDrafter(known, config=SuffixConfig(**rule), is_end=target.vocabulary.is_end)
         with with_drafter(target, drafter) as runtime:
             for prompt in ("abcab", "dddd", "a"):
                 options: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 60}
@@ -183,10 +182,10 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     drafter = SuffixDrafter()
     for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
         drafter.begin(begins)
-        assert drafter.reading.tokens == read
+        assert drafter.prompt_cost.tokens == read
     drafter.reset()
     drafter.begin([0, 1, 2, 0, 1, 2])
-    assert drafter.reading.tokens == 12
+    assert drafter.prompt_cost.tokens == 12
     assert tree(drafter, 2).drafted
 
 

@@ -19,13 +19,13 @@ from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table
 ROOT = (0,)
 # After 0 come 1 0 0, 1 1 0, 0 1 1 and 2 0: branches at every level.
 KNOWN = ([0, 1, 0, 0], [2, 0, 1, 1, 0], [1, 0, 0, 1, 1], [1, 0, 2, 0])
-WIDE = SuffixConfig(factor=4.0, offset=3.0, min_probability=0.01)
+WIDE = SuffixConfig(length_factor=4.0, length_offset=3.0, min_probability=0.01)
 
 
 def suffix(rule: SuffixConfig, vocab_size: int) -> SuffixDrafter:
     texts = [[token % vocab_size for token in text] for text in KNOWN]
     index = SuffixArray(np.array(text, np.int32) for text in texts)
-    return SuffixDrafter(lambda: SuffixCorpus(index), rule=rule)
+    return SuffixDrafter(lambda: SuffixCorpus(index), config=rule)
 
 
 def law_of(
@@ -61,7 +61,9 @@ def law_of(
 
 
 @pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("rule", [WIDE, SuffixConfig(factor=4.0, can_branch=False)], ids=["tree", "chain"])
+@pytest.mark.parametrize(
+    "rule", [WIDE, SuffixConfig(length_factor=4.0, can_branch=False)], ids=["tree", "chain"]
+)
 @pytest.mark.parametrize("seed", range(4))
 def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
     target = random_table(seed, 3)

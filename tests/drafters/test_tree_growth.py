@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
 from edgespec.backends.tabular import TabularModel
-from edgespec.costs.curve import Curve, gentle
+from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.model import ModelDrafter
@@ -42,7 +42,9 @@ def steep(rows: int) -> float:
     return float(rows)
 
 
-def grown(limits: PassLimits | None = None, curve: Curve = gentle, siblings: int = 4) -> AdaptiveTreeGrowth:
+def grown(
+    limits: PassLimits | None = None, curve: CostFunction = assumed_cost, siblings: int = 4
+) -> AdaptiveTreeGrowth:
     return AdaptiveTreeGrowth(limits, curve, siblings, ticking())
 
 
@@ -153,25 +155,25 @@ class TestItsCosts:
         depths = []
         for seconds in (0.01, 0.9):
             # When a round begins, when the draft is made, when the target has run two rows.
-            moments = np.cumsum([0.0, seconds, gentle(2)] * 5).tolist()
+            moments = np.cumsum([0.0, seconds, assumed_cost(2)] * 5).tolist()
             growth = AdaptiveTreeGrowth(
-                PassLimits(16, 1), gentle, clock=iter([*moments, *[0.0] * 9]).__next__
+                PassLimits(16, 1), assumed_cost, clock=iter([*moments, *[0.0] * 9]).__next__
             )
             for _ in range(5):
                 growth.begin_round(8)
                 growth.grow_level([1.0], lambda i: np.array([0.9]))
                 growth.finish_draft()
                 growth.record_verify_pass(2)
-            assert growth.pass_cost == pytest.approx(seconds)
+            assert growth.draft_pass_cost == pytest.approx(seconds)
             depths.append(draft(growth).drafted)
         assert depths[0] > depths[1]
 
 
 class TestSameTokens:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-    @pytest.mark.parametrize("curve", [gentle, flat])
+    @pytest.mark.parametrize("curve", [assumed_cost, flat])
     def test_whatever_grows_the_reply_is_that_of_plain_decoding(
-        self, temperature: float, curve: Curve
+        self, temperature: float, curve: CostFunction
     ) -> None:
         for seed in range(4):
             target = table(seed)
@@ -214,9 +216,9 @@ class TestExactLaws:
     """In rejection mode what is drafted must not depend on the luck of its own draw."""
 
     @pytest.mark.parametrize("rule", RULES)
-    @pytest.mark.parametrize("curve", [gentle, flat])
+    @pytest.mark.parametrize("curve", [assumed_cost, flat])
     @pytest.mark.parametrize("seed", range(4))
-    def test_one_round(self, rule: Rule, curve: Curve, seed: int) -> None:
+    def test_one_round(self, rule: Rule, curve: CostFunction, seed: int) -> None:
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
         shapes = set()
 
@@ -254,6 +256,6 @@ class TestExactLaws:
         assert_law(one_round(RULES[1].values[0], target, propose), target, ROOT, 3)  # type: ignore[arg-type]
 
     @staticmethod
-    def drafter(law: Any, limits: PassLimits, curve: Curve, ends: bool = False) -> ModelDrafter:
+    def drafter(law: Any, limits: PassLimits, curve: CostFunction, ends: bool = False) -> ModelDrafter:
         model: Any = ExactModel(law, 3, ends=ends)
         return ModelDrafter(model, 3, branches=AdaptiveTreeGrowth(limits, curve, 2, ticking()))

@@ -229,7 +229,7 @@ def compared(tiny: Tiny, row: Row, runtime: Runtime) -> Cell:
     check_draft(runtime, row)
     if row.learn:
         learnt = session.report(row.method).note
-        assert "steps on" in learnt
+        assert "training steps on" in learnt
         assert "not used" not in learnt
     session.target = model
     if row.branches and not can.tree:

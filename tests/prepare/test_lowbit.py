@@ -101,7 +101,7 @@ def test_a_model_that_could_not_use_a_copy_gets_none(
 
     monkeypatch.setattr(quantise_module, "_run", never)
     path = write(tmp_path / "model.gguf")
-    with pytest.raises(CapabilityError, match="cannot draft with fewer bits: its memory is a state"):
+    with pytest.raises(CapabilityError, match="does not support lowbit: it has recurrent layers"):
         prepare_lowbit(path)
     assert not store_folder().exists()
 
@@ -111,7 +111,7 @@ def test_no_model_at_all(tmp_path: Path) -> None:
         prepare_lowbit(tmp_path / "none.gguf", "Q2_K")
     rubbish = tmp_path / "rubbish.gguf"
     rubbish.write_bytes(b"GGUF" + bytes(5000))
-    with pytest.raises(BackendError, match=r"llama\.cpp made no Q2_K copy"):
+    with pytest.raises(BackendError, match=r"llama\.cpp could not make a Q2_K copy"):
         quantised_size(rubbish, "Q2_K")
     with pytest.raises(ModelFileError, match=r"rubbish\.gguf is incomplete or damaged"):
         prepare_lowbit(rubbish, "Q2_K")
@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(quantise_module, "token_hex", named)
     with pytest.raises(
-        BackendError, match=r"llama\.cpp made no Q2_K copy of .*; check the file and the free"
+        BackendError, match=r"llama\.cpp could not make a Q2_K copy of .*; check the file and the free"
     ):
         quantise(source, full, "Q2_K")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

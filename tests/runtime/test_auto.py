@@ -1,4 +1,4 @@
-"""`auto` says what plain decoding says, however its ledger, its clock and its user behave."""
+"""`auto` says what plain decoding says, however its loss_limit, its clock and its user behave."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestTheLaw:
         branches: tuple[int, ...],
         block: bool,
     ) -> None:
-        """A draft that is longer, for it has not come to an end, is dearer: the ledger may bear one only."""
+        """A draft that is longer, for it has not come to an end, is dearer: the credit may bear one only."""
         target, draft = random_table(seed, 2, zeros=0), random_table(seed + 100, 2, zeros=0)
         chance = AllChances()
         drafted = set()
@@ -71,7 +71,7 @@ class TestTheLaw:
             model: Any = SlowDraft(draft, 2, pass_seconds)
             costs = LiveCosts(CostCurve((1, 2, 3, 4), seconds))
             own = ModelDrafter(model, 2, branches=branches)
-            both = CombinedDrafter([own], True, curve=costs.v, clock=model.clock)
+            both = CombinedDrafter([own], True, v=costs.v, clock=model.clock)
             auto = AutoController(both, LossLimit(LossLimits(0.0, 1.3)), costs, clock=model.clock)
             auto.begin(ROOT)
             stats = Stats()

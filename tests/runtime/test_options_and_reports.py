@@ -133,7 +133,7 @@ class TestReports:
         method: Any = json["method"]
         assert re.fullmatch(r"ngram costs \d+ µs a token", method.pop("note"))
         assert (method.pop("gain"), method.pop("gain_uncertainty")) == (None, None)
-        assert method == {"requested": "model+ngram", "effective": "model+ngram", "reason": "asked for"}
+        assert method == {"requested": "model+ngram", "effective": "model+ngram", "reason": "as requested"}
         assert (json["target"], json["draft"], json["seed"]) == ("demo", "demo-draft", 3)
         stats: Any = json["stats"]
         assert set(stats) == {

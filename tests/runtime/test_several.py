@@ -42,14 +42,14 @@ def test_replies_at_once_are_what_they_are_alone(several: list[Runtime], method:
         for got, expected in zip(pool.map(ask, several, prompts), alone, strict=True):
             for reply in got:
                 equal(reply, expected)
-    assert ACTIVE_REPLIES.replies == 0
+    assert ACTIVE_REPLIES.count == 0
 
 
 def test_a_cancel_of_one_does_not_touch_another(several: list[Runtime]) -> None:
     expected = several[1].generate(HOWTO, max_tokens=24, method="none", **OPTIONS)
     stream = several[0].stream(LONG, max_tokens=300, **OPTIONS)
     next(stream)
-    assert ACTIVE_REPLIES.replies == 1
+    assert ACTIVE_REPLIES.count == 1
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(several[1].generate, HOWTO, max_tokens=24, **OPTIONS)
         stream.cancel()
@@ -57,7 +57,7 @@ def test_a_cancel_of_one_does_not_touch_another(several: list[Runtime]) -> None:
             pass
         equal(other.result(), expected)
     assert stream.reply.finish_reason == "cancelled"
-    assert ACTIVE_REPLIES.replies == 0
+    assert ACTIVE_REPLIES.count == 0
 
 
 def test_auto_knows_of_the_others_and_says_so(several: list[Runtime]) -> None:
@@ -93,7 +93,7 @@ def test_loading_and_closing_one_while_others_decode(name: str) -> None:
             over.set()
             for reply in replies.result():
                 equal(reply, expected)
-    assert ACTIVE_REPLIES.replies == 0
+    assert ACTIVE_REPLIES.count == 0
 
 
 def test_a_reply_that_is_given_up_is_counted_no_more() -> None:
@@ -102,9 +102,9 @@ def test_a_reply_that_is_given_up_is_counted_no_more() -> None:
         for give_up in ends:
             stream = runtime.stream(HOWTO, max_tokens=40)
             next(stream)
-            assert ACTIVE_REPLIES.replies == 1
+            assert ACTIVE_REPLIES.count == 1
             give_up(stream)
-            assert ACTIVE_REPLIES.replies == 0
+            assert ACTIVE_REPLIES.count == 0
 
 
 def _cancel(stream: edgespec.ReplyStream) -> None:

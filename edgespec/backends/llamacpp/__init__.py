@@ -1,4 +1,4 @@
-"""GGUF models run by llama.cpp. The only place that imports llama_cpp; all of ctypes stays in this folder."""
+"""GGUF models run by llama.cpp. This package is the only one that imports llama_cpp or uses ctypes for it."""
 
 from edgespec.backends.llamacpp.model import load
 

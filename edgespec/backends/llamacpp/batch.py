@@ -1,4 +1,4 @@
-"""What a pass is given: tokens, or the hidden states of rows, with their positions and sequences."""
+"""The input of a pass: tokens or hidden states, with their positions and sequences."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["Batch", "Inputs"]
 
-# Tokens, or float32 [n, embd].
+# Token ids, or hidden states as float32 [n, embd].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
 
 
 class Batch:
-    """A llama_batch, made once; numpy views let a pass fill it without a ctypes call per token.
+    """A llama_batch that is allocated once and filled through numpy views.
 
-    embd_size: numbers in a row of hidden states; 0 for a batch of tokens.
+    The views save a ctypes call per token. The owner must call `free`.
+
+    Args:
+        size: The maximum number of rows.
+        sequences: The maximum number of sequences per row.
+        embd_size: The length of a hidden state, or 0 for a batch of tokens.
     """
 
     def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
@@ -33,27 +38,34 @@ class Batch:
         )
         self._position = np.ctypeslib.as_array(batch.pos, (size,))
         self._sequence_count = np.ctypeslib.as_array(batch.n_seq_id, (size,))
-        self._wants_logits = np.ctypeslib.as_array(batch.logits, (size,))
+        self._needs_logits = np.ctypeslib.as_array(batch.logits, (size,))
         self._sequences = [batch.seq_id[i] for i in range(size)]
 
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Fill it: rows that are each part of some sequences. logits: of every row, or of none."""
+        """Replace the content.
+
+        Args:
+            inputs: The rows.
+            positions: The position of each row.
+            sequences: The sequences that each row belongs to.
+            logits: Compute the logits of all rows, or of none.
+        """
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions
-        self._wants_logits[:count] = logits
+        self._needs_logits[:count] = logits
         for i, ids in enumerate(sequences):
             self._sequence_count[i] = len(ids)
             for j, sequence in enumerate(ids):
                 self._sequences[i][j] = sequence
 
-    def append(self, inputs: Inputs, position: int) -> None:
-        """Fill it with rows of sequence 0 from `position` on, without logits."""
+    def put_consecutive(self, inputs: Inputs, position: int) -> None:
+        """Replace the content by rows of sequence 0 from `position` on, without logits."""
         count = len(inputs)
         self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the native memory."""
         self._lib.llama_batch_free(self.native)

@@ -1,4 +1,4 @@
-"""What the installed llama.cpp can do, without loading a model."""
+"""Version and features of the installed llama.cpp, without loading a model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import library
 
-__all__ = ["LlamaCppFacts", "about"]
+__all__ = ["LlamaCppBuildInfo", "build_info"]
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaCppFacts:
-    """The installed library. `features`: what it was built with and found in the processor."""
+class LlamaCppBuildInfo:
+    """The installed llama.cpp library.
+
+    Attributes:
+        version: The version of llama-cpp-python.
+        gpu_offload: Whether it was built with support for a GPU.
+        default_threads: The number of threads used for large models.
+        features: The CPU features and build options that llama.cpp reports.
+    """
 
     version: str
     gpu_offload: bool
@@ -20,10 +27,10 @@ class LlamaCppFacts:
     features: str
 
 
-def about() -> LlamaCppFacts:
-    """The facts of the installed library. Raises BackendMissingError."""
+def build_info() -> LlamaCppBuildInfo:
+    """Return version and features of the installed library. Raises BackendMissingError if there is none."""
     lib = library()
-    return LlamaCppFacts(
+    return LlamaCppBuildInfo(
         version=lib.__version__,
         gpu_offload=bool(lib.llama_supports_gpu_offload()),
         default_threads=default_threads(),

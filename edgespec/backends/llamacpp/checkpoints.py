@@ -1,4 +1,4 @@
-"""Earlier checkpoints of a context, held as sequences that share its cells."""
+"""Checkpoints of a context's memory, held as sequences that share its cells."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ __all__ = ["StateCheckpoint", "StateCheckpoints"]
 
 @dataclass(frozen=True, eq=False)
 class StateCheckpoint:
-    """The memory of `length` tokens, in a sequence of its own; gone when nobody refers to it."""
+    """The memory after `length` tokens. Its sequence is freed when the last reference is dropped."""
 
     length: int
     sequence: int
 
 
 class StateCheckpoints:
-    """Holds as many checkpoints of sequence 0 as there are spare sequences.
+    """The checkpoints of sequence 0 of a context, at most one per spare sequence.
 
-    Nothing is copied here: keys and values are shared, and the library writes the next state elsewhere
-    while the present one is.
+    Saving copies nothing: llama.cpp shares cells between sequences and writes the next recurrent state to a
+    new cell as long as the old one is in use. Used by the model's thread.
     """
 
     def __init__(self, context: LlamaContext, sequences: range) -> None:
         self._context = context
         self._free = list(sequences)
-        self._forgotten: list[int] = []
+        self._dropped: list[int] = []
 
     def save(self, length: int) -> StateCheckpoint:
-        """Hold sequence 0, which has `length` tokens."""
+        """Return a checkpoint of sequence 0, which holds `length` tokens."""
         self.release_dropped()
-        moment = StateCheckpoint(length, self._free.pop())
-        weakref.finalize(moment, self._forgotten.append, moment.sequence)
-        self._context.copy(0, moment.sequence)
-        return moment
+        checkpoint = StateCheckpoint(length, self._free.pop())
+        weakref.finalize(checkpoint, self._dropped.append, checkpoint.sequence)
+        self._context.copy(0, checkpoint.sequence)
+        return checkpoint
 
-    def restore(self, moment: StateCheckpoint) -> None:
-        """Make sequence 0 what it was; what came after is dropped, finished or not."""
+    def restore(self, checkpoint: StateCheckpoint) -> None:
+        """Reset sequence 0 to a checkpoint, discarding everything after it."""
         self.release_dropped()
         self._context.drop(0, 0)
-        self._context.copy(moment.sequence, 0)
+        self._context.copy(checkpoint.sequence, 0)
 
     def release_dropped(self) -> None:
-        """Take the cells of forgotten checkpoints back."""
-        while self._forgotten:
-            sequence = self._forgotten.pop()
+        """Free the cells of checkpoints that are no longer referenced."""
+        while self._dropped:
+            sequence = self._dropped.pop()
             self._context.drop(sequence, 0)
             self._free.append(sequence)

@@ -1,10 +1,9 @@
-"""A llama_context in typed form: one batch, one memory, passes of tokens with sequence ids."""
+"""A typed wrapper around a llama_context: passes, sequences of its KV cache, and copies of its cells."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,24 +25,32 @@ from edgespec.errors import (
     OptionError,
     OutOfMemoryError,
 )
-from edgespec.heap import large_buffers_apart
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
-FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-
+# The option's values and llama.cpp's enum (LLAMA_FLASH_ATTN_TYPE_*).
+_FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
+# Results of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
+# The default limit of the rows of a pass that have logits. Chosen: far above any draft that saves time, and
+# it bounds the logits buffer.
 MAX_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """What a context is made of.
+    """The size and layout of a context's memory.
 
-    sequences: how many it can hold. recurrent: all or some layers remember by a state. undo_tokens: so
-    many earlier states the library keeps of a pass. kv_bytes: what all of that takes. token_bytes: what it
-    takes for each token. rows: the most of a pass whose logits are wanted.
+    Attributes:
+        tokens: The number of KV cells.
+        kv_types: The types of keys and values.
+        sequences: The maximum number of sequences.
+        recurrent: Whether some or all layers have a recurrent state instead of keys and values.
+        undo_tokens: The number of recurrent states kept of a pass, for rollback without replay.
+        kv_bytes: The size of cells and states together.
+        token_bytes: The size of one cell in all layers.
+        rows: The maximum number of rows with logits per pass.
     """
 
     tokens: int
@@ -56,16 +63,28 @@ class ContextPlan:
     rows: int = MAX_WIDTH
 
     def with_tokens(self, tokens: int) -> ContextPlan:
-        """The same for so many tokens."""
-        more = (tokens - self.tokens) * self.token_bytes
-        return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + more)
+        """Return the plan of the same context with another number of cells."""
+        added_bytes = (tokens - self.tokens) * self.token_bytes
+        return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
 
 
 class LlamaContext:
-    """One context with a unified KV memory.
+    """A llama_context with a unified KV cache, used by one thread.
 
-    hook: reads tensors out of its passes. takes_hidden: its passes may be given hidden states in
-    place of tokens.
+    Sequence 0 holds the committed tokens. The last sequence is scratch space for copies of cells; branches
+    or checkpoints use the ones between. A failed `allocate` leaves the context without memory, see `is_lost`.
+
+    Args:
+        model: The llama_model.
+        options: The batch size and attention kernels to use.
+        plan: The size and layout of the memory.
+        threads: The number of CPU threads.
+        hook: Receives tensors of every pass.
+        takes_hidden: Whether passes may take hidden states instead of tokens.
+
+    Raises:
+        MemoryBudgetError: The memory cannot be allocated.
+        OptionError: `options` or `plan` hold an unsupported combination.
     """
 
     def __init__(
@@ -84,14 +103,19 @@ class LlamaContext:
         params.n_batch = params.n_ubatch = options.batch_tokens
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
-        self._spare = plan.sequences - 1
-        # Sequences beside 0 that may hold something.
+        self._scratch = plan.sequences - 1
+        # Sequences other than 0 that may hold cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
-        params.type_k, params.type_v = plan.kv_types.numbers
-        params.flash_attn_type = _choice("flash_attention", options.flash_attention, FLASH_ATTENTION)
-        # A window that was thrown away cannot be rolled back into: keep it whole.
+        params.type_k, params.type_v = plan.kv_types.ggml_types
+        if options.flash_attention not in _FLASH_ATTENTION:
+            raise OptionError(
+                f"flash_attention is {options.flash_attention!r}",
+                f"choose one of {', '.join(_FLASH_ATTENTION)}",
+            )
+        params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+        # Cells that left a sliding window are overwritten otherwise, and rollback would need them again.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
@@ -103,9 +127,9 @@ class LlamaContext:
         self._context: Any = None
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max
-        # How many tokens some layers look back; 0 where all look at everything.
+        # The sliding window of some layers in tokens, or 0 if all layers attend to everything.
         self.window: int = lib.llama_model_n_swa(model)
-        # How many earlier states of a pass are kept: none where the library cannot.
+        # llama.cpp keeps no recurrent states for some architectures, whatever the plan asks for.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
@@ -115,18 +139,24 @@ class LlamaContext:
         )
 
     def allocate(self, plan: ContextPlan) -> None:
-        """Make the memory, empty; the one before it, if there is one, is freed first.
+        """Replace the memory by an empty one of the size of `plan`.
 
-        plan: as at first, but for the size. Raises MemoryBudgetError, and OptionError for types that cannot
-        be; there is no memory then, and room for no token, until one can be made.
+        The old memory is freed first, so that both never exist together. After an error the context has no
+        memory (`is_lost`) until a later call succeeds.
+
+        Args:
+            plan: The plan given to the constructor, possibly with another number of tokens.
+
+        Raises:
+            MemoryBudgetError: The memory cannot be allocated.
+            OptionError: The KV types need flash attention, which is off.
         """
         self._free()
-        # Copies of cells: those of another size are large, and not needed again.
+        # Copies made for the old size would only waste memory.
         self._copies = BufferPool()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
-        with large_buffers_apart():
-            self._context = self._lib.llama_init_from_model(self._model, self._params)
+        self._context = self._lib.llama_init_from_model(self._model, self._params)
         if not self._context:
             detail = (recent_errors() or ["no reason was given"])[-1]
             if "requires flash_attn" in detail:
@@ -135,60 +165,73 @@ class LlamaContext:
                     "use --flash-attention auto, or --kv-type f16",
                 )
             raise MemoryBudgetError(
-                f"a context of {plan.tokens} tokens could not be made: {detail}",
+                f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
                 "use a smaller --context or another --kv-type",
             )
-        # How wide the widest pass was, without logits and with them.
-        self._widest = {False: 0, True: 0}
         self._memory = self._lib.llama_get_memory(self._context)
         self.interrupt.attach(self._context)
         self.batch_tokens: int = self._lib.llama_n_batch(self._context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
 
     def _free(self) -> None:
-        former, self._context, self._memory = self._context, None, None
+        context, self._context, self._memory = self._context, None, None
         self._others.clear()
         self.tokens = 0
-        # What they are a view of is gone as well.
+        # The logits are a view of memory that is freed here.
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
-        if former:
-            self._lib.llama_free(former)
+        if context:
+            self._lib.llama_free(context)
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is no memory, for none could be made."""
+        """Whether the context has no memory because the last `allocate` failed."""
         return not self._context
 
-    def _check_there(self) -> None:
+    def _check_allocated(self) -> None:
         if self.is_lost:
-            raise ContextFullError("there was no memory for the context", "close other programs and go on")
+            raise ContextFullError(
+                "the context lost its memory because the system had none left",
+                "close other programs and send the message again",
+            )
 
     @property
     def has_memory(self) -> bool:
-        """False for models without a memory of past tokens, which cannot generate."""
+        """Whether the model has a KV cache or recurrent state. Models without one cannot generate."""
         return bool(self._memory)
 
     def append(self, inputs: Inputs, position: int) -> None:
-        """Run tokens, or hidden states, from `position` on in sequence 0, without logits."""
-        batch = self._batch_of(inputs)
-        batch.append(inputs, position)
-        self._decode(batch, logits=False)
+        """Run tokens or hidden states in sequence 0 from `position` on, without computing logits."""
+        batch = self._batch_for(inputs)
+        batch.put_consecutive(inputs, position)
+        self._decode(batch)
 
     def run(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
-        """Run tokens, or hidden states, each part of some sequences.
+        """Run one pass and return its logits.
 
-        Returns logits float32 [n, vocab], a view until the next pass.
+        Args:
+            inputs: Tokens or hidden states, at most `max_width` rows.
+            positions: The position of each row.
+            sequences: The sequences that each row belongs to.
+
+        Returns:
+            Logits, float32 [rows, vocab]: a view that the next pass overwrites.
+
+        Raises:
+            CancelledError: `interrupt` was requested.
+            ContextFullError: There are not enough free cells.
+            OutOfMemoryError: A buffer of the pass cannot be allocated.
+            BackendError: llama.cpp failed otherwise.
         """
-        batch = self._batch_of(inputs)
+        batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=True)
-        self._decode(batch, logits=True)
+        self._decode(batch)
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:
-            raise BackendError("the model gave no logits", "this kind of model cannot generate text")
+            raise BackendError("the model computed no logits", "choose a model that generates text")
         if address != self._logits_address:
             self._logits_address = address
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
@@ -197,43 +240,38 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run tokens, at most `max_width`, up to what the hook reads and no further."""
+        """Run a pass of at most `max_width` tokens that ends at the tensor the hook reads."""
         assert self._hook is not None
-        # A row whose logits are not wanted is dropped before the end of the last layer.
+        # llama.cpp drops rows without logits before the end of the last layer, where the hook reads.
         self._batch.put(tokens, positions, sequences, logits=True)
-        self._hook.last = True
+        self._hook.stop_after = True
         try:
-            self._decode(self._batch, logits=True)
+            self._decode(self._batch)
         finally:
-            self._hook.last = False
+            self._hook.stop_after = False
 
-    def _batch_of(self, inputs: Inputs) -> Batch:
+    def _batch_for(self, inputs: Inputs) -> Batch:
         if not isinstance(inputs, np.ndarray):
             return self._batch
         assert self._hidden is not None
         return self._hidden
 
-    def _decode(self, batch: Batch, *, logits: bool) -> None:
+    def _decode(self, batch: Batch) -> None:
         if self.interrupt.requested:
             raise CancelledError("cancelled")
-        self._check_there()
+        self._check_allocated()
         count = batch.native.n_tokens
         recent_errors(clear=True)
-        # What the library makes for a wider pass than any before, it keeps.
-        wider = count > self._widest[logits]
-        with large_buffers_apart() if wider else nullcontext():
-            status = self._lib.llama_decode(self._context, batch.native)
+        status = self._lib.llama_decode(self._context, batch.native)
         if status == 0:
-            if wider:
-                self._widest[logits] = count
             return
         if status == _ABORTED or self.interrupt.requested:
             raise CancelledError("cancelled")
         if status == _NO_SLOT:
-            raise ContextFullError(f"the context of {self.tokens} tokens is full", "use a larger --context")
+            raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
             raise OutOfMemoryError(
-                f"there was no memory for a pass of {count} tokens",
+                f"the buffers of a pass of {count} tokens cannot be allocated",
                 "close other programs, or use a smaller --context",
             )
         detail = (recent_errors() or ["no reason was given"])[-1]
@@ -243,98 +281,109 @@ class LlamaContext:
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Let a sequence share the source's cells of positions [start, end), or all.
+        """Let `sequence` share the cells of `source` at positions [start, end), by default all.
 
-        A recurrent state is shared too, always whole, until the pass that would overwrite it.
+        A recurrent state is always shared whole. llama.cpp copies it when a pass would overwrite it.
         """
         self._others.add(sequence)
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
-        """Take positions [start, end), or all from `start` on, out of a sequence; False when it cannot."""
+        """Remove positions [start, end) from a sequence, by default to its end.
+
+        Returns:
+            Whether the memory supports this; a recurrent state cannot be cut at every position.
+        """
         dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
         if (start, end) == (0, -1):
             self._others.discard(sequence)
         return dropped
 
     def drop_others(self) -> None:
-        """Leave nothing but sequence 0, whatever an error or an interrupt has left of others."""
+        """Remove all sequences but 0, including what an error or an interrupt left behind."""
         for sequence in self._others - {0}:
             self.drop(sequence, 0)
 
     @property
     def can_shift(self) -> bool:
-        """Whether cached keys can be turned to other positions."""
+        """Whether llama.cpp can move cached keys to other positions."""
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
     def remove_range(self, start: int, end: int) -> None:
-        """Take positions [start, end) out of sequence 0; those after them move down at the next pass."""
+        """Remove positions [start, end) from sequence 0 and shift later ones down at the next pass."""
         self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
         self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
 
     def clear(self) -> None:
-        """Empty the memory, of all sequences."""
+        """Remove the cells of all sequences."""
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Make positions [start, end) of `source` the end of sequence 0, in cells next to one another.
+        """Move positions [start, end) of `source` to sequence 0 and remove everything else after `start`.
 
-        Everything else after `start` is dropped. Attention adds up cells in the order they lie in memory;
-        a later token that filled a hole between them would change that order, and with it the rounding.
+        The cells become contiguous. Attention sums cells in memory order, so a later token that filled a
+        gap would change that order and with it the rounding.
         """
         parts = self.export_cells(source, start, end)
-        for sequence in range(self._spare + 1):
+        for sequence in range(self._scratch + 1):
             self.drop(sequence, 0 if sequence else start)
         if not self.import_cells(parts, start, end):
             raise BackendError(
-                f"the cache of {end - start} tokens could not be moved", "leave --draft-branches out"
+                f"the KV cells of {end - start} accepted tokens cannot be moved",
+                "load the model without --draft-branches",
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """The cells of positions [start, end) of a sequence, for `import_cells`.
+        """Return the cells of `source` at positions [start, end), in parts for `import_cells`.
 
-        In parts no wider than a sliding window: the library leaves out what the last token of a sequence
-        no longer looks at, and that is needed again when the sequence is cut back.
+        A part is no longer than the sliding window: llama.cpp omits cells outside the window of a sequence's
+        last token, but a later rollback needs them.
         """
         parts = []
-        # An interrupt may have left something there.
-        self.drop(self._spare, 0)
-        for begin, stop in self._stretches(start, end):
-            self.copy(source, self._spare, begin, stop)
-            parts.append(self.export_sequence(self._spare))
-            self.drop(self._spare, 0)
+        self.drop(self._scratch, 0)  # an interrupt may have left cells there
+        for begin, stop in self._parts(start, end):
+            self.copy(source, self._scratch, begin, stop)
+            parts.append(self.export_sequence(self._scratch))
+            self.drop(self._scratch, 0)
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append to sequence 0 cells from `export_cells`; False when they do not fit."""
-        stretches = self._stretches(start, end)
-        if len(parts) != len(stretches):
+        """Append exported cells to sequence 0 at positions [start, end).
+
+        Returns:
+            False if the parts do not match this model and context.
+        """
+        ranges = self._parts(start, end)
+        if len(parts) != len(ranges):
             return False
-        for part, (begin, stop) in zip(parts, stretches, strict=True):
-            if not self.import_sequence(part, self._spare):
+        for part, (begin, stop) in zip(parts, ranges, strict=True):
+            if not self.import_sequence(part, self._scratch):
                 return False
-            self.copy(self._spare, 0, begin, stop)
-            self.drop(self._spare, 0)
+            self.copy(self._scratch, 0, begin, stop)
+            self.drop(self._scratch, 0)
         return True
 
-    def _stretches(self, start: int, end: int) -> list[tuple[int, int]]:
-        """[start, end), cut at the multiples of the window."""
+    def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Split [start, end) at multiples of the sliding window."""
         window = self.window or max(1, end)
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
 
     def apply_rollback(self) -> None:
-        """Make the earlier state that a drop chose the state of sequence 0: until a pass it is but chosen."""
+        """Make the recurrent state selected by `drop` the current one of sequence 0.
+
+        llama.cpp defers this to the next pass; checkpoints and copies of the context need it before.
+        """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state could not be moved", "load the model again")
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
-        """How many bytes `state` of sequence 0 has."""
+        """Return the size of sequence 0 as exported by `export_sequence`."""
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
-        """The memory of a sequence as bytes: what its next token looks at."""
-        self._check_there()
+        """Return a copy of what the next token of a sequence attends to, valid while it is referenced."""
+        self._check_allocated()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
         copy = self._copies.take(size)
@@ -346,15 +395,19 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Put saved memory into an empty sequence; False when it does not fit this model and context."""
-        self._check_there()
+        """Load exported memory into an empty sequence.
+
+        Returns:
+            False if `data` does not match this model and context.
+        """
+        self._check_allocated()
         self._others.add(sequence)
-        given = np.frombuffer(data, np.uint8)
+        exported = np.frombuffer(data, np.uint8)
         return bool(
             self._lib.llama_state_seq_set_data_ext(
                 self._context,
-                given.ctypes.data_as(_BYTES),
-                given.size,
+                exported.ctypes.data_as(_BYTES),
+                exported.size,
                 sequence,
                 self._flags(recurrent_only),
             )
@@ -364,14 +417,8 @@ class LlamaContext:
         return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
 
     def close(self) -> None:
-        """Free context and batch."""
+        """Free the native context and its batches."""
         self._free()
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()
-
-
-def _choice(name: str, value: str, known: dict[str, int]) -> int:
-    if value not in known:
-        raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(known)}")
-    return known[value]

@@ -55,7 +55,7 @@ _CELL_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one sequence has_memory: a state of fixed size, and keys and values for each token.
+    """What one sequence remembers: a state of fixed size, and keys and values for each token.
 
     keeps_earlier: the library can keep the states after the last few tokens of a pass.
     """
@@ -91,8 +91,8 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
-        alike = has_latent_attention(weights)
-        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), alike=alike)
+        same_type = has_latent_attention(weights)
+        types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
         # One sequence for each branch, and a spare one for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:

@@ -1,4 +1,4 @@
-"""How much of a GGUF model lies on graphics cards when so many of its layers are put there."""
+"""The memory that a GGUF model takes on GPUs for a given number of offloaded layers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,45 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
-    """Bytes of weights there, the share of the cache, and bytes that are in both memories.
+    """Return the GPU memory that a model takes with `gpu_layers` offloaded layers.
 
-    llama.cpp puts the output layer there first, then the last of the others; the embedding stays, and where
-    it is the output layer as well there are two of it. All 0 for 0 layers.
+    llama.cpp offloads the output layer first, then the last layers of the model. The token embedding stays
+    in main memory. If it is also the output layer, it is copied to the GPU as well.
+
+    Args:
+        path: The GGUF file, or its first part.
+        layers: The number of layers of the model.
+        gpu_layers: The number of offloaded layers; None means all.
+
+    Returns:
+        The bytes of weights on the GPU, the fraction of the KV cache there, and the bytes of weights that
+        are in both memories. All are 0 if nothing is offloaded.
+
+    Raises:
+        ModelFileError: The file cannot be read.
     """
     if not layers or gpu_layers == 0:
         return 0, 0.0, 0
-    there = min(layers, layers if gpu_layers is None else gpu_layers - 1)
-    by_layer, output, twice = _by_layer(path)
-    size = output + twice + sum(by_layer.get(i, 0) for i in range(layers - there, layers))
-    return size, there / layers, twice
+    offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    layer_bytes, output_bytes, tied_bytes = _layer_bytes(path)
+    size = output_bytes + tied_bytes + sum(layer_bytes.get(i, 0) for i in range(layers - offloaded, layers))
+    return size, offloaded / layers, tied_bytes
 
 
 @cache
-def _by_layer(path: str) -> tuple[dict[int, int], int, int]:
-    """Bytes of each layer, of what comes after the last, and of an embedding that is the head too."""
+def _layer_bytes(path: str) -> tuple[dict[int, int], int, int]:
+    """Return the bytes of each layer, of the output tensors, and of an embedding tied to the output."""
     import gguf
 
-    by_layer: dict[int, int] = {}
+    layer_bytes: dict[int, int] = {}
     output = embedding = 0
     tied = True
     try:
         for part in gguf_files(Path(path)):
             for tensor in gguf.GGUFReader(part).tensors:
-                if found := _LAYER.match(tensor.name):
-                    layer = int(found[1])
-                    by_layer[layer] = by_layer.get(layer, 0) + int(tensor.n_bytes)
+                if match := _LAYER.match(tensor.name):
+                    layer = int(match[1])
+                    layer_bytes[layer] = layer_bytes.get(layer, 0) + int(tensor.n_bytes)
                 elif tensor.name.startswith("output"):
                     output += int(tensor.n_bytes)
                     tied = tied and tensor.name != "output.weight"
@@ -51,4 +63,4 @@ def _by_layer(path: str) -> tuple[dict[int, int], int, int]:
         raise ModelFileError(
             f"{path} is incomplete or damaged: {error}", "download it again and compare its size"
         ) from error
-    return by_layer, output, embedding if tied else 0
+    return layer_bytes, output, embedding if tied else 0

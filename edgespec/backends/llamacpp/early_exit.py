@@ -1,28 +1,39 @@
-"""A model in two halves as its own draft: its lower layers alone."""
+"""Early-exit drafting: a split model drafts with its lower layers alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.backends.base import Vocabulary
+from edgespec.backends.self_draft_view import CacheOwner, SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 
-if TYPE_CHECKING:
-    from edgespec.backends.llamacpp.layerskip import LayerSkipModel
-
-__all__ = ["EarlyExitView"]
+__all__ = ["EarlyExitTarget", "EarlyExitView"]
 
 
-class EarlyExitView(SelfDraftView["LayerSkipModel"]):
-    """Guesses from the layers below the exit, on the target's memory."""
+class EarlyExitTarget(CacheOwner, Protocol):
+    """A target that can end a pass after `exit_layer` layers."""
 
-    def __init__(self, target: LayerSkipModel) -> None:
+    exit_layer: int
+    vocabulary: Vocabulary
+
+    def draft(self, tree: TokenTree, first: int) -> HostLogits:
+        """Run nodes `first` and up of a tree through the layers below the exit."""
+
+    def interrupt(self, enabled: bool) -> None:
+        """See `LanguageModel.interrupt`."""
+
+
+class EarlyExitView(SelfDraftView[EarlyExitTarget]):
+    """A draft model that runs the target's layers below the exit on the target's KV cache."""
+
+    def __init__(self, target: EarlyExitTarget) -> None:
         super().__init__(target)
         self.vocabulary = target.vocabulary
         name = f"{target.facts.name}, first {target.exit_layer} layers"
-        # It has no weights and no memory of its own.
+        # Weights and cache belong to the target.
         self.facts = replace(target.facts, name=name, weight_bytes=0, kv_bytes=0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:

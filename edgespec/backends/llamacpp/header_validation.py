@@ -1,4 +1,7 @@
-"""What llama.cpp takes for granted in a file, and ends the process over: looked at before it may."""
+"""Validates GGUF headers, because llama.cpp aborts the process on some invalid values.
+
+Each check here corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
-_MOST_LAYERS = 512
-_MOST_EXPERTS = 1024
-# Sizes and counts that it divides by, or makes as much of as they say.
-_COUNTS = {
+# LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS.
+_MAX_LAYERS = 512
+_MAX_EXPERTS = 1024
+# The largest accepted sizes, which llama.cpp divides by or allocates without a check. Chosen: far above any
+# model's.
+_MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,
     "attention.head_count_kv": 1 << 14,
@@ -32,142 +36,153 @@ _EPSILONS = (
     "attention.layer_norm_epsilon",
     "attention.group_norm_epsilon",
 )
-# Models in which it leaves a single expert out of account.
-_ONE_EXPERT_IS_NONE = ("hunyuan-dense", "hunyuan_vl")
-# ggml's types that are no weights, by number: nothing multiplies by them, and a null function is called.
-_NO_WEIGHTS = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+# Architectures in which llama.cpp ignores a single expert.
+_SINGLE_EXPERT_IGNORED = ("hunyuan-dense", "hunyuan_vl")
+# ggml types without a matrix multiplication, for which llama.cpp would call a null pointer.
+_NOT_WEIGHT_TYPES = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _F32 = 0
+# Tensors that llama.cpp reads as F32 without checking their type.
 _ALWAYS_F32 = (".ssm_a", ".ssm_d", ".ssm_conv1d.weight")
-# Tables of numbers, not weights.
+# Tensors that are integer tables, not weights.
 _TABLES = ("tid2eid",)
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-# Models whose recurrent layers have to be twice as wide as the others.
-_TWICE_AS_WIDE = ("jamba", "granitehybrid")
-# Mapped weights may begin at multiples of this only.
+# Architectures whose recurrent layers must be twice as wide as the others.
+_DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
+# llama.cpp requires this alignment of mapped weights.
 _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Raises ModelFileError for a header that llama.cpp would abort on, and where there is no file.
+    """Check the headers of all files of a model.
 
-    path: of a model in several files, its first; all are looked at.
+    Args:
+        path: The file, or the first part of a model in several files.
+
+    Raises:
+        ModelFileError: A file cannot be read, or has a header that llama.cpp would abort on.
     """
     for part in gguf_files(path):
         try:
-            found = part.stat()
+            status = part.stat()
         except OSError as error:
             raise ModelFileError(
-                f"{part} cannot be read: {error.strerror or error}", "check the path"
+                f"{part} cannot be read: {error.strerror or error}", "check the path and its permissions"
             ) from error
-        _check(part, found.st_size, found.st_mtime_ns)
+        _check(part, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
-    """Once for each file as it is: a header with a large vocabulary takes a while."""
+    """Check a file once per version, because reading a large vocabulary takes a while."""
     try:
         header = read_header(path)
     except ModelFileError:
-        return  # llama.cpp says better what is wrong with what cannot be read at all
-    wrong = (
-        _wrong_count(header)
-        or _wrong_experts(header)
-        or _wrong_epsilon(header)
-        or _wrong_vocabulary(header)
-        or _wrong_tensor(header)
+        return  # llama.cpp rejects unreadable headers itself, with a better message
+    problem = (
+        _count_problem(header)
+        or _expert_problem(header)
+        or _epsilon_problem(header)
+        or _vocabulary_problem(header)
+        or _tensor_problem(header)
     )
-    if wrong:
-        raise ModelFileError(f"{path} is damaged: {wrong}", "download it again, or choose another model")
+    if problem:
+        raise ModelFileError(f"{path} is damaged: {problem}", "download it again, or choose another model")
 
 
-def _wrong_count(header: GgufHeader) -> str:
+def _count_problem(header: GgufHeader) -> str:
+    """Return what is wrong with the counts and sizes of the header, or ""."""
     layers = header.architecture_value("block_count")
-    if isinstance(layers, int) and not 0 < layers <= _MOST_LAYERS:
-        return f"it says it has {layers:,} layers"
-    more = header.architecture_value("nextn_predict_layers", 0)
-    if isinstance(layers, int) and isinstance(more, int) and more > layers:
-        return f"it says that {more:,} of {layers:,} layers predict further tokens"
-    for key, most in _COUNTS.items():
-        said = header.architecture_value(key)
-        if isinstance(said, int) and said > most:
-            return f"its {key} is {said:,}"
+    if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
+        return f"its layer count is {layers:,}, outside 1 to {_MAX_LAYERS}"
+    mtp_layers = header.architecture_value("nextn_predict_layers", 0)
+    if isinstance(layers, int) and isinstance(mtp_layers, int) and mtp_layers > layers:
+        return f"its {layers:,} layers include {mtp_layers:,} multi-token prediction layers"
+    for key, max_value in _MAX_COUNTS.items():
+        value = header.architecture_value(key)
+        if isinstance(value, int) and value > max_value:
+            return f"its {key} is {value:,}, above {max_value:,}"
     scaling = header.architecture_value("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        return f"its rope.scaling.type is {scaling[:40]!r}, which this llama.cpp does not know"
+        return f"its rope.scaling.type is {scaling[:40]!r}, which llama.cpp does not support"
     inner, size = header.architecture_value("ssm.inner_size"), header.architecture_value("embedding_length")
-    if header.architecture in _TWICE_AS_WIDE and isinstance(inner, int) and inner != 2 * size:
-        return f"its ssm.inner_size is {inner:,}, and not twice its embedding_length"
+    if header.architecture in _DOUBLE_WIDTH_SSM and isinstance(inner, int) and inner != 2 * size:
+        return f"its ssm.inner_size is {inner:,}, not twice its embedding_length"
     return ""
 
 
-def _wrong_experts(header: GgufHeader) -> str:
-    experts, used = _most(header, "expert_count"), _most(header, "expert_used_count")
-    groups, groups_used = _most(header, "expert_group_count"), _most(header, "expert_group_used_count")
-    if experts <= 1 and header.architecture in _ONE_EXPERT_IS_NONE:
+def _expert_problem(header: GgufHeader) -> str:
+    """Return what is wrong with the numbers of experts, or ""."""
+    experts, used = _largest(header, "expert_count"), _largest(header, "expert_used_count")
+    groups, groups_used = _largest(header, "expert_group_count"), _largest(header, "expert_group_used_count")
+    if experts <= 1 and header.architecture in _SINGLE_EXPERT_IGNORED:
         return ""
-    if experts > _MOST_EXPERTS or used > experts or (experts and not used):
-        return f"it says that {used:,} of its {experts:,} experts are used"
+    if experts > _MAX_EXPERTS or used > experts or (experts and not used):
+        return f"it uses {used:,} of {experts:,} experts"
     if (groups and groups >= experts) or (groups > 1 and (experts % groups or not 0 < groups_used < groups)):
-        return f"it says that {groups_used:,} of {groups:,} groups of its {experts:,} experts are used"
+        return f"it uses {groups_used:,} of {groups:,} groups of {experts:,} experts"
     if header.architecture and not experts and any("_exps." in tensor.name for tensor in header.tensors):
-        return "it has experts, and does not say how many"
+        return "it has experts, but no expert_count"
     return ""
 
 
-def _most(header: GgufHeader, key: str) -> int:
-    """A count, or the largest of those of all layers; 0 where none is said."""
-    said: Any = header.architecture_value(key, 0)
-    if isinstance(said, np.ndarray):
-        return int(said.max()) if said.size and said.dtype.kind in "iub" else 0
-    return said if isinstance(said, int) else 0
+def _largest(header: GgufHeader, key: str) -> int:
+    """Return an integer of the header, or the largest of a list with one per layer; 0 if it is missing."""
+    value: Any = header.architecture_value(key, 0)
+    if isinstance(value, np.ndarray):
+        return int(value.max()) if value.size and value.dtype.kind in "iub" else 0
+    return value if isinstance(value, int) else 0
 
 
-def _wrong_epsilon(header: GgufHeader) -> str:
+def _epsilon_problem(header: GgufHeader) -> str:
+    """Return what is wrong with the epsilons of the norms, or ""."""
     for key in _EPSILONS:
-        said = header.architecture_value(key)
-        if isinstance(said, float) and not 0 <= said < math.inf:
-            return f"its {key} is {said}"
+        epsilon = header.architecture_value(key)
+        if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
+            return f"its {key} is {epsilon}"
     return ""
 
 
-def _wrong_vocabulary(header: GgufHeader) -> str:
+def _vocabulary_problem(header: GgufHeader) -> str:
+    """Return what is wrong with the vocabulary, or ""."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Texts):
         return ""
-    if twice := _there_twice(tokens):
-        return f"{twice:,} tokens of its vocabulary are there twice"
+    if duplicates := _duplicate_count(tokens):
+        return f"its vocabulary has {duplicates:,} duplicate tokens"
     if header.metadata.get("tokenizer.ggml.model") == "llama":
-        # A character that is no token is taken apart into bytes, and each of them has to be there.
-        alone = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
-        there = {alone[name] for name in _named(tokens) if name in alone}
-        if lost := 256 - len(there):
-            return f"its vocabulary has no token for {lost:,} of the 256 bytes"
+        # Characters without a token are split into bytes, and llama.cpp aborts if one of these has no token.
+        byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
+        bytes_present = {byte_tokens[name] for name in _token_texts(tokens) if name in byte_tokens}
+        if missing := 256 - len(bytes_present):
+            return f"its vocabulary has no token for {missing:,} of the 256 bytes"
     return ""
 
 
-def _named(tokens: Texts) -> Iterator[bytes]:
-    """It reads them up to a zero, and gives names to those without one."""
+def _token_texts(tokens: Texts) -> Iterator[bytes]:
+    """Yield the tokens as llama.cpp reads them: up to a zero byte, and without the empty ones it renames."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 
-def _there_twice(tokens: Texts) -> int:
-    # All at once they would take many times what their hashes do.
-    hashes = np.sort(np.fromiter(map(hash, _named(tokens)), np.int64))
+def _duplicate_count(tokens: Texts) -> int:
+    """Return the number of tokens that repeat an earlier one."""
+    # Comparing hashes takes much less memory than a set of all tokens.
+    hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
         return 0
-    named = list(_named(tokens))
-    return len(named) - len(set(named))
+    texts = list(_token_texts(tokens))
+    return len(texts) - len(set(texts))
 
 
-def _wrong_tensor(header: GgufHeader) -> str:
+def _tensor_problem(header: GgufHeader) -> str:
+    """Return what is wrong with the types or offsets of the tensors, or ""."""
     for tensor in header.tensors:
-        if tensor.kind in _NO_WEIGHTS and not tensor.name.endswith(_TABLES):
-            return f"its {tensor.name[:80]} is of type {_NO_WEIGHTS[tensor.kind]}, which no weights have"
+        if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
+            return f"its {tensor.name[:80]} has the type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
         small = len(tensor.shape) == 1 and tensor.name.endswith(("norm.weight", ".bias"))
         if tensor.kind != _F32 and (small or tensor.name.endswith(_ALWAYS_F32)):
-            return f"its {tensor.name[:80]} is not of type F32, as such weights have to be"
+            return f"its {tensor.name[:80]} is not of type F32, as it must be"
     if header.tensors:
         begin = header.size_bytes + min(tensor.offset_bytes for tensor in header.tensors)
         if begin % _ALIGNMENT_BYTES:
-            return f"its weights begin at byte {begin:,}, no multiple of {_ALIGNMENT_BYTES}"
+            return f"its weights begin at byte {begin:,}, not at a multiple of {_ALIGNMENT_BYTES}"
     return ""

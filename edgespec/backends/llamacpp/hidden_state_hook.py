@@ -1,4 +1,4 @@
-"""Reading a tensor out of a running pass."""
+"""A hook that copies hidden states out of a running pass."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ __all__ = ["HiddenStateHook", "layer_output"]
 
 
 class HiddenStateHook:
-    """Copies tensors of every pass, by name: float32 [rows, row_size].
+    """Copies tensors of every pass by name, as float32 [rows, row_size].
 
-    llama.cpp asks for each node of a pass whether it is wanted, so a tapped context is slower by about a
-    microsecond a node. `last`: nothing after the tensor is computed.
+    Belongs to one context, and is used by the thread that runs its passes. llama.cpp calls it for every node
+    of the graph, which costs about a microsecond per node.
+
+    Attributes:
+        stop_after: End passes after the copied tensor.
+        callback: The C callback for `llama_context_params.cb_eval`.
     """
 
     def __init__(self, names: Sequence[str], row_size: int) -> None:
-        self.last = False
+        self.stop_after = False
         self._names = frozenset(name.encode() for name in names)
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
@@ -32,30 +36,34 @@ class HiddenStateHook:
         # ctypes keeps no reference to a callback that C holds.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
-    def _on_node(self, tensor: int, asks: bool, _user_data: object) -> bool:
+    def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
         name = self._ggml.ggml_get_name(tensor)
-        if asks:
+        if is_query:  # before the node is computed: is its result needed?
             return name in self._names
         size = self._ggml.ggml_nbytes(tensor)
         rows = np.empty(size // 4, np.float32)
         self._ggml.ggml_backend_tensor_get(tensor, rows.ctypes.data, 0, size)
         self._rows[name] = rows.reshape(-1, self._row_size)
-        return not self.last
+        return not self.stop_after
 
     def take(self, name: str, count: int) -> NDArray[np.float32]:
-        """The rows of a tensor in the last pass. Raises BackendError when it had none with `count` rows."""
+        """Return a tensor of the last pass, float32 [count, row_size], and forget it.
+
+        Raises:
+            BackendError: The pass had no such tensor, or one with another number of rows.
+        """
         rows = self._rows.pop(name.encode(), None)
         if rows is None or len(rows) != count:
             raise BackendError(
-                f"llama.cpp gave {0 if rows is None else len(rows)} rows of {name} where {count} were run",
-                "this kind of model cannot be read between its layers",
+                f"llama.cpp returned {0 if rows is None else len(rows)} rows of {name} for {count} tokens",
+                "choose another model: hidden states of this architecture cannot be read",
             )
         return rows
 
 
 @cache
 def _ggml() -> Any:
-    """ggml's own functions: llama_cpp loads the library but names few of them."""
+    """Return the ggml library with typed functions; llama_cpp loads it but declares only a few of them."""
     from llama_cpp._ggml import libggml
 
     libggml.ggml_get_name.restype = ctypes.c_char_p
@@ -73,5 +81,5 @@ def _ggml() -> Any:
 
 
 def layer_output(layer: int) -> str:
-    """What llama.cpp calls the hidden states after a layer."""
+    """Return llama.cpp's name of the hidden states after a layer."""
     return f"l_out-{layer}"

@@ -1,4 +1,4 @@
-"""What a whole model computes between its layers."""
+"""Hidden states between the layers of a GGUF model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,21 @@ __all__ = ["hidden_states"]
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """The hidden states after every layer: float32 [layers, tokens, embd].
+    """Return the hidden states after every layer.
 
-    Raises what `load` does, and BackendError for an architecture that cannot be read there.
+    Args:
+        path: The GGUF file, or its first part.
+        name: The model's name, for progress and messages.
+        tokens: The tokens to run, from position 0.
+        options: How to load the model; its context must hold all tokens.
+        progress: Called while the weights load.
+
+    Returns:
+        float32 [layers, tokens, embd].
+
+    Raises:
+        BackendError: The architecture does not name the outputs of its layers.
+        EdgespecError: Loading failed; see `load`.
     """
     lib = library()
     weights = load_weights(path, name, options, progress)
@@ -34,9 +46,9 @@ def hidden_states(
         try:
             parts = []
             for start in range(0, len(tokens), context.max_width):
-                some = tokens[start : start + context.max_width]
-                context.run(some, range(start, start + len(some)), [(0,)] * len(some))
-                parts.append(np.stack([hook.take(name, len(some)) for name in names]))
+                chunk = tokens[start : start + context.max_width]
+                context.run(chunk, range(start, start + len(chunk)), [(0,)] * len(chunk))
+                parts.append(np.stack([hook.take(name, len(chunk)) for name in names]))
             return np.concatenate(parts, axis=1)
         finally:
             context.close()

@@ -1,4 +1,4 @@
-"""Which cells of a context's memory hold what: committed tokens, and the tree of an open round."""
+"""The cells of a context's KV cache: committed tokens, and the tree of an open round."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """The cells before `until` are still those that somebody looked at when it was set."""
+    """The length of the prefix whose cells have not changed since a holder of copies last set it.
 
-    until: int = 0
+    Attributes:
+        tokens: The first `tokens` cells are the ones that were copied.
+    """
+
+    tokens: int = 0
 
 
 class KvCells:
-    """The tokens in the memory of one context.
+    """The tokens in the KV cache of one context.
 
-    Sequence 0 holds the `length` committed tokens. In a round every branch of the tree is a sequence of
-    its own that shares the cells of its ancestors: the first child goes on with its parent's sequence,
-    each further child opens a new one. Committing keeps one sequence as the new sequence 0.
+    Sequence 0 holds the `length` committed tokens. During a round every branch of the tree has a sequence
+    that shares the cells of its ancestors. The first child continues its parent's sequence, and each further
+    child opens a new one. A commit makes one of these sequences the new sequence 0.
 
-    replays: the memory cannot be cut back, and whoever uses it puts it right by other means.
+    Args:
+        context: The context whose cells these are.
+        max_branches: The maximum number of sequences of a round.
+        replays: The memory cannot be truncated exactly, and a `ReplayModel` restores it from checkpoints.
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
@@ -34,109 +41,118 @@ class KvCells:
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
-        self._sequence_of: list[int] = []
-        self._position_of: list[int] = []
+        # Sequence and position of each node of the round.
+        self._sequences: list[int] = []
+        self._positions: list[int] = []
 
     @property
     def length(self) -> int:
-        """How many committed tokens there are."""
+        """The number of committed tokens."""
         return self._length
 
     @length.setter
     def length(self, length: int) -> None:
         self._length = length
-        for unchanged in self._tracked:
-            unchanged.until = min(unchanged.until, length)
+        for prefix in self._tracked:
+            prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """What is kept right until it is given to `unwatch`."""
-        unchanged = UnchangedPrefix()
-        self._tracked.append(unchanged)
-        return unchanged
+        """Return a prefix whose length is reduced on every rollback, until `untrack_prefix`."""
+        prefix = UnchangedPrefix()
+        self._tracked.append(prefix)
+        return prefix
 
-    def untrack_prefix(self, unchanged: UnchangedPrefix) -> None:
-        """Nobody looks at it any more."""
-        self._tracked.remove(unchanged)
+    def untrack_prefix(self, prefix: UnchangedPrefix) -> None:
+        """Stop updating a prefix from `track_prefix`."""
+        self._tracked.remove(prefix)
 
     @property
     def is_tracked(self) -> bool:
-        """Whether somebody keeps copies of these cells."""
+        """Whether a draft model holds copies of these cells."""
         return bool(self._tracked)
 
-    @property
-    def open(self) -> int:
-        """How many nodes of a round are there."""
-        return len(self._sequence_of)
-
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Give nodes from `first` on their positions, and the sequences that pass through each.
+        """Assign positions and sequences to the nodes `first` and up of a tree.
 
-        Raises CapabilityError for too many branches; the round is over then.
+        Returns:
+            The position of each of these nodes, and the sequences that pass through it.
+
+        Raises:
+            CapabilityError: The tree has too many branches. The round is closed.
         """
         passing: list[list[int]] = []
-        parented = set(tree.parents[1:first])
-        used = max(self._sequence_of, default=0)
+        continued = set(tree.parents[1:first])
+        last_sequence = max(self._sequences, default=0)
         for node in range(first, tree.width):
             parent = tree.parents[node]
-            self._position_of.append(self.length if parent < 0 else self._position_of[parent] + 1)
-            if parent < 0 or parent not in parented:
-                parented.add(parent)
-                sequence = 0 if parent < 0 else self._sequence_of[parent]
+            self._positions.append(self.length if parent < 0 else self._positions[parent] + 1)
+            if parent < 0 or parent not in continued:
+                continued.add(parent)
+                sequence = 0 if parent < 0 else self._sequences[parent]
             else:
-                used += 1
-                sequence = used
-                self._branch(tree, parent, sequence, first, passing)
-            self._sequence_of.append(sequence)
+                last_sequence += 1
+                sequence = last_sequence
+                self._open_branch(tree, parent, sequence, first, passing)
+            self._sequences.append(sequence)
             passing.append([sequence])
-        return self._position_of[first:], passing
+        return self._positions[first:], passing
 
-    def _branch(
+    def _open_branch(
         self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]
     ) -> None:
-        """Open a sequence that shares all ancestors from `parent` up."""
+        """Open a sequence that shares the cells of `parent` and its ancestors."""
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
-                f"the tree has more than the {self._max_branches} branches the model was loaded for"
+                f"the draft tree has more than {self._max_branches} branches",
+                "load the model with a larger --draft-branches",
             )
+        # Ancestors of this call are not in the cache yet: their rows carry the new sequence too.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
         source, end = (
-            (0, self.length) if parent < 0 else (self._sequence_of[parent], self._position_of[parent] + 1)
+            (0, self.length) if parent < 0 else (self._sequences[parent], self._positions[parent] + 1)
         )
         self._context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
-        """Keep the root and the nodes of `path`. True when nothing was run that is not kept."""
-        kept = path[-1] if path else 0
-        length = self._position_of[kept] + 1
-        whole = length == self._position_of[-1] + 1
-        if kept == len(path):
-            # The path is the first nodes of the pass: their cells lie in order already.
+        """Keep the root and the nodes of `path`, and close the round.
+
+        Returns:
+            Whether every node of the round was kept.
+        """
+        last = path[-1] if path else 0
+        length = self._positions[last] + 1
+        kept_all = length == self._positions[-1] + 1
+        if last == len(path):
+            # The path consists of the first nodes of the pass, so its cells are contiguous already.
             self.truncate(length)
         else:
-            self._context.compact_branch(self._sequence_of[kept], self.length, length)
+            self._context.compact_branch(self._sequences[last], self.length, length)
             self.length = length
             self.clear_round()
-        return whole
+        return kept_all
 
     def end_round(self) -> None:
-        """Drop the open round, if there is one."""
-        if self._sequence_of:
+        """Remove the cells of the open round, if there is one."""
+        if self._sequences:
             self.truncate(self.length)
 
     def truncate(self, length: int) -> None:
-        """Keep `length` tokens of sequence 0 and nothing of any branch."""
-        if not self._replays:  # else they hold checkpoints
+        """Keep the first `length` tokens of sequence 0 and remove all branches.
+
+        A memory without rollback is cleared, unless checkpoints restore it.
+        """
+        if not self._replays:  # the other sequences hold checkpoints then
             self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:
-            # A memory that cannot be cut back: what is left of it is not the beginning of anything.
+            # The remaining state includes the removed tokens, so it belongs to no prefix.
             self._context.clear()
             self.length = 0
         self.clear_round()
 
     def clear_round(self) -> None:
-        """The context has no round any more."""
-        self._sequence_of, self._position_of = [], []
+        """Forget the open round, whose cells the caller has handled."""
+        self._sequences, self._positions = [], []

@@ -1,4 +1,4 @@
-"""What the KV cache is made of: the types of keys and values, and the bytes they take."""
+"""Data types of the KV cache, and their sizes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = [
     "prefill_kernel_differs",
 ]
 
-# The most rows that llama.cpp's CPU attention does not read with the kernel for many, where it has one.
+# llama.cpp's CPU flash attention switches to a tiled kernel at 64 rows.
 SMALL_KERNEL_MAX_ROWS = 63
-# ggml's number of a type, and the bytes of 32 elements.
+# ggml's number of each type, and the bytes of 32 elements.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -35,98 +35,105 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# Up to this size of a cache, `auto` prefers passes that agree to the bit over a quick prefill.
+# Up to this size of the cache, `auto` prefers passes that are bit-identical at all widths over a faster
+# prefill. Chosen: the slower kernel is not noticeable for a cache this small.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class KvTypes:
-    """The types of keys and of values, by name."""
+    """The data types of keys and values, by ggml's names."""
 
     keys: str
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """What a token takes where it takes `f16_bytes` in f16, keys as much as values."""
+        """Return the bytes per token, given those of f16, for keys and values of equal size."""
         return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
 
     @property
     def can_shift_keys(self) -> bool:
-        """Whether cached keys can be moved to other positions.
+        """Whether llama.cpp can move cached keys to other positions.
 
-        The library has no kernel for bf16, and crashes on quantised keys whose heads are not of 64 elements.
+        It has no RoPE kernel for bf16, and crashes on quantised keys unless heads have 64 elements.
         """
         return self.keys in ("f32", "f16")
 
     @property
     def has_single_kernel(self) -> bool:
-        """Whether llama.cpp's CPU attention has one for all passes, of however many rows and threads."""
+        """Whether llama.cpp's CPU attention uses the same kernel for all widths and thread counts."""
         return self.keys != self.values or self.keys not in ("f32", "f16")
 
     @property
     def text(self) -> str:
-        """As a person writes them."""
+        """The value of `--kv-type` for these types."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
-    def numbers(self) -> tuple[int, int]:
-        """ggml's numbers of both."""
+    def ggml_types(self) -> tuple[int, int]:
+        """The ggml_type numbers of keys and values."""
         return _TYPES[self.keys][0], _TYPES[self.values][0]
 
 
-def choose_kv_types(options: LoadOptions, f16_bytes: int, *, alike: bool = False) -> KvTypes:
-    """The types that `options.kv_type` asks for, for a cache of so many bytes in f16. Raises OptionError.
+def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = False) -> KvTypes:
+    """Return the data types for `options.kv_type`.
 
-    alike: keys and values have to be of one type.
+    For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a few
+    tokens and for many. They sum in different orders and in half precision, so the logits of a verify pass
+    differ slightly from those of single steps. bf16 values take the same memory, but a single kernel handles
+    all widths. It sums in single precision and prefills more slowly. `auto` chooses bf16 values for
+    `options.exact` and for caches so small that the slower prefill does not matter.
 
-    For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a
-    few, and for many. They add up in different orders and in half precision, so that a plain step and a
-    draft's pass disagree a little. For bf16 values, as large, it has one kernel for all, which adds up in
-    single precision but prefills more slowly. `auto` takes it where that cannot be felt, and where
-    `options.exact`.
+    Args:
+        options: The load options.
+        f16_bytes: The size of the whole cache in f16.
+        same_type: Keys and values must have the same type.
+
+    Raises:
+        OptionError: `options.kv_type` is unknown, or violates `same_type`.
     """
     if options.kv_type == "auto":
-        # A draft may round as it likes.
-        wanted = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
-        can = on_cpu(options) and options.flash_attention != "off" and not alike
-        return KvTypes("f16", "bf16") if wanted and can else KvTypes("f16", "f16")
+        # The rounding of a draft model does not affect the output.
+        prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
+        supported = on_cpu(options) and options.flash_attention != "off" and not same_type
+        return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")
     types = parse_kv_types(options.kv_type)
-    if alike and types.keys != types.values:
+    if same_type and types.keys != types.values:
         raise OptionError(
-            f"kv_type is {types.text!r}, and this model keeps keys and values as one",
+            f"kv_type {types.text!r} has two types, but this model stores keys and values as one vector",
             f"use --kv-type {types.keys} or --kv-type auto",
         )
     return types
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Whether many rows are read by another kernel than steps and drafts, which are alike.
+    """Return whether prefill uses another attention kernel than target steps and verify passes.
 
-    The kernel of few rows is that of steps with one thread only: among more a step is split.
+    This is so on one CPU thread only: with more threads, even target steps and verify passes differ.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 
 
 def parse_kv_types(text: str) -> KvTypes:
-    """`f16` for both, `q8_0/f16` for keys and values. Raises OptionError."""
+    """Parse `f16` for keys and values, or `q8_0/f16` for each. Raises OptionError for unknown types."""
     keys, _, values = text.partition("/")
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
                 f"kv_type is {text!r}",
-                f"choose auto, one of {', '.join(_TYPES)}, or two for keys and values such as q8_0/f16",
+                f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values: q8_0/f16",
             )
     return KvTypes(keys, values or keys)
 
 
 def has_latent_attention(weights: Any) -> bool:
-    """Whether keys and values of a token are one vector of all heads (DeepSeek-V2, arXiv 2405.04434)."""
+    """Return whether all heads share one key-value vector per token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
     arch = metadata(weights, "general.architecture") or ""
     return bool(metadata(weights, f"{arch}.attention.key_length_mla"))
 
 
 def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
-    """Bytes of keys and values for one token in all layers."""
+    """Return the bytes of the keys and values of one token in all layers."""
     lib = library()
     arch = metadata(weights, "general.architecture") or ""
     head_size = lib.llama_model_n_embd(weights) // (lib.llama_model_n_head(weights) or 1)
@@ -136,6 +143,6 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if has_latent_attention(weights):
-        # With latent attention the values are a part of the keys (DeepSeek-V2, arXiv 2405.04434).
+        # The values are a part of the keys.
         value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

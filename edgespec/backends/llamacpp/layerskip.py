@@ -1,4 +1,4 @@
-"""A GGUF model in two halves that drafts with its lower layers (LayerSkip, arXiv 2404.16710)."""
+"""A GGUF model split at an exit layer, which drafts with its lower layers (LayerSkip, arXiv 2404.16710)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from edgespec.backends.base import (
     Snapshot,
     Vocabulary,
 )
-from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.base_model import BaseModel, in_batches, scaled_progress
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_split_contexts, split_load_options, work_bytes
@@ -72,46 +72,62 @@ from edgespec.errors import (
 
 __all__ = ["LayerSkipModel", "load_layerskip"]
 
-# Of llama.cpp's kinds of rotary positions those with one number a token, or none.
-_PLAIN_ROPES = (-1, 0, 2)
+# llama.cpp's RoPE types with one position per token, or none: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
+_SINGLE_POSITION_ROPES = (-1, 0, 2)
+# The header of a snapshot: the bytes of the lower split's cells.
 _SIZE = struct.Struct("<Q")
 
 
 def load_layerskip(
     folder: str, name: str, options: LoadOptions, progress: Progress | None = None
 ) -> LayerSkipModel:
-    """Load the two halves of a model from the folder that `edgespec prepare layerskip` made.
+    """Load the lower and the upper split of a model.
 
-    Both map the same files, so that the weights are in memory once; but for weights that llama.cpp arranges
-    anew, see `load_weights`: then what both use is there twice. Raises what `load` does.
+    Both splits map the tensors they share from the same file, so these are in memory once. Weights that
+    llama.cpp repacks cannot be mapped; shared tensors are in memory twice then.
+
+    Args:
+        folder: The folder written by `edgespec prepare layerskip`.
+        name: The model's name, for progress and messages.
+        options: The load options.
+        progress: Called while the weights load; may cancel.
+
+    Raises:
+        EdgespecError: Loading failed; see `edgespec.backends.llamacpp.load`.
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
     paths = {file: str(Path(folder) / file) for file in FILES}
     check_weights_fit(name, sum(map(check_file, paths.values())), options)
-    both = [[paths[part] for part in parts] for parts in PARTS]
-    if options.mmap and any(repacks_weights(parts, options.gpu_layers) for parts in both):
+    splits = [[paths[part] for part in parts] for parts in PARTS]
+    if options.mmap and any(repacks_weights(parts, options.gpu_layers) for parts in splits):
         options = replace(options, mmap=False)
     with ExitStack() as undo:
-        halves = []
-        for i, parts in enumerate(both):
-            weights = load_parts(parts, name, options, progress and _half_of(progress, i))
+        loaded = []
+        for i, parts in enumerate(splits):
+            weights = load_parts(parts, name, options, progress and scaled_progress(progress, i / 2, 1 / 2))
             undo.callback(library().llama_model_free, weights)
-            halves.append(weights)
-        model = LayerSkipModel(halves[0], halves[1], folder, name, options)
+            loaded.append(weights)
+        model = LayerSkipModel(loaded[0], loaded[1], folder, name, options)
         undo.pop_all()
         return model
 
 
-def _half_of(progress: Progress, half: int) -> Progress:
-    return lambda what, fraction: progress(what, (half + fraction) / 2)
-
-
 class LayerSkipModel(BaseModel):
-    """One model whose layers run in two contexts: the lower ones, then the upper ones on their results.
+    """A model whose layers run in two contexts: the upper split runs on the hidden states of the lower.
 
-    Drafting runs the lower half alone; verifying runs of it what the draft has not, and the upper half.
-    Both hold the same tokens. exit_layer: how many layers the lower half has.
+    Drafting runs the lower split only. A verify pass runs the lower split for nodes that were not drafted,
+    then the upper split for all nodes. Both contexts always hold the same committed tokens.
+
+    Args:
+        lower: The llama_model of the lower split.
+        upper: The llama_model of the upper split.
+        folder: The folder of both.
+        name: The model's name.
+        options: The load options.
+
+    Attributes:
+        exit_layer: The number of layers of the lower split.
     """
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
@@ -120,33 +136,35 @@ class LayerSkipModel(BaseModel):
         self.exit_layer: int = lib.llama_model_n_layer(lower)
         self._vocabulary = LlamaVocabulary(lower)
         self.vocabulary: Vocabulary = self._vocabulary
-        _check_kind(lower, name)
+        _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
-        if _mapped(options):
+        if options.mmap and in_main_memory(options):
+            # Both splits use the same mapped pages. GPUs with their own memory hold a copy for each.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
-        wholes = plan_split_contexts(lower, upper, weight_bytes, options)
-        plans = [initial_plan(lower, whole, options) for whole in wholes]
+        max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
+        plans = [initial_plan(lower, plan, options) for plan in max_plans]
         threads = options.threads or default_threads(weight_bytes)
         with ExitStack() as undo:
             exit_name = layer_output(self.exit_layer - 1)
             hook = HiddenStateHook([exit_name], lib.llama_model_n_embd(lower))
-            first, second = split_load_options(lower, options)
-            below = LlamaContext(lower, first, plans[0], threads, hook=hook)
-            undo.callback(below.close)
-            self._context = LlamaContext(upper, second, plans[1], threads, takes_hidden=True)
+            lower_options, upper_options = split_load_options(lower, options)
+            lower_context = LlamaContext(lower, lower_options, plans[0], threads, hook=hook)
+            undo.callback(lower_context.close)
+            self._context = LlamaContext(upper, upper_options, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
-            _probed(below, lower, plans[0], options)
-            # A pass may be as wide as the upper half takes it: the lower one runs it in pieces.
-            found = _probed(self._context, upper, plans[1], options)
-            self._lower = LowerSplit(below, hook, exit_name, options.max_branches)
+            _probe(lower_context, lower, plans[0], options)
+            # The upper split limits the width of a pass: the lower one runs wider trees in several passes.
+            result = _probe(self._context, upper, plans[1], options)
+            self._lower = LowerSplit(lower_context, hook, exit_name, options.max_branches)
             self._cells = KvCells(self._context, options.max_branches)
-            facts = describe(lower, str(Path(folder) / LOWER_FIRST), name, wholes[0], self.vocabulary, found)
-            self._options, self._whole = options, wholes[0]
+            first_file = str(Path(folder) / LOWER_FIRST)
+            facts = describe(lower, first_file, name, max_plans[0], self.vocabulary, result)
+            self._options, self._max_plan = options, max_plans[0]
             if options.memory_bytes is not None:
-                # What a copy may take is reckoned from this.
+                # A low-bit copy gets what is left of this budget.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 self._options = replace(options, memory_bytes=left)
-            able = replace(found.capabilities, self_draft_methods=frozenset({"layerskip"}))
+            capabilities = replace(result.capabilities, self_draft_methods=frozenset({"layerskip"}))
             self.facts: ModelFacts = replace(
                 facts,
                 path=folder,
@@ -156,18 +174,20 @@ class LayerSkipModel(BaseModel):
                 weight_bytes=weight_bytes,
                 context_tokens=plans[0].tokens,
                 kv_bytes=plans[0].kv_bytes + plans[1].kv_bytes,
-                requested_kv_bytes=wholes[0].kv_bytes + wholes[1].kv_bytes,
-                capabilities=able,
-                cache_variant=cache_variant(lower, wholes[0]),
+                requested_kv_bytes=max_plans[0].kv_bytes + max_plans[1].kv_bytes,
+                capabilities=capabilities,
+                cache_variant=cache_variant(lower, max_plans[0]),
             )
-            self._merge_error = self._why_cells_stay_apart()
+            # Why no low-bit copy can draft for this model; None if one can.
+            self._merge_error = self._try_merging_cells()
             if self._merge_error is None:
-                able = replace(able, self_draft_methods=able.self_draft_methods | {"lowbit"})
-                self.facts = replace(self.facts, capabilities=able)
+                methods = capabilities.self_draft_methods | {"lowbit"}
+                capabilities = replace(capabilities, self_draft_methods=methods)
+                self.facts = replace(self.facts, capabilities=capabilities)
             undo.pop_all()
 
-    def _why_cells_stay_apart(self) -> CapabilityError | None:
-        """Put the cells of both halves together as those of one model; leaves both empty."""
+    def _try_merging_cells(self) -> CapabilityError | None:
+        """Merge the cells of both splits once and return the error, if any. Leaves the cache empty."""
         self.prefill([0, 0])
         try:
             self._shared_target().export_cells(0, 2)
@@ -183,7 +203,7 @@ class LayerSkipModel(BaseModel):
             self._weights,
             (self._lower.context, self._context),
             self._cells,
-            self._whole,
+            self._max_plan,
             self._options,
             self.check_open,
         )
@@ -222,7 +242,7 @@ class LayerSkipModel(BaseModel):
         return HostLogits(rows)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run nodes `first` and up on the lower layers alone; the target's next `verify` takes them over."""
+        """Run nodes `first` and up through the lower split; the next `verify` reuses their hidden states."""
         try:
             self._check_pass(tree)
             if first == 0:
@@ -235,7 +255,10 @@ class LayerSkipModel(BaseModel):
     def _check_pass(self, tree: TokenTree) -> None:
         self._check(tree.width)
         if tree.width > self._context.max_width:
-            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens is wider than the limit of {self._context.max_width}",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
@@ -252,21 +275,23 @@ class LayerSkipModel(BaseModel):
         self._cells.truncate(length)
 
     def end_round(self) -> None:
-        """Drop what was drafted or verified and not committed."""
+        """Remove drafted and verified tokens that were not committed."""
         self._lower.end_round()
         self._cells.end_round()
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if self._cells.is_tracked:
-            raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
-        halves = ((self._lower.context, self._lower.cells), (self._context, self._cells))
-        if not all(context.can_shift for context, _ in halves):
-            raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
+            raise CapabilityError(
+                f"the KV cache of {self.facts.name} is in use by a low-bit draft", "close the draft first"
+            )
+        splits = ((self._lower.context, self._lower.cells), (self._context, self._cells))
+        if not all(context.can_shift for context, _ in splits):
+            raise CapabilityError(f"{self.facts.name} cannot move cached keys to other positions")
         self.end_round()
         end = min(end, self.length)
         if start < end:
-            for context, cells in halves:
+            for context, cells in splits:
                 context.remove_range(start, end)
                 cells.length -= end - start
 
@@ -274,30 +299,29 @@ class LayerSkipModel(BaseModel):
         self._check(0)
         self.end_round()
         start, end = self._span(start, end)
-        below = snapshot_to_bytes(self._lower.context, start, end, False)
-        above = snapshot_to_bytes(self._context, start, end, False)
-        return Snapshot(end, b"".join((_SIZE.pack(len(below)), below, above)), start)
+        lower = snapshot_to_bytes(self._lower.context, start, end, False)
+        upper = snapshot_to_bytes(self._context, start, end, False)
+        return Snapshot(end, b"".join((_SIZE.pack(len(lower)), lower, upper)), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self.end_round()
         if not snapshot.start:
             self._cut(0)
-        if not self._put_down(snapshot):
+        if not self._append_snapshot(snapshot):
             self._cut(min(snapshot.start, self.length))
-            raise BackendError("the saved state does not fit this model and context", "compute it again")
+            raise BackendError("the snapshot does not fit this model and context", "prefill its tokens")
         self._lower.cells.length = self._cells.length = snapshot.length
 
-    def _put_down(self, snapshot: Snapshot) -> bool:
+    def _append_snapshot(self, snapshot: Snapshot) -> bool:
         data = memoryview(snapshot.data)
         fits = self.length == snapshot.start <= snapshot.length <= self._context.tokens
         if len(data) < _SIZE.size or not fits:
             return False
         end = _SIZE.size + _SIZE.unpack_from(data)[0]
-        below, above = data[_SIZE.size : end], data[end:]
-        halves = ((self._lower.context, below), (self._context, above))
+        splits = ((self._lower.context, data[_SIZE.size : end]), (self._context, data[end:]))
         start, length = snapshot.start, snapshot.length
-        return all(snapshot_from_bytes(context, half, start, length, False) for context, half in halves)
+        return all(snapshot_from_bytes(context, part, start, length, False) for context, part in splits)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
@@ -310,7 +334,7 @@ class LayerSkipModel(BaseModel):
             for context, plan in zip(contexts, after, strict=True):
                 rebuild_context(context, plan, self.length)
         except BaseException:
-            # One of them failed, and is what it was.
+            # The failed context has its old size again. Restore the other one.
             for context, plan in zip(contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length)
@@ -326,13 +350,13 @@ class LayerSkipModel(BaseModel):
         if isinstance(method, LowBit):
             if self._merge_error is not None:
                 raise self._merge_error
-            copy = load_low_bit_view(self._shared_target(), method)
-            self._views.add(copy)
-            return copy
+            low_bit_view = load_low_bit_view(self._shared_target(), method)
+            self._views.add(low_bit_view)
+            return low_bit_view
         if isinstance(method, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
-                "choose another method",
+                f"{self.facts.name} cannot skip layers: method swift needs an MLX model",
+                "choose another method, or load the model in MLX format",
             )
         if method.exit_layer != self.exit_layer:
             raise CapabilityError(
@@ -358,26 +382,17 @@ class LayerSkipModel(BaseModel):
         gc.collect()
 
 
-def _mapped(options: LoadOptions) -> bool:
-    """Whether weights are used where the files are mapped, and those of both halves are in memory once.
-
-    An Apple GPU reads them there too; others have a copy of their own. (On a processor, the output head alone
-    may be copied: where llama.cpp arranges weights of its type anew.)
-    """
-    return options.mmap and in_main_memory(options)
-
-
-def _check_kind(weights: Any, name: str) -> None:
-    """Raises ModelFileError for models that cannot be run in halves."""
+def _check_supported(weights: Any, name: str) -> None:
+    """Raise ModelFileError for an architecture that cannot run as two splits."""
     lib = library()
     reason = ""
     if lib.llama_model_is_recurrent(weights) or lib.llama_model_is_hybrid(weights):
-        reason = "it has_memory by a state that cannot be cut back"
-    elif lib.llama_model_rope_type(weights) not in _PLAIN_ROPES:
-        reason = "its tokens have positions in several directions"
+        reason = "its recurrent state cannot be rolled back"
+    elif lib.llama_model_rope_type(weights) not in _SINGLE_POSITION_ROPES:
+        reason = "its tokens have several positions each"
     if reason:
-        raise ModelFileError(f"{name} cannot be run in two halves: {reason}", "load the model's own file")
+        raise ModelFileError(f"{name} does not support layerskip: {reason}", "load the original model file")
 
 
-def _probed(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
+def _probe(context: LlamaContext, weights: Any, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
     return probe(context, weights, plan, options, StateCheckpoints(context, range(1, plan.sequences)))

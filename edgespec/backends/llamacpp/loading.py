@@ -1,4 +1,4 @@
-"""GGUF files: what they are, whether they fit, and loading them with errors a person can act on."""
+"""Loads GGUF files with llama.cpp, translates its errors, and describes loaded models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.cores import usable_cores
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
-from edgespec.heap import large_buffers_apart
 
 __all__ = [
     "check_file",
@@ -34,20 +33,36 @@ __all__ = [
     "threads_for",
 ]
 
+# Smaller models run on one thread, see `default_threads`. Chosen.
 _SMALL_MODEL_BYTES = 64 * 2**20
+# Stands for a large model where the size does not matter.
+_LARGE_MODEL_BYTES = 1 << 40
 
 
 def check_file(path: str) -> int:
-    """The size of a GGUF model in bytes, all its parts counted. Raises ModelFileError for anything else."""
+    """Return the bytes of a GGUF model, including all parts. Raises ModelFileError for other files."""
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """A llama_model.
+    """Load the weights of a GGUF file.
 
-    Weights that llama.cpp arranges anew for this processor are not mapped: the file's pages would never be
-    read again, and stay in memory beside them.
-    Raises ModelFileError, MemoryBudgetError, and CancelledError when `progress` returns False.
+    Weights that llama.cpp repacks for this processor are read instead of mapped. Otherwise the mapped pages
+    would stay in memory beside the repacked copy, although nothing reads them again.
+
+    Args:
+        path: The file, or the first part of a model in several files.
+        name: The model's name, for progress and messages.
+        options: The load options.
+        progress: Called while the weights load; may cancel.
+
+    Returns:
+        A llama_model, which the caller must free.
+
+    Raises:
+        ModelFileError: The file is damaged or unsupported.
+        MemoryBudgetError: The weights exceed the budget or cannot be allocated.
+        CancelledError: `progress` returned False.
     """
     size = check_file(path)
     check_header(Path(path))
@@ -66,33 +81,41 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 
 
 def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
-    """Does llama.cpp give weights of these files another order in memory? Found out without reading them.
+    """Return whether llama.cpp repacks weights of these files for this processor, without reading them.
 
-    paths: as for `load_skeleton`.
+    Args:
+        paths: The files, see `load_skeleton`.
+        gpu_layers: The number of offloaded layers; None means all.
     """
-    with captured_log() as lines, large_buffers_apart():
-        weights = _from_files(paths, _simulation(gpu_layers))
+    with captured_log() as lines:
+        weights = _from_files(paths, _skeleton_params(gpu_layers))
     if weights:
         library().llama_model_free(weights)
     return any("_REPACK model buffer" in line for line in lines)
 
 
 def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
-    """A llama_model whose weights have their sizes and places and are not there. Raises ModelFileError.
+    """Return a llama_model that knows the size and device of each tensor but has allocated no weights.
 
-    paths: a file, or files that are its parts, whatever they are called.
+    Args:
+        paths: A file, or the parts of a model under any names.
+        name: The model's name, for messages.
+        gpu_layers: The number of offloaded layers; None means all.
+
+    Raises:
+        ModelFileError: The file is damaged or unsupported.
     """
     if isinstance(paths, str):
         size, first = check_file(paths), paths
     else:
         size, first = sum(map(check_file, paths)), paths[0]
     return _loaded(
-        lambda _: _from_files(paths, _simulation(gpu_layers)), first, name, size, LoadOptions(), None
+        lambda _: _from_files(paths, _skeleton_params(gpu_layers)), first, name, size, LoadOptions(), None
     )
 
 
 def _from_files(paths: str | Sequence[str], params: Any) -> Any:
-    """What the library makes of a file, or of files that are its parts; null where it makes nothing."""
+    """Return the llama_model of a file or of several parts, or a null pointer on failure."""
     lib = library()
     if isinstance(paths, str):
         return lib.llama_model_load_from_file(os.fsencode(paths), params)
@@ -100,21 +123,21 @@ def _from_files(paths: str | Sequence[str], params: Any) -> Any:
     return lib.llama_model_load_from_splits(parts, len(paths), params)
 
 
-def _simulation(gpu_layers: int | None) -> Any:
+def _skeleton_params(gpu_layers: int | None) -> Any:
     params = library().llama_model_default_params()
     params.no_alloc = True
     params.load_mode = library().LLAMA_LOAD_MODE_NONE
-    params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers
+    params.n_gpu_layers = _native_gpu_layers(gpu_layers)
     return params
 
 
-def _gpu_layers(options: LoadOptions) -> int:
-    """llama.cpp reads any negative number as all layers."""
-    return -1 if options.gpu_layers is None else options.gpu_layers
+def _native_gpu_layers(gpu_layers: int | None) -> int:
+    """Return the value of n_gpu_layers, where any negative number means all layers."""
+    return -1 if gpu_layers is None else gpu_layers
 
 
 def load_vocabulary(path: str, name: str) -> Any:
-    """A llama_model without weights, to be asked about its kind and its tokens. Raises ModelFileError."""
+    """Return a llama_model with metadata and vocabulary but without tensors. Raises ModelFileError."""
     lib = library()
 
     def load(params: Any) -> Any:
@@ -125,7 +148,7 @@ def load_vocabulary(path: str, name: str) -> Any:
 
 
 def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """A llama_model of files that are its parts, whatever they are called; see `load_weights`."""
+    """Load a model from parts under any names. See `load_weights` for arguments and errors."""
     size = sum(map(check_file, paths))
     return _loaded(lambda params: _from_files(paths, params), paths[0], name, size, options, progress)
 
@@ -141,7 +164,7 @@ def _loaded(
     check_header(Path(path))
     lib = library()
     params = lib.llama_model_default_params()
-    params.n_gpu_layers = _gpu_layers(options)
+    params.n_gpu_layers = _native_gpu_layers(options.gpu_layers)
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,
         (True, False): lib.LLAMA_LOAD_MODE_MMAP,
@@ -158,20 +181,20 @@ def _loaded(
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
     recent_errors(clear=True)
-    with large_buffers_apart():
-        weights = load(params)
+    weights = load(params)
     if weights:
         return weights
     if cancelled:
         raise CancelledError(f"loading {name} was cancelled")
-    raise _translated(path, size, recent_errors())
+    raise _load_error(path, size, recent_errors())
 
 
-def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
+def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
+    """Translate llama.cpp's log lines of a failed load into an error."""
     text = " ".join(lines)
     if match := re.search(r"unknown model architecture: '([^']*)'", text):
         return ModelFileError(
-            f"{path} has the architecture {match[1]!r}, which this llama.cpp does not know",
+            f"{path} has the architecture {match[1]!r}, which the installed llama.cpp does not support",
             "update llama-cpp-python or choose another model",
         )
     if re.search(
@@ -184,12 +207,12 @@ def _translated(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
         r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE
     ):
         return MemoryBudgetError(
-            f"there is no memory for the {size:,} bytes of {path}",
+            f"the {size:,} bytes of {path} cannot be allocated",
             "close other programs, choose a smaller quantisation, or use fewer --gpu-layers",
         )
     detail = lines[0] if lines else "llama.cpp gave no reason"
     return ModelFileError(
-        f"{path} ({size:,} bytes) could not be loaded: {detail}", "check or replace the file"
+        f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file, or download it again"
     )
 
 
@@ -199,16 +222,28 @@ def describe(
     name: str,
     plan: ContextPlan,
     vocabulary: Vocabulary,
-    found: ProbeResult,
+    probe_result: ProbeResult,
 ) -> ModelFacts:
-    """What is known about a loaded model whose context is made by `plan`, and is never to be larger."""
+    """Return the facts of a loaded model.
+
+    Args:
+        weights: The llama_model.
+        path: Its file.
+        name: Its name.
+        plan: The context at its maximum size.
+        vocabulary: Its vocabulary.
+        probe_result: What probing it found.
+    """
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))
     trained: int = lib.llama_model_n_ctx_train(weights)
     notice = ""
     if plan.tokens > trained:
-        notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
+        notice = (
+            f"{name} was trained for a context of {trained} tokens;"
+            f" replies may lose quality beyond that, so consider --context {trained}"
+        )
     return ModelFacts(
         name=name,
         path=path,
@@ -223,24 +258,24 @@ def describe(
         context_tokens=plan.tokens,
         vocab_size=vocabulary.size,
         chat_template=vocabulary.chat_template is not None,
-        capabilities=found.capabilities,
+        capabilities=probe_result.capabilities,
         notice=notice,
-        rollback=found.rollback,
+        rollback=probe_result.rollback,
         requested_context_tokens=plan.tokens,
         requested_kv_bytes=plan.kv_bytes,
     )
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """How many threads compute with these weights."""
+    """Return the number of CPU threads for a model: `options.threads`, or a default for its size."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 
-def default_threads(weight_bytes: int = 1 << 40) -> int:
-    """Physical cores this process may use: more threads than cores only wait for each other.
+def default_threads(weight_bytes: int = _LARGE_MODEL_BYTES) -> int:
+    """Return the default number of CPU threads: the usable physical cores, or 1 for a small model.
 
-    One for a model so small that threads would wait for each other longer than they work; when another
-    program holds a core, that waiting costs a thousand times the work.
+    Hyper-threads share a core and only add synchronisation. With a small model the threads wait for each
+    other longer than they compute, and far longer if another program occupies one of the cores.
     """
     if weight_bytes < _SMALL_MODEL_BYTES:
         return 1

@@ -1,12 +1,13 @@
-"""A copy of a model with fewer bits that drafts on the keys and values of the model itself.
+"""Drafting with a low-bit copy of the target that reuses the target's KV cells.
 
-Source: QSpec (arXiv 2410.11305): the verified keys and values overwrite what the draft wrote, so that it
-never prefills and never runs a token again. With a window it looks at the first few and the last tokens
-only, and its memory does not grow with the text (MagicDec, arXiv 2408.11049).
+The method is QSpec (arXiv 2410.11305): the target's verified cells overwrite those of the draft, so the draft
+never prefills. With a sparse attention window the draft attends to the first and the last tokens only, and
+its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
-from edgespec.backends.llamacpp.fingerprint import check_same_model
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.loading import (
     load_weights,
     threads_for,
 )
+from edgespec.backends.llamacpp.metadata import all_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
@@ -50,51 +51,67 @@ from edgespec.errors import (
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
-# Tokens of drafts that a window leaves room for, at least.
-_DRAFT_ROOM_TOKENS = 64
-# A window lets go of so many tokens at once.
+# The minimum space for drafted tokens in a context with a window. Chosen.
+_DRAFT_TOKENS = 64
+# The window advances in steps of this many tokens, so that cells are moved rarely. Chosen.
 _WINDOW_STEP_TOKENS = 64
-# What a copy's context holds beside sinks and window.
-WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_ROOM_TOKENS
+# Tokens that a context with a window holds in addition to sinks and window.
+WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
+# Stands for a window over the whole context.
 _ALL_TOKENS = 1 << 62
-# So many tokens are handed over at once: an interrupt waits no longer, and the bytes between are few.
-_HANDED_TOKENS = 256
+# Cells copied from the target at once. Chosen: bounds how long an interrupt waits, and the copy's memory.
+_COPY_CHUNK_TOKENS = 256
+# Metadata that counts layers. The counts of a split model's parts add up to that of the whole model.
+_LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
 def check_can_share_cache(path: Path) -> None:
-    """Raises CapabilityError for a model that could not lend its memory to a copy, and ModelFileError."""
+    """Check that a low-bit copy can use the KV cells of the model in a GGUF file.
+
+    Raises:
+        CapabilityError: The model has recurrent layers.
+        ModelFileError: The file cannot be loaded.
+    """
     lib = library()
     model = load_vocabulary(str(path), path.name)
     try:
         if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
             raise CapabilityError(
-                f"{path.name} cannot draft with fewer bits: its memory is a state, and a copy can take over"
+                f"{path.name} does not support lowbit: it has recurrent layers, and a low-bit copy can reuse"
                 " keys and values only",
-                "use a method that needs no copy, such as suffix",
+                "use a method that needs no copy of the model, such as suffix",
             )
     finally:
         lib.llama_model_free(model)
 
 
-def load_low_bit_view(target: SharedTarget, how: LowBit) -> LowBitView:
-    """A view of `target` that drafts with the copy of `how`.
+def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
+    """Load the low-bit copy named by `method` and return a draft model on the target's KV cells.
 
-    Raises CapabilityError when this target cannot lend its memory or the file is no copy of it,
-    MemoryBudgetError, and ModelFileError for a file that cannot be loaded.
+    Args:
+        target: The loaded target.
+        method: The file of the copy, and its attention window.
+
+    Raises:
+        CapabilityError: The target does not support this, the window is invalid, or the file is not a copy of
+            the target.
+        MemoryBudgetError: The copy exceeds what is left of the target's budget.
+        ModelFileError: The file cannot be loaded.
     """
-    if how.copy is None:
+    if method.copy is None:
         raise CapabilityError(
             f"{target.facts.name} holds its weights at one precision",
             "make a copy with fewer bits: edgespec prepare lowbit",
         )
-    if how.sink_tokens < 0 or (how.window_tokens is not None and how.window_tokens < 1):
+    if method.sink_tokens < 0 or (method.window_tokens is not None and method.window_tokens < 1):
         raise CapabilityError(
-            f"a window of {how.window_tokens} tokens after {how.sink_tokens} cannot be drafted from",
-            "a window has at least 1 token",
+            f"--draft-window {method.window_tokens} with --draft-sinks {method.sink_tokens} is invalid",
+            "use a window of at least 1 token and at least 0 sinks",
         )
     if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
-            f"{target.facts.name} cannot lend its memory: {target.facts.capabilities.reason or 'it failed'}",
+            f"{target.facts.name} does not support lowbit: "
+            + (target.facts.capabilities.reason or "its KV cells cannot be copied"),
             "choose another method",
         )
     options = target.options
@@ -102,23 +119,72 @@ def load_low_bit_view(target: SharedTarget, how: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    # Before minutes of loading, not after.
-    check_weights_fit(name, check_file(how.copy), options)
-    weights = load_weights(how.copy, name, options, None)
+    # Report an error before loading, which may take minutes.
+    check_weights_fit(name, check_file(method.copy), options)
+    weights = load_weights(method.copy, name, options, None)
     try:
-        check_same_model(target.weights, weights, how.copy)
-        return LowBitView(target, weights, how.copy, how, replace(options, adapter=None), name)
+        _check_same_model(target.weights, weights, method.copy)
+        return LowBitView(target, weights, method.copy, method, replace(options, adapter=None), name)
     except BaseException:
         library().llama_model_free(weights)
         raise
 
 
-def _plan(target: SharedTarget, weights: Any, how: LowBit, options: LoadOptions) -> ContextPlan:
-    """As large a context as the target's may become, or as the window and what is drafted after it."""
+def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
+    """Check that a copy has the architecture and vocabulary of the target.
+
+    Weight values are not compared. A copy of a differently trained model would draft badly, but the target
+    still verifies every token.
+
+    Args:
+        weights: The llama_model of the target, or those of its splits.
+        copy: The llama_model of the copy.
+        path: The file of the copy.
+
+    Raises:
+        CapabilityError: The architectures or vocabularies differ.
+    """
+    target_shape, copy_shape = _shape(weights), _shape([copy])
+    for key in [*target_shape, *(copy_shape.keys() - target_shape.keys())]:
+        if target_shape.get(key) != copy_shape.get(key):
+            raise _other_model_error(
+                path, f"its {key} is {copy_shape.get(key)}, the target's is {target_shape.get(key)}"
+            )
+    lib = library()
+    target_vocab, copy_vocab = lib.llama_model_get_vocab(weights[0]), lib.llama_model_get_vocab(copy)
+    size, copy_size = lib.llama_vocab_n_tokens(target_vocab), lib.llama_vocab_n_tokens(copy_vocab)
+    if size != copy_size:
+        raise _other_model_error(path, f"it has {copy_size:,} tokens, the target has {size:,}")
+    text = lib.llama_vocab_get_text
+    for token in range(size):
+        if text(target_vocab, token) != text(copy_vocab, token):
+            raise _other_model_error(path, f"its token {token} has another text")
+
+
+def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
+    """Return the metadata that describes the architecture, without how the weights are stored."""
+    parts = [all_metadata(part) for part in weights]
+    architecture = parts[0].get("general.architecture", "")
+    shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
+    for key in (f"{architecture}.{name}" for name in _LAYER_COUNTS):
+        if key in shape:
+            shape[key] = str(sum(int(part[key]) for part in parts))
+    return {"general.architecture": architecture, **shape}
+
+
+def _other_model_error(path: str, difference: str) -> CapabilityError:
+    return CapabilityError(
+        f"{path} is not a copy of the target: {difference}",
+        "make a copy of the target: edgespec prepare lowbit",
+    )
+
+
+def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
+    """Plan a context of the target's maximum size, or of the window and the drafts after it."""
     tokens = target.plan.tokens
-    if how.window_tokens is not None:
-        looked_at = how.sink_tokens + how.window_tokens + WINDOW_EXTRA_TOKENS
-        tokens = min(tokens, round_up_to_block(looked_at))
+    if method.window_tokens is not None:
+        windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
+        tokens = min(tokens, round_up_to_block(windowed))
     per_token = kv_bytes_per_token(weights, target.plan.kv_types)
     plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
@@ -130,49 +196,63 @@ def _plan(target: SharedTarget, weights: Any, how: LowBit, options: LoadOptions)
 
 
 class LowBitView(SelfDraftView[SharedTarget]):
-    """The target as its own draft, with the weights of a low-bit copy.
+    """A draft model with the weights of a low-bit copy and the KV cells of the target.
 
-    Its context holds the target's cells [0, sinks) and [begin, held), and the drafts of an open round
-    after them. Without a window `begin` stays at the sinks' end, and the context grows with the target's;
-    with one `begin` moves on in steps.
+    Its context holds copies of the target's cells [0, sinks) and [begin, length), then the drafted tokens of
+    an open round. Without a window `begin` equals `sinks`, and the context is resized with the target's. With
+    a window `begin` advances in steps.
+
+    Args:
+        target: The loaded target.
+        weights: The llama_model of the copy. `close` frees it.
+        path: The file of the copy.
+        method: The attention window.
+        options: The load options of the copy.
+        name: The name of the draft model.
+
+    Raises:
+        CapabilityError: Copied cells differ from the target's.
+        MemoryBudgetError: The context exceeds the budget or cannot be allocated.
     """
 
     def __init__(
-        self, target: SharedTarget, weights: Any, path: str, how: LowBit, options: LoadOptions, name: str
+        self, target: SharedTarget, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
     ) -> None:
         super().__init__(target)
         self._weights = weights
         self.vocabulary = target.model.vocabulary
-        plan = _plan(target, weights, how, options)
-        whole = self._whole = how.window_tokens is None or plan.tokens == target.plan.tokens
-        self._sinks = 0 if whole else how.sink_tokens
-        self._window = _ALL_TOKENS if whole or how.window_tokens is None else how.window_tokens
+        max_plan = _plan(target, weights, method, options)
+        whole = self._whole = method.window_tokens is None or max_plan.tokens == target.plan.tokens
+        self._sinks = 0 if whole else method.sink_tokens
+        self._window = _ALL_TOKENS if whole or method.window_tokens is None else method.window_tokens
         self._begin = self._sinks
         threads = threads_for(weights, options)
-        now = plan.with_tokens(target.facts.context_tokens) if whole else plan
-        self._context = LlamaContext(weights, options, now, threads)
-        # Its length counts what was dropped between sinks and window too: it is where drafts go on.
+        plan = max_plan.with_tokens(target.facts.context_tokens) if whole else max_plan
+        self._context = LlamaContext(weights, options, plan, threads)
+        # Its length includes the tokens between sinks and window: it is the position of the next draft.
         self._cells = KvCells(self._context, options.max_branches)
         self._same = target.cells.track_prefix()
         try:
-            self._try()
+            self._check_cells_arrive_unchanged()
         except BaseException:
             target.cells.untrack_prefix(self._same)
             self._context.close()
             raise
-        able = target.facts.capabilities
         width = (
             self._context.max_width
             if whole
             else plan.tokens - self._sinks - self._window - _WINDOW_STEP_TOKENS
         )
-        able = replace(able, max_width=min(width, able.max_width), self_draft_methods=frozenset())
-        facts = describe(weights, path, name, plan, self.vocabulary, ProbeResult(able, "overwritten"))
+        capabilities = target.facts.capabilities
+        max_width = min(width, capabilities.max_width)
+        capabilities = replace(capabilities, max_width=max_width, self_draft_methods=frozenset())
+        result = ProbeResult(capabilities, "overwritten")
+        facts = describe(weights, path, name, max_plan, self.vocabulary, result)
         self.facts = replace(
             facts,
             context_tokens=target.facts.context_tokens,
             requested_context_tokens=target.plan.tokens,
-            kv_bytes=now.kv_bytes,
+            kv_bytes=plan.kv_bytes,
             notice="",
         )
         self._options = options
@@ -183,14 +263,14 @@ class LowBitView(SelfDraftView[SharedTarget]):
         return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
 
     def resized(self) -> None:
-        """See `SelfDraftView`. Where there is no memory for it, it has the room that it had."""
+        """Resize the context to the target's. If there is no memory for that, it keeps its size."""
         super().resized()
         if not self._whole:
             return
         plan = self._context.plan.with_tokens(self.facts.context_tokens)
         try:
             check_resize_fits([self._context.plan], [plan], self.facts.weight_bytes, self._options)
-            self._cells.truncate(min(self._cells.length, self._same.until))
+            self._cells.truncate(min(self._cells.length, self._same.tokens))
             rebuild_context(self._context, plan, self._cells.length)
         except MemoryBudgetError:
             pass
@@ -199,23 +279,23 @@ class LowBitView(SelfDraftView[SharedTarget]):
                 self._cells.length = 0
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
-    def _try(self) -> None:
-        """Hand two tokens over and run a third. Raises CapabilityError when they arrive changed."""
-        lent = self._target
-        if made := lent.length == 0:
-            lent.model.prefill([0, 0])
-        count = min(2, lent.length)
+    def _check_cells_arrive_unchanged(self) -> None:
+        """Copy the cells of two tokens and run a third. Raise CapabilityError if the cells changed."""
+        target = self._target
+        if is_empty := target.length == 0:
+            target.model.prefill([0, 0])
+        count = min(2, target.length)
         try:
-            parts = lent.export_cells(0, count)
+            parts = target.export_cells(0, count)
         finally:
-            if made:
-                lent.model.truncate(0)
+            if is_empty:
+                target.model.truncate(0)
         handed = (
             self._context.import_cells(parts, 0, count) and self._context.export_cells(0, 0, count) == parts
         )
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
-                f"the copy cannot take over what {lent.facts.name} has_memory",
+                f"the low-bit copy cannot use the KV cells of {target.facts.name}",
                 "make the copy again: edgespec prepare lowbit",
             )
         self._cells.truncate(0)
@@ -226,51 +306,54 @@ class LowBitView(SelfDraftView[SharedTarget]):
             check_tokens_fit(self, tree.width)
             if tree.width > self.facts.capabilities.max_width:
                 raise CapabilityError(
-                    f"a draft of {tree.width} tokens is wider than {self.facts.capabilities.max_width}"
+                    f"a draft of {tree.width} tokens is wider than the limit of"
+                    f" {self.facts.capabilities.max_width}",
+                    "use a shorter --draft-length or fewer --draft-branches",
                 )
             if first == 0:
-                self._take_over()
+                self._copy_target_cells()
             positions, sequences = self._cells.place_tree(tree, first)
             return HostLogits(self._context.run(tree.tokens[first:], positions, sequences))
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
             raise
 
-    def _take_over(self) -> None:
-        """Take the target's new cells, and drop what it has no longer and what was drafted."""
+    def _copy_target_cells(self) -> None:
+        """Make the context hold the target's cells, and remove drafted tokens and rolled-back cells."""
         cells, length = self._cells, self._target.length
-        let_go = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
-        begin = self._sinks + max(0, let_go)
-        same = min(cells.length, self._same.until)
+        passed = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
+        begin = self._sinks + max(0, passed)
+        same = min(cells.length, self._same.tokens)
         if same < cells.length and self._begin > self._sinks:
-            same = 0  # what the window let go may be looked at again
+            # After a rollback the window may include tokens again that it had passed.
+            same = 0
         if begin > self._begin and self._context.window:
-            # Layers with a window of their own would fill the hole with drafts too early.
+            # Layers with a sliding window of their own would reuse the passed cells for drafts too early.
             same = 0
         try:
             cells.truncate(same)  # ends the round too
             if same <= self._sinks:
-                self._hand_over(same, min(self._sinks, length))
+                self._copy_range(same, min(self._sinks, length))
             elif begin > self._begin:
                 self._context.drop(0, self._begin, min(begin, same))
             self._begin = begin
-            self._hand_over(max(begin, cells.length), length)
+            self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # Stopped between two steps: nothing that is there is counted on.
+            # The content is unknown after an interrupted copy. Start over with the next draft.
             self._context.clear()
             cells.truncate(0)
             raise
-        cells.length = self._same.until = length
+        cells.length = self._same.tokens = length
 
-    def _hand_over(self, start: int, end: int) -> None:
-        """KvCells [start, end) of the target, after what is there."""
-        for begin in range(start, end, _HANDED_TOKENS):
+    def _copy_range(self, start: int, end: int) -> None:
+        """Append copies of the target's cells [start, end)."""
+        for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
                 raise CancelledError("cancelled")
-            stop = min(begin + _HANDED_TOKENS, end)
+            stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} cells of {self._target.facts.name} could not be handed over",
+                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to its draft",
                     "use another method",
                 )
             self._cells.length = stop

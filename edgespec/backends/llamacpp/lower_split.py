@@ -1,4 +1,4 @@
-"""The lower layers of a model in two halves: what the upper ones are given, and what drafts."""
+"""The lower split of a LayerSkip model: it drafts, and computes the input of the upper split."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ __all__ = ["LowerSplit"]
 
 
 class LowerSplit:
-    """The context of the lower layers and the tree it holds in a round.
+    """The context of the lower layers, and the tree that it has run in the current round.
 
-    Its tree is that of the draft, if there was one, and then whatever else the target wants to know. A
-    node is a token after a path, so what the draft has run is found again wherever the target has it.
+    The tree starts with the drafted nodes. `hidden_of` adds the nodes of the target's tree that the draft has
+    not run. Nodes are identified by their path of tokens, so a node of both trees is run once.
+
+    Args:
+        context: The context of the lower layers.
+        hook: The hook that reads the output of the last of these layers.
+        exit_name: llama.cpp's name of that output.
+        max_branches: The maximum number of branches of a tree.
     """
 
     def __init__(
@@ -30,21 +36,22 @@ class LowerSplit:
         self._hook = hook
         self._exit_name = exit_name
         self._max_branches = max_branches
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # Of the target's nodes, in its order.
+        # For each node of the target's tree, the same node in `_tree`.
         self._nodes: list[int] = []
+        # For each node of `_tree`, its hidden state.
         self._hidden: list[NDArray[np.float32]] = []
 
     def end_round(self) -> None:
-        """Drop the tree."""
+        """Remove the tree and its cells."""
         self.cells.end_round()
-        self._forget()
+        self._reset()
 
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Run tokens after the cached ones, outside a round: their hidden states, float32 [n, embd]."""
+        """Append tokens to the cache outside a round, and return their hidden states, float32 [n, embd]."""
         count, length = len(tokens), self.cells.length
         hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count
@@ -54,52 +61,56 @@ class LowerSplit:
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
         parts = []
-        for piece in self._pieces(len(tokens)):
-            self.context.run_to_hook(tokens[piece], positions[piece], sequences[piece])
-            parts.append(self._hook.take(self._exit_name, len(tokens[piece])))
+        for rows in self._split_rows(len(tokens)):
+            self.context.run_to_hook(tokens[rows], positions[rows], sequences[rows])
+            parts.append(self._hook.take(self._exit_name, len(tokens[rows])))
         return np.concatenate(parts)
 
-    def _pieces(self, count: int) -> list[slice]:
-        """So many rows in passes that the context takes."""
+    def _split_rows(self, count: int) -> list[slice]:
+        """Split rows into passes that are no wider than the context supports."""
         step = self.context.max_width
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run nodes `first` and up and leave early: logits float32 [n, vocab], a view until the next pass."""
+        """Run the nodes `first` and up of a draft tree through the lower layers and the output head.
+
+        Returns:
+            Logits, float32 [nodes, vocab]: a view that the next pass overwrites.
+        """
         if first == 0:
             self.end_round()
         positions, sequences = self.cells.place_tree(tree, first)
         self._tree.extend(tree, first)
         tokens, parts = tree.tokens[first:], []
-        for piece in self._pieces(len(tokens)):
-            rows = self.context.run(tokens[piece], positions[piece], sequences[piece])
-            self._hidden += list(self._hook.take(self._exit_name, len(rows)))
-            parts.append(rows if len(rows) == len(tokens) else rows.copy())
+        for rows in self._split_rows(len(tokens)):
+            logits = self.context.run(tokens[rows], positions[rows], sequences[rows])
+            self._hidden += list(self._hook.take(self._exit_name, len(logits)))
+            parts.append(logits if len(logits) == len(tokens) else logits.copy())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """The hidden states of the target's nodes `first` and up: float32 [n, embd].
+        """Return the hidden states of the nodes `first` and up of the target's tree, float32 [nodes, embd].
 
-        What the draft has run, and the earlier nodes, are not run again.
+        Nodes that the draft or an earlier call has run are not run again.
         """
         if first == 0:
             self._nodes = []
             if self._tree.tokens[:1] != [tree.tokens[0]]:
                 self.end_round()
-        run = len(self._tree)
-        self._find(tree, first)
+        done = len(self._tree)
+        self._map_nodes(tree, first)
         whole = self._tree.build()
-        if first == 0 and run and not self._fits(whole):
-            # The draft's other nodes take the place this tree needs.
+        if first == 0 and done and not self._fits(whole):
+            # Drafted nodes outside the target's tree take cells that it needs. Start without them.
             self.end_round()
             return self.hidden_of(tree, 0)
-        if whole.width > run:
-            positions, sequences = self.cells.place_tree(whole, run)
-            self._hidden += list(self._run(whole.tokens[run:], positions, sequences))
+        if whole.width > done:
+            positions, sequences = self.cells.place_tree(whole, done)
+            self._hidden += list(self._run(whole.tokens[done:], positions, sequences))
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 
-    def _find(self, tree: TokenTree, first: int) -> None:
-        """Where the target's nodes are in this tree; those it lacks are added."""
+    def _map_nodes(self, tree: TokenTree, first: int) -> None:
+        """Map nodes of the target's tree to nodes of `_tree`, adding the missing ones."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
             self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
@@ -109,6 +120,6 @@ class LowerSplit:
         return tree.width <= room and tree.leaf_count <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and these of the target's nodes."""
+        """Keep the root and the nodes of `path`, numbered as in the target's tree."""
         self.cells.commit(tuple(self._nodes[node] for node in path))
-        self._forget()
+        self._reset()

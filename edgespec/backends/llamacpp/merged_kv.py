@@ -1,10 +1,14 @@
-"""The cells of a model in two halves, as the bytes that the whole model's would be.
+"""Merges exported KV cells of a split model into the bytes that the whole model would export.
 
-llama.cpp writes what a sequence has_memory (llama_kv_cache::state_write) as a mark of its own and the
-sequence; then the number of streams, which is 1 here, and of cells; the position and the sequence of each
-cell; whether values lie transposed; the number of layers; the keys of each layer, and then the values of
-each. Where some layers have a sliding window all but the mark comes twice: for those without one, then for
-those with one.
+llama.cpp's format (llama_kv_cache::state_write) is:
+
+1. an 8-byte header: a magic number and the sequence id;
+2. the number of streams, always 1 here, and the number of cells;
+3. the position and the sequence ids of each cell;
+4. whether values are stored transposed, and the number of layers;
+5. the keys of each layer, then the values of each layer.
+
+For models with sliding-window layers, 2 to 5 follow twice: for the other layers, then for these.
 """
 
 from __future__ import annotations
@@ -23,37 +27,50 @@ __all__ = ["merge_kv"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
-_MARK_BYTES = 8
+_HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# The type; of a row: bytes. Transposed: bytes of an element, elements of a row.
+# Header of a layer: ggml_type and bytes per row; if transposed, ggml_type, bytes per element and elements per
+# row.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
-# Position, how many sequences, which.
-_CELL = 3
+# Integers per cell: its position, the number of its sequences, and the id of its only sequence.
+_CELL_FIELDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Keys or values of a layer: what is said of them, and themselves, uint8 [..., cells, bytes]."""
+    """The keys or values of a layer.
 
-    about: memoryview
+    Attributes:
+        header: The layer's header as exported.
+        cells: The data, uint8 [..., cells, bytes].
+    """
+
+    header: memoryview
     cells: Bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What layers of one kind remember. cells: int32 [n, 3]."""
+    """The cache of all layers with the same attention window.
+
+    Attributes:
+        cells: int32 [cells, _CELL_FIELDS].
+        transposed: 1 if values are stored transposed, else 0.
+        keys: The keys of each layer.
+        values: The values of each layer.
+    """
 
     cells: NDArray[np.int32]
     transposed: int
     keys: Sequence[_Layer]
     values: Sequence[_Layer]
 
-    def in_order(self) -> _Memory:
-        """The same with its cells in order of their positions."""
+    def sorted_by_position(self) -> _Memory:
+        """Return the same cache with its cells in order of position."""
         order = np.argsort(self.cells[:, 0])
 
         def ordered(layers: Sequence[_Layer]) -> list[_Layer]:
-            return [_Layer(layer.about, layer.cells[..., order, :]) for layer in layers]
+            return [_Layer(layer.header, layer.cells[..., order, :]) for layer in layers]
 
         return _Memory(self.cells[order], self.transposed, ordered(self.keys), ordered(self.values))
 
@@ -63,37 +80,45 @@ def merge_kv(
 ) -> Sequence[bytes | memoryview]:
     """Merge the exported cells of both splits into those of the whole model.
 
-    Raises CapabilityError where the bytes are not laid out as described, or are not of the same cells.
+    Args:
+        lower: The parts that `LlamaContext.export_cells` returned for the lower split.
+        upper: The parts of the upper split, for the same positions.
+        name: The model's name, for the error message.
+
+    Returns:
+        The parts as the whole model would export them.
+
+    Raises:
+        CapabilityError: The parts have another format than expected, or hold different cells.
     """
     try:
         return [_join(*both) for both in zip(lower, upper, strict=True)]
     except ValueError as error:
         raise CapabilityError(
-            f"the halves of {name} cannot lend their memory to one copy: llama.cpp lays it out otherwise"
-            f" ({error})",
-            "load the model's own file for lowbit, or choose another method",
+            f"the KV cells of {name}'s lower and upper split cannot be merged: {error}",
+            "load the original model file for lowbit, or choose another method",
         ) from error
 
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
-    if lower[:_MARK_BYTES] != upper[:_MARK_BYTES]:
-        raise ValueError("they begin with other marks")
-    pieces: list[bytes | memoryview] = [lower[:_MARK_BYTES]]
+    if lower[:_HEADER_BYTES] != upper[:_HEADER_BYTES]:
+        raise ValueError("their headers differ")
+    pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # Each context fills cells that were freed in an order of its own.
-            below, above = below.in_order(), above.in_order()
+            # Each context reuses freed cells in its own order.
+            below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
-            raise ValueError("they hold other cells")
+            raise ValueError("they hold different cells")
         pieces += [_COUNT.pack(1), _COUNT.pack(len(below.cells)), below.cells.tobytes()]
         pieces += [_COUNT.pack(below.transposed), _COUNT.pack(len(below.keys) + len(above.keys))]
         for layer in (*below.keys, *above.keys, *below.values, *above.values):
-            pieces += [layer.about, layer.cells.tobytes()]
+            pieces += [layer.header, layer.cells.tobytes()]
     return b"".join(pieces)
 
 
 def _memories(data: memoryview) -> list[_Memory]:
-    reader = _Reader(data[_MARK_BYTES:])
+    reader = _Reader(data[_HEADER_BYTES:])
     memories = [reader.memory()]
     while not reader.at_end:
         memories.append(reader.memory())
@@ -101,7 +126,7 @@ def _memories(data: memoryview) -> list[_Memory]:
 
 
 class _Reader:
-    """Reads such bytes from the beginning. Raises ValueError where they are others."""
+    """Parses exported cells. Raises ValueError for bytes of another format."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -113,14 +138,14 @@ class _Reader:
 
     def memory(self) -> _Memory:
         if self._count() != 1:
-            raise ValueError("more than one stream")
+            raise ValueError("there is more than one stream")
         count = self._count()
-        cells = self._bytes(count, 4 * _CELL).view(np.int32).reshape(count, _CELL)
+        cells = self._bytes(count, 4 * _CELL_FIELDS).view(np.int32).reshape(count, _CELL_FIELDS)
         if not count or (cells[:, 1:] != (1, cells[0, 2])).any():
-            raise ValueError("more than the cells of a sequence")
+            raise ValueError("a cell belongs to several sequences")
         transposed, layers = self._count(), self._count()
         if transposed > 1:
-            raise ValueError("more about cells than their position")
+            raise ValueError("the cells have an unknown layout")
         keys = [self._layer(count) for _ in range(layers)]
         read = self._transposed if transposed else self._layer
         return _Memory(cells, transposed, keys, [read(count) for _ in range(layers)])
@@ -129,19 +154,19 @@ class _Reader:
         return int(_COUNT.unpack(self._take(_COUNT.size))[0])
 
     def _layer(self, count: int) -> _Layer:
-        about = self._take(_ROWS.size)
-        return _Layer(about, self._bytes(count, _ROWS.unpack(about)[1]))
+        header = self._take(_ROWS.size)
+        return _Layer(header, self._bytes(count, _ROWS.unpack(header)[1]))
 
     def _transposed(self, count: int) -> _Layer:
-        about = self._take(_TRANSPOSED.size)
-        _, size, elements = _TRANSPOSED.unpack(about)
-        return _Layer(about, self._bytes(elements, count * size).reshape(elements, count, size))
+        header = self._take(_TRANSPOSED.size)
+        _, size, elements = _TRANSPOSED.unpack(header)
+        return _Layer(header, self._bytes(elements, count * size).reshape(elements, count, size))
 
     def _bytes(self, *shape: int) -> Bytes:
         return np.frombuffer(self._take(int(np.prod(shape, dtype=object))), np.uint8).reshape(shape)
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._data) - self._at:
-            raise ValueError("it ends too early")
+            raise ValueError("the data ends too early")
         self._at += size
         return self._data[self._at - size : self._at]

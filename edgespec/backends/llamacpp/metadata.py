@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model."""
+"""Metadata of a loaded GGUF model."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["all_metadata", "metadata"]
 
+# Longer values are truncated. Chosen: the values read here are numbers and short names.
+_MAX_VALUE_BYTES = 4096
+
 
 def metadata(weights: Any, key: str) -> str | None:
-    """A metadata value as text, None when the file has no such key."""
-    buffer = ctypes.create_string_buffer(4096)
+    """Return a metadata value as text, or None if the model has no such key."""
+    buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
     count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
-    """Every metadata value as text, arrays left out; values longer than 4 kB are cut."""
+    """Return all metadata values as text, except arrays."""
     lib = library()
-    buffer = ctypes.create_string_buffer(4096)
+    buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
 
     def text(count: int) -> str:
         return buffer.value.decode("utf-8", "replace") if count >= 0 else ""

@@ -1,4 +1,4 @@
-"""A GGUF model behind the LanguageModel Protocol."""
+"""A GGUF model as a LanguageModel."""
 
 from __future__ import annotations
 
@@ -55,26 +55,53 @@ __all__ = ["LlamaCppModel", "load"]
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
     """Load a GGUF file.
 
-    Raises ModelFileError (not a GGUF, damaged, unknown architecture), MemoryBudgetError, OptionError,
-    BackendMissingError, and CancelledError when `progress` returns False.
+    Args:
+        path: The file, or the first part of a model in several files.
+        name: The model's name, for progress and messages.
+        options: The load options.
+        progress: Called while the weights load; may cancel.
+
+    Returns:
+        The model. One with recurrent layers is wrapped in a `ReplayModel`.
+
+    Raises:
+        ModelFileError: The file is not a GGUF, damaged, or of an unsupported architecture.
+        MemoryBudgetError: Weights or context exceed the budget or cannot be allocated.
+        OptionError: An option is invalid for this model.
+        BackendMissingError: llama-cpp-python is not installed.
+        CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)  # before minutes of loading, not after
+        parse_kv_types(options.kv_type)  # report a typo before loading, which may take minutes
     weights = load_weights(path, name, options, progress)
     try:
         model = LlamaCppModel(weights, path, name, options)
     except BaseException:
         library().llama_model_free(weights)
         raise
-    found = model.found
-    return ReplayModel(model, found.capabilities.reason, found.undo_tokens) if found.replays else model
+    result = model.probe_result
+    return ReplayModel(model, result.capabilities.reason, result.undo_tokens) if result.replays else model
 
 
 class LlamaCppModel(BaseModel):
-    """One GGUF model with one KV cache.
+    """A GGUF model with one context.
 
-    Where its tokens are is kept by `KvCells`. With a recurrent memory there are chains only, and the
-    sequences beside sequence 0 hold checkpoints.
+    `KvCells` tracks its tokens. A model with recurrent layers verifies chains only, and its other sequences
+    hold checkpoints instead of branches.
+
+    Args:
+        weights: The llama_model. `close` frees it.
+        path: The file it was loaded from.
+        name: The model's name.
+        options: The load options.
+
+    Attributes:
+        probe_result: What the model can do, as measured at load.
+
+    Raises:
+        ModelFileError: The model has no vocabulary or does not generate text.
+        MemoryBudgetError: The context exceeds the budget or cannot be allocated.
+        OptionError: An option is invalid for this model.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
@@ -82,32 +109,31 @@ class LlamaCppModel(BaseModel):
         self._vocabulary = LlamaVocabulary(weights)
         self.vocabulary: Vocabulary = self._vocabulary
         if self.vocabulary.size == 0:
-            raise ModelFileError(
-                f"{path} has no vocabulary", "choose a file that holds a whole language model"
-            )
-        whole = plan_context(weights, options)
-        plan = initial_plan(weights, whole, options)
+            raise ModelFileError(f"{path} has no vocabulary", "choose the file of a complete language model")
+        max_plan = plan_context(weights, options)
+        plan = initial_plan(weights, max_plan, options)
         threads = threads_for(weights, options)
         self._context = LlamaContext(weights, options, plan, threads)
         self._checkpoints = StateCheckpoints(self._context, range(1, plan.sequences))
         try:
-            self.found: ProbeResult = probe(self._context, weights, plan, options, self._checkpoints)
-            facts = describe(weights, path, name, whole, self.vocabulary, self.found)
+            result: ProbeResult = probe(self._context, weights, plan, options, self._checkpoints)
+            facts = describe(weights, path, name, max_plan, self.vocabulary, result)
         except BaseException:
             self._context.close()
             raise
-        self._cells = KvCells(self._context, options.max_branches, replays=self.found.replays)
+        self.probe_result = result
+        self._cells = KvCells(self._context, options.max_branches, replays=result.replays)
         self.facts: ModelFacts = replace(
             facts,
             context_tokens=plan.tokens,
             kv_bytes=plan.kv_bytes,
-            cache_variant=cache_variant(weights, whole),
+            cache_variant=cache_variant(weights, max_plan),
         )
-        self._options, self._whole = options, whole
+        self._options, self._max_plan = options, max_plan
         self._recurrent = plan.recurrent
-        self._forgets = plan.kv_types.can_shift_keys and not plan.recurrent and self._context.can_shift
-        # A drop of the last pass's tokens chose an earlier state, and no pass has taken it up yet.
-        self._chosen = False
+        self._can_shift = plan.kv_types.can_shift_keys and not plan.recurrent and self._context.can_shift
+        # Whether a rejection selected an earlier recurrent state that llama.cpp applies in the next pass.
+        self._rollback_pending = False
 
     @property
     def length(self) -> int:
@@ -121,7 +147,7 @@ class LlamaCppModel(BaseModel):
         self._check(len(tokens))
         self._cells.end_round()
         for batch in in_batches(tokens, self._context.batch_tokens, progress):
-            self._chosen = False
+            self._rollback_pending = False
             try:
                 self._context.append(batch, self.length)
             except (BackendError, ContextFullError, CancelledError):
@@ -136,7 +162,7 @@ class LlamaCppModel(BaseModel):
             if first == 0:
                 self._cells.end_round()
             positions, sequences = self._cells.place_tree(tree, first)
-            self._chosen = False
+            self._rollback_pending = False
             rows = self._context.run(tree.tokens[first:], positions, sequences)
         except (BackendError, ContextFullError, CancelledError):
             self._cells.end_round()
@@ -144,29 +170,35 @@ class LlamaCppModel(BaseModel):
         return HostLogits(rows)
 
     def _check_shape(self, tree: TokenTree) -> None:
-        able = self.facts.capabilities
-        if not (able.rollback or tree.width == 1 or (self.found.replays and tree.is_chain)):
-            raise CapabilityError(f"{self.facts.name} cannot verify drafts", able.reason)
+        capabilities = self.facts.capabilities
+        replays = self.probe_result.replays
+        if not (capabilities.rollback or tree.width == 1 or (replays and tree.is_chain)):
+            raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
         if tree.width > self._context.max_width:
-            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {self._context.max_width}")
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens is wider than the limit of {self._context.max_width}",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        whole = self._cells.commit(path)
-        self._chosen = self.found.replays and not whole
+        kept_all = self._cells.commit(path)
+        self._rollback_pending = self.probe_result.replays and not kept_all
 
     def truncate(self, length: int) -> None:
         self._check(0)
         self._checkpoints.release_dropped()
         self._cells.truncate(min(length, self.length))
-        self._chosen = self._chosen and self.length > 0
+        self._rollback_pending = self._rollback_pending and self.length > 0
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
-        if not self._forgets:
-            raise CapabilityError(f"{self.facts.name} cannot move its keys to other positions")
+        if not self._can_shift:
+            raise CapabilityError(f"{self.facts.name} cannot move cached keys to other positions")
         if self._cells.is_tracked:
-            raise CapabilityError(f"{self.facts.name} has lent its keys to a draft", "close the draft first")
+            raise CapabilityError(
+                f"the KV cache of {self.facts.name} is in use by a low-bit draft", "close the draft first"
+            )
         self._cells.end_round()
         end = min(end, self.length)
         if start < end:
@@ -174,22 +206,21 @@ class LlamaCppModel(BaseModel):
             self._cells.length -= end - start
 
     def checkpoint(self) -> StateCheckpoint:
-        """The memory now; shared until it is written to."""
+        """Return a checkpoint of the cache, see `StateCheckpoints`."""
         self._check(0)
-        self._take_up()
+        self._apply_pending_rollback()
         return self._checkpoints.save(self.length)
 
-    def _take_up(self) -> None:
-        """Make an earlier state that was chosen the present one."""
-        if self._chosen:
+    def _apply_pending_rollback(self) -> None:
+        if self._rollback_pending:
             self._context.apply_rollback()
-            self._chosen = False
+            self._rollback_pending = False
 
     def rewind(self, checkpoint: StateCheckpoint) -> None:
-        """Make the memory what it was; ends the round, whatever became of it."""
+        """Reset the cache to a checkpoint and close the round."""
         self._check(0)
         self._checkpoints.restore(checkpoint)
-        self._cells.length, self._chosen = checkpoint.length, False
+        self._cells.length, self._rollback_pending = checkpoint.length, False
         self._cells.clear_round()
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
@@ -202,18 +233,18 @@ class LlamaCppModel(BaseModel):
         self._check(0)
         self._cells.end_round()
         if not snapshot.start:
-            self._cells.length, self._chosen = 0, False
+            self._cells.length, self._rollback_pending = 0, False
             self._context.clear()
-        if not self._put_down(snapshot):
+        if not self._append_snapshot(snapshot):
             if snapshot.start:
                 self._cells.truncate(min(snapshot.start, self.length))
             else:
                 self._context.clear()
-            raise BackendError("the saved state does not fit this model and context", "compute it again")
+            raise BackendError("the snapshot does not fit this model and context", "prefill its tokens")
         self._cells.length = snapshot.length
 
-    def _put_down(self, snapshot: Snapshot) -> bool:
-        """Append it; False where the cache does not end there, or it does not fit."""
+    def _append_snapshot(self, snapshot: Snapshot) -> bool:
+        """Append a snapshot; return False if it does not start at the end of the cache or does not fit."""
         start, length = snapshot.start, snapshot.length
         fits = self.length == start <= length <= self._context.tokens
         return fits and snapshot_from_bytes(self._context, snapshot.data, start, length, self._recurrent)
@@ -224,11 +255,11 @@ class LlamaCppModel(BaseModel):
         context = self._context
         plan = context.plan.with_tokens(round_up_to_block(context_tokens))
         check_resize_fits([context.plan], [plan], self.facts.weight_bytes, self._options)
-        self._take_up()
+        self._apply_pending_rollback()
         try:
             rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         finally:
-            # The sequences of checkpoints are empty now, and those that nobody holds may be taken again.
+            # The resize emptied all checkpoints. Reuse the sequences of those that nobody references.
             self._checkpoints.release_dropped()
             if context.is_lost:
                 self._cells.length = 0
@@ -239,13 +270,13 @@ class LlamaCppModel(BaseModel):
         self._check(0)
         if isinstance(method, EarlyExit):
             raise CapabilityError(
-                f"{self.facts.name} cannot draft for itself by early exit: it is loaded in one piece",
+                f"{self.facts.name} cannot draft by early exit: it is not split at an exit layer",
                 "run `edgespec prepare layerskip` on its file",
             )
         if isinstance(method, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} cannot draft for itself without some layers: that takes an MLX model",
-                "choose another method",
+                f"{self.facts.name} cannot skip layers: method swift needs an MLX model",
+                "choose another method, or load the model in MLX format",
             )
         view = load_low_bit_view(self._shared_target(), method)
         self._views.add(view)
@@ -257,7 +288,7 @@ class LlamaCppModel(BaseModel):
             (self._weights,),
             (self._context,),
             self._cells,
-            self._whole,
+            self._max_plan,
             self._options,
             self.check_open,
         )

@@ -1,4 +1,4 @@
-"""The llama_cpp library: imported on first use, its log sent to a file and never over the screen."""
+"""Loads llama_cpp on first use, writes its log to a file, and interrupts running passes."""
 
 from __future__ import annotations
 
@@ -22,27 +22,30 @@ from edgespec.files import log_folder
 __all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
-_WARN, _ERROR, _CONTINUED = 3, 4, 5
-# By then C has gone on; should it call back again just then, this is done again.
-_AGAIN_SECONDS = 0.02
+# Levels of ggml_log_level.
+_WARN, _ERROR = 3, 4
+# Delay before a Ctrl-C that arrived inside a callback is sent again. Chosen: the callback has usually
+# returned by then, and otherwise the signal is sent once more.
+_RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-_listeners: list[list[str]] = []
-# ctypes keeps no reference to a callback that C holds.
+# The lists that `captured_log` fills.
+_captures: list[list[str]] = []
+# ctypes does not keep a reference to a callback that C code holds.
 _callbacks: list[Any] = []
 
 
 @cache
 def library() -> ModuleType:
-    """llama_cpp, ready to use. Raises BackendMissingError with the way to install it."""
+    """Return the initialised llama_cpp module. Raises BackendMissingError if it cannot be imported."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendMissingError(
-            f"llama-cpp-python, which runs GGUF models, does not load: {error}",
-            "install it with `pip install llama-cpp-python` (it compiles, so it needs a C++ compiler)",
+            f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
+            "install it with `pip install llama-cpp-python`, which needs a C++ compiler",
         ) from error
     _open_log()
-    _hear_interrupts()
+    _resend_interrupts_in_callbacks()
     callback = llama_cpp.llama_log_callback(_on_line)
     _callbacks.append(callback)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
@@ -65,28 +68,28 @@ def _open_log() -> None:
     _LOG.addHandler(handler)
 
 
-def _hear_interrupts() -> None:
-    """Let a Ctrl-C that comes while C calls back be raised afterwards.
+def _resend_interrupts_in_callbacks() -> None:
+    """Send Ctrl-C again if it arrives while C code runs one of our callbacks.
 
-    What a callback raises never gets through C: it would be printed, and lost. Even the first instruction of
-    a callback may raise it, so no `try` in there would do.
+    ctypes prints and drops an exception in a callback, so the KeyboardInterrupt would be lost. It may even be
+    raised before the callback's first instruction, where no `try` could catch it.
     """
-    before = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
-    def heard(unraisable: sys.UnraisableHookArgs) -> None:
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
         module = getattr(unraisable.object, "__module__", None) or ""
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and module.startswith("edgespec."):
-            again = threading.Timer(_AGAIN_SECONDS, _press_again)
-            again.daemon = True
-            again.start()
+            timer = threading.Timer(_RESEND_SECONDS, _interrupt_main_thread)
+            timer.daemon = True
+            timer.start()
         else:
-            before(unraisable)
+            default_hook(unraisable)
 
-    sys.unraisablehook = heard
+    sys.unraisablehook = hook
 
 
-def _press_again() -> None:
-    """A Ctrl-C for the main thread, which wakes it up where the system can do that."""
+def _interrupt_main_thread() -> None:
+    """Send Ctrl-C to the main thread, and wake it from a system call where the platform supports that."""
     main = threading.main_thread().ident
     if sys.platform != "win32" and main is not None:
         signal.pthread_kill(main, signal.SIGINT)
@@ -100,15 +103,15 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
         return
     if level == _ERROR:
         _errors.append(line)
-    for lines in _listeners:
+    for lines in _captures:
         lines.append(line)
-    # A handler that cannot write (full disk, folder gone) must not stop a reply.
+    # A log that cannot be written (disk full, folder deleted) must not fail a reply.
     logging.raiseExceptions = False
     _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)
 
 
 def recent_errors(clear: bool = False) -> list[str]:
-    """The last errors the library logged, oldest first."""
+    """Return the last 20 errors that llama.cpp logged, oldest first. `clear` resets the list."""
     lines = list(_errors)
     if clear:
         _errors.clear()
@@ -117,22 +120,22 @@ def recent_errors(clear: bool = False) -> list[str]:
 
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """What the library logs while this is open, whichever thread it works for."""
+    """Collect the lines that llama.cpp logs in any thread while the block runs."""
     lines: list[str] = []
-    _listeners.append(lines)
+    _captures.append(lines)
     try:
         yield lines
     finally:
-        # By identity: two that heard the same are equal.
-        _listeners[:] = [each for each in _listeners if each is not lines]
+        # Compare by identity, because two captures may hold equal lines.
+        _captures[:] = [capture for capture in _captures if capture is not lines]
 
 
 class Interrupt:
-    """A flag that llama.cpp reads between the nodes of a running pass.
+    """A flag that stops a running pass. Any thread may set it.
 
-    llama.cpp calls `abort(data)` hundreds of times a pass. A Python callback there would take the
-    interpreter's lock each time, so the callback is C's own `strlen` over a two-byte buffer: it says 0
-    (go on) while the buffer is empty and 1 (stop) once a byte is set.
+    llama.cpp calls an abort callback hundreds of times per pass. A Python callback would take the GIL each
+    time. Instead the callback is C's `strlen` on a two-byte buffer, which returns 0 (continue) while the
+    buffer is empty and 1 (abort) after a byte is set.
     """
 
     def __init__(self) -> None:
@@ -140,6 +143,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
+        """Whether passes are stopped and refused."""
         return self._buffer.raw[0] != 0
 
     @requested.setter
@@ -147,7 +151,7 @@ class Interrupt:
         self._buffer[0] = b"\x01" if value else b"\x00"
 
     def attach(self, context: Any) -> None:
-        """Make a llama_context read this flag."""
+        """Register this flag as the abort callback of a llama_context."""
         lib = library()
         strlen = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
         lib.llama_set_abort_callback(context, strlen, ctypes.addressof(self._buffer))

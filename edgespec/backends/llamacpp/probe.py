@@ -1,4 +1,4 @@
-"""What a loaded model can do: what it claims is not what counts, so it is tried."""
+"""Probes what a loaded model can do by running a few tokens, because metadata does not tell."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
 
-_BEFORE, _PASS = [0, 1], [1, 0, 1]
+# Tokens cached before the probe's checkpoint, and tokens of the pass after it.
+_PREFIX, _PASS = [0, 1], [1, 0, 1]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """capabilities: of the model as it stands. rollback: in words, how tokens are taken back.
+    """What a model can do, as measured by `probe`.
 
-    replays: it goes back to checkpoints, so chains can be verified and replayed. undo_tokens: so many
-    tokens at the end of a pass are taken back without.
+    Attributes:
+        capabilities: The capabilities without a `ReplayModel`.
+        rollback: How the cache is rolled back, in words.
+        replays: Whether the model restores checkpoints exactly, so that a `ReplayModel` can verify chains.
+        undo_tokens: The number of tokens at the end of a pass that are rolled back without a checkpoint.
     """
 
     capabilities: Capabilities
@@ -41,87 +45,101 @@ def probe(
     options: LoadOptions,
     checkpoints: StateCheckpoints,
 ) -> ProbeResult:
-    """Run a few tokens and take some back; the context is left empty. Raises ModelFileError."""
+    """Run a few tokens, roll some of them back, and compare logits. The context is empty afterwards.
+
+    Args:
+        context: The model's context.
+        weights: Its llama_model.
+        plan: The layout of the context.
+        options: The load options.
+        checkpoints: The checkpoints of the context, for recurrent models.
+
+    Raises:
+        ModelFileError: The model does not generate text token by token.
+    """
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
-        raise ModelFileError("this model does not generate text", "choose a decoder language model")
+        raise ModelFileError("this model does not generate text", "choose a decoder-only language model")
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
-            "encoder-decoder and diffusion models do not write token by token",
-            "choose a decoder-only model",
+            "encoder-decoder and diffusion models do not generate token by token",
+            "choose a decoder-only language model",
         )
     try:
-        return _replayed(context, plan, checkpoints) if plan.recurrent else _cut_back(context, plan, options)
+        if plan.recurrent:
+            return _probe_replay(context, plan, checkpoints)
+        return _probe_cells(context, plan, options)
     finally:
         context.clear()
 
 
-def _cut_back(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
+def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
+    """Remove a token from the KV cache, and copy one out and in again."""
     context.append([0, 0], 0)
     if not context.drop(0, 1):
-        return _plain("its memory cannot be rolled back")
+        return _without_rollback("its cache cannot be rolled back")
     parts = context.export_cells(0, 0, 1)
     context.clear()
-    movable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
+    copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     tree = options.max_branches > 1
-    reason = "" if tree else "it was loaded for one branch"
-    continues = not prefill_kernel_differs(plan.kv_types, options, context.threads)
-    # A draft of as many would be read as a text is; a draft model may round as it likes.
-    width = (
-        context.max_width if continues or options.is_draft else min(context.max_width, SMALL_KERNEL_MAX_ROWS)
-    )
+    reason = "" if tree else "it was loaded with --draft-branches 1"
+    prefix_reuse_exact = not prefill_kernel_differs(plan.kv_types, options, context.threads)
+    # A wider verify pass would use the prefill kernel. The rounding of a draft model does not matter.
+    max_width = context.max_width
+    if not prefix_reuse_exact and not options.is_draft:
+        max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
     return ProbeResult(
         Capabilities(
             True,
             tree,
             reason,
-            width,
+            max_width,
             options.max_branches,
-            # A copy with fewer bits drafts on cells that were moved to it.
-            self_draft_methods=frozenset({"lowbit"}) if movable else frozenset(),
-            prefix_reuse_exact=continues,
+            # A low-bit copy drafts on copied cells.
+            self_draft_methods=frozenset({"lowbit"}) if copyable else frozenset(),
+            prefix_reuse_exact=prefix_reuse_exact,
         ),
         "in place; sliding windows are kept whole" if context.window else "in place",
     )
 
 
-def _replayed(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
-    """Go back to a checkpoint and compare, bit for bit; then try the states the library keeps of a pass."""
-    context.append(_BEFORE, 0)
-    moment = checkpoints.save(len(_BEFORE))
+def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
+    """Restore a checkpoint and compare logits bit by bit; then roll back without one and compare again."""
+    context.append(_PREFIX, 0)
+    moment = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)
     checkpoints.restore(moment)
     try:
         exact = np.array_equal(first, _rows(context, 0))
-    except BackendError:  # the library saw that something was left over
+    except BackendError:  # llama.cpp rejects a restore that leaves cells behind
         exact = False
     if not exact:
-        return _plain("its recurrent state does not come back exactly")
+        return _without_rollback("restoring its recurrent state is not exact")
     undo_tokens = 0
-    if context.undo_tokens and context.drop(0, len(_BEFORE) + 1):
+    if context.undo_tokens and context.drop(0, len(_PREFIX) + 1):
         undone = _rows(context, 1)
         checkpoints.restore(moment)
-        context.append(_PASS[:1], len(_BEFORE))
+        context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Passes of other widths may round otherwise; an earlier state must not differ by more.
+        # Passes of different widths round differently. The undone state must not differ by more than that.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {plan.sequences - 1} held"
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
-    reason = "its recurrent memory takes chains only"
-    able = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
-    return ProbeResult(able, rollback, True, undo_tokens)
+    reason = "its recurrent layers support chains only"
+    capabilities = Capabilities(False, False, reason, context.max_width, 1, partial_truncate=False)
+    return ProbeResult(capabilities, rollback, True, undo_tokens)
 
 
-def _plain(reason: str) -> ProbeResult:
+def _without_rollback(reason: str) -> ProbeResult:
     return ProbeResult(Capabilities(False, False, reason, partial_truncate=False), "none")
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:
-    """The logits of the pass without its first tokens."""
+    """Return the logits of `_PASS` without its first `skipped` tokens."""
     tokens = _PASS[skipped:]
-    start = len(_BEFORE) + skipped
+    start = len(_PREFIX) + skipped
     rows = context.run(tokens, range(start, start + len(tokens)), [[0]] * len(tokens))
     return np.array(rows)
 

@@ -1,7 +1,7 @@
-"""Copies of GGUF files with fewer bits, made by llama.cpp's own quantiser.
+"""Quantises GGUF files with llama.cpp's quantiser, in a separate process.
 
-The quantiser cannot be stopped from within, and a fault of its ends the process it runs in. So it runs in
-a process of its own: this file is also that process's program.
+The quantiser cannot be cancelled and may crash its process, so it runs in a child process. This module is
+also the main module of that process.
 """
 
 from __future__ import annotations
@@ -33,19 +33,26 @@ __all__ = [
     "quantised_size",
 ]
 
-# Of the library's types, those that are for keeping a model as it is, and those for training experiments.
-_NOT_FOR_DRAFTS = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
-# What the library refuses without an importance matrix; each refusal is its own, this only shortens a hint.
-_NEED_MATRIX = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
+# Types of llama.cpp that make no useful draft: unquantised ones, and ones for specially trained weights.
+_UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
+# Prefixes of types that need an importance matrix. Used to shorten a hint; llama.cpp itself decides.
+_MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-_BEAT_SECONDS = 0.2
-_GROWING = ".growing"
-_WORDS = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+# Interval of the child's heartbeat, an empty line, which lets the parent notice a cancellation. Chosen.
+_HEARTBEAT_SECONDS = 0.2
+_PARTIAL_SUFFIX = ".growing"
+_SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """Bytes of the weights now and as a copy; whether the type needs an importance matrix."""
+    """The effect of quantising a model.
+
+    Attributes:
+        source_bytes: The size of the weights now.
+        copy_bytes: Their size in the quantised copy.
+        needs_importance_matrix: Whether the type needs an importance matrix, which edgespec cannot make.
+    """
 
     source_bytes: int
     copy_bytes: int
@@ -54,55 +61,67 @@ class QuantisedSize:
 
 @cache
 def quantisation_types() -> dict[str, int]:
-    """The types a copy can have, and the library's numbers of them. Raises BackendMissingError."""
+    """Return the quantisation types for copies with llama.cpp's numbers. Raises BackendMissingError."""
     from edgespec.backends.llamacpp.native import library
 
     lib = library()
     names = [name.removeprefix(_PREFIX) for name in dir(lib) if name.startswith(_PREFIX)]
-    return {name: getattr(lib, _PREFIX + name) for name in sorted(names) if name not in _NOT_FOR_DRAFTS}
+    return {name: getattr(lib, _PREFIX + name) for name in sorted(names) if name not in _UNSUITABLE}
 
 
 def parse_quantisation_type(name: str) -> str:
-    """The type of that name, in any case and for short. Raises OptionError for one that is not there."""
+    """Return the official name of a type given in any case or in short. Raises OptionError if unknown."""
     upper = name.upper()
-    upper = _WORDS.get(upper, upper)
+    upper = _SHORT_NAMES.get(upper, upper)
     if upper not in quantisation_types():
-        usable = (known for known in quantisation_types() if not known.startswith(_NEED_MATRIX))
+        usable = (known for known in quantisation_types() if not known.startswith(_MATRIX_PREFIXES))
         raise OptionError(f"the type is {name!r}", f"choose one of {', '.join(usable)}")
     return upper
 
 
 def quantised_size(source: Path, type_name: str) -> QuantisedSize:
-    """What a copy would take, without making it. Raises BackendError when the file cannot be read."""
+    """Return the sizes of a model before and after quantisation, without writing a copy.
+
+    Raises:
+        BackendError: The file cannot be read.
+    """
     text = "\n".join(_run(source, None, type_name, None, "looking at the weights"))
     sizes = [re.search(rf"{word} size *= *([0-9.]+) MiB", text) for word in ("model", "quant")]
     if sizes[0] is None or sizes[1] is None:
-        raise BackendError(f"llama.cpp did not say how large a {type_name} copy of {source} is")
+        raise BackendError(f"llama.cpp did not report the size of a {type_name} copy of {source}")
     source_bytes, copy_bytes = (int(float(size[1]) * 2**20) for size in sizes if size)
     return QuantisedSize(source_bytes, copy_bytes, "will require an imatrix" in text)
 
 
 def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None = None) -> None:
-    """Write a copy of the model at `source` with the weights of a type.
+    """Write a quantised copy of a model. After an error no copy exists.
 
-    On any error, and on CancelledError when `progress` returns False, the copy is not there.
-    Raises CapabilityError for a type that needs an importance matrix, BackendError with llama.cpp's reason.
+    Args:
+        source: The GGUF file to quantise.
+        copy: The file to write.
+        type_name: A type from `quantisation_types`.
+        progress: Called while the quantiser works; may cancel.
+
+    Raises:
+        CapabilityError: The type needs an importance matrix.
+        BackendError: llama.cpp failed, with its reason.
+        CancelledError: `progress` returned False.
     """
-    # Under a name of its own: the quantiser of a run that was killed may write on for a moment.
-    for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_GROWING}"):
+    # A unique name, because the quantiser of an earlier, killed run may still write for a moment.
+    for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
-    growing = copy.with_name(f"{copy.name}.{token_hex(4)}{_GROWING}")
+    partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
-        _run(source, growing, type_name, progress, f"making a {type_name} copy")
-        growing.replace(copy)
+        _run(source, partial, type_name, progress, f"making a {type_name} copy")
+        partial.replace(copy)
     except BaseException:
-        growing.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
         raise
 
 
 def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | None, what: str) -> list[str]:
-    """Run the quantiser in its own process; what it said. `copy` None: only say what would come out."""
+    """Run the quantiser in a child process and return its output. A `copy` of None makes a dry run."""
     command = [
         sys.executable,
         "-m",
@@ -111,7 +130,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
         str(copy or ""),
         str(quantisation_types()[type_name]),
     ]
-    said: list[str] = []
+    output: list[str] = []
     fraction = 0.0
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -120,11 +139,11 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if found := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # The tensor of that number begins.
-                    fraction = (int(found[1]) - 1) / int(found[2])
+                if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
+                    # This line is printed when the tensor of that number begins.
+                    fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():
-                    said.append(line.strip())
+                    output.append(line.strip())
                 if progress and not progress(what, fraction):
                     raise CancelledError(f"{what} was cancelled")
             status = process.wait()
@@ -132,37 +151,37 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             if process.poll() is None:
                 process.kill()
     if status == 0:
-        return said
-    text = " ".join(said)
+        return output
+    text = " ".join(output)
     if re.search(r"requires an (imatrix|importance matrix)|Missing importance matrix", text):
         raise importance_matrix_error(type_name)
-    reason = re.search(r"failed to quantize: (.*?)(?=  |$)", "  ".join(said))
+    reason = re.search(r"failed to quantize: (.*?)(?=  |$)", "  ".join(output))
     raise BackendError(
-        f"llama.cpp made no {type_name} copy of {source}:"
-        f" {reason[1] if reason else (said or ['no reason was given'])[-1]} (status {status})",
+        f"llama.cpp could not make a {type_name} copy of {source}:"
+        f" {reason[1] if reason else (output or ['no reason was given'])[-1]} (status {status})",
         "check the file and the free space, or choose another --type",
     )
 
 
 def importance_matrix_error(type_name: str) -> CapabilityError:
-    """What to raise for a type that cannot be made without measuring the model on text first."""
+    """Return the error for a type that needs an importance matrix."""
     return CapabilityError(
-        f"{type_name} needs an importance matrix, which edgespec does not make",
+        f"{type_name} needs an importance matrix, which edgespec cannot make",
         "choose Q2_K, Q3_K_S, IQ4_NL or Q4_0",
     )
 
 
 def _main(source: str, copy: str, type_number: str) -> int:
-    """The program of the process: what llama.cpp says goes to stdout, and an empty line while it works.
+    """Run the child process: print llama.cpp's log to stdout, with an empty line as a heartbeat.
 
-    Whoever started it reads those lines; when nobody does any more it ends.
+    The process exits when stdout is closed, which means that its parent has ended.
     """
     import llama_cpp
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process on Ctrl-C
     lock = threading.Lock()
 
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         with lock:
             try:
                 os.write(1, text.encode())
@@ -170,22 +189,22 @@ def _main(source: str, copy: str, type_number: str) -> int:
                 os._exit(1)
 
     def on_line(_level: int, text: bytes, _user_data: object) -> None:
-        say(text.decode("utf-8", "replace"))
+        write(text.decode("utf-8", "replace"))
 
-    def beat() -> None:
+    def heartbeat() -> None:
         while True:
-            time.sleep(_BEAT_SECONDS)
-            say("\n")
+            time.sleep(_HEARTBEAT_SECONDS)
+            write("\n")
 
     callback: Any = llama_cpp.llama_log_callback(on_line)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
-    threading.Thread(target=beat, daemon=True).start()
+    threading.Thread(target=heartbeat, daemon=True).start()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = int(type_number)
     params.allow_requantize = True
     params.dry_run = not copy
     status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(copy), ctypes.byref(params))
-    with lock:  # nothing more is said
+    with lock:  # the heartbeat must not write after the exit status is decided
         os._exit(status)
 
 

@@ -1,7 +1,7 @@
-"""A context of another size that has_memory the same: saved, made anew, put back.
+"""Resizes a context: export its cells, allocate a new context, import the cells.
 
-The library cannot make a context larger. What a sequence has_memory does not depend on the size, so it comes
-back to the bit. The memory is freed before the new one is made: both are never there at once.
+llama.cpp cannot enlarge a context. Exported cells do not depend on the context's size, so the content is
+bit-identical afterwards. The old memory is freed before the new memory is allocated.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from edgespec.heap import release_free_memory
 __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
 
 
-def initial_plan(weights: Any, whole: ContextPlan, options: LoadOptions) -> ContextPlan:
-    """The context to begin with, of one that is to become as large as `whole`."""
+def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> ContextPlan:
+    """Return the plan to allocate at load for a context that may grow to `max_plan`."""
     if options.initial_context_tokens is None:
-        return whole
-    return whole.with_tokens(
-        initial_context(whole.tokens, options.initial_context_tokens, longrope_switch_tokens(weights))
+        return max_plan
+    return max_plan.with_tokens(
+        initial_context(max_plan.tokens, options.initial_context_tokens, longrope_switch_tokens(weights))
     )
 
 
-def cache_variant(weights: Any, whole: ContextPlan) -> str:
-    """What a context that is to become as large as `whole` holds in another form than one of another size."""
-    turning = longrope_switch_tokens(weights)
-    return whole.kv_types.text + (f", turned for more than {turning}" if 0 < turning < whole.tokens else "")
+def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
+    """Return a text that differs between contexts whose cached keys or values are not interchangeable.
+
+    The text is part of the identity of saved prefix caches, so changing it invalidates them.
+    """
+    switch = longrope_switch_tokens(weights)
+    variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""
+    return max_plan.kv_types.text + variant
 
 
 def longrope_switch_tokens(weights: Any) -> int:
-    """With LongRoPE (arXiv 2402.13753) a context beyond this turns keys by other factors; 0 for other models.
+    """Return the context size above which LongRoPE (arXiv 2402.13753) uses other factors, or 0.
 
-    What is cached was turned by those of its time: a context must not come to be beyond it.
+    Cached keys were rotated with the factors of their context, so a resize must not cross this size.
     """
     arch = metadata(weights, "general.architecture") or ""
     if metadata(weights, f"{arch}.rope.scaling.type") not in (None, "longrope"):
@@ -52,7 +56,17 @@ def longrope_switch_tokens(weights: Any) -> int:
 def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Raises MemoryBudgetError when contexts that are to be made larger do not fit the memory."""
+    """Check that enlarged contexts fit the memory.
+
+    Args:
+        before: The current plans.
+        after: The new plans.
+        weight_bytes: The size of the weights.
+        options: The load options, with the memory budget.
+
+    Raises:
+        MemoryBudgetError: The contexts exceed the budget or the available memory.
+    """
     wanted, held = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
     if wanted <= held:
         return
@@ -63,12 +77,13 @@ def check_resize_fits(
         raise cache_too_large_error(
             after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS
         )
-    # What is saved meanwhile is no more than what is freed. Cards with memory of their own say so themselves.
+    # The exported cells take no more memory than the freed context. A GPU's own memory is not checked here:
+    # its allocation fails without harm.
     available = int(psutil.virtual_memory().available)
     if wanted > available and in_main_memory(options):
         raise MemoryBudgetError(
-            f"a context of {after[0].tokens} tokens takes {format_bytes(wanted)} of memory"
-            f" and {format_bytes(available)} are free",
+            f"a context of {after[0].tokens:,} tokens needs {format_bytes(wanted)} of memory,"
+            f" but only {format_bytes(available)} are free",
             "close other programs or use a smaller --context",
         )
 
@@ -76,13 +91,22 @@ def check_resize_fits(
 def rebuild_context(
     context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
 ) -> None:
-    """Give a context, whose sequence 0 holds `length` tokens, the size of `plan`; all other sequences go.
+    """Resize a context and keep sequence 0; all other sequences are removed.
 
-    Whatever goes wrong, it has its former size and content again. Raises MemoryBudgetError. Where there is
-    no memory for that either the context is lost, as it says.
+    After an error the context has its old size and content again. If even that cannot be allocated, it has no
+    memory (`LlamaContext.is_lost`).
+
+    Args:
+        context: The context to resize.
+        plan: The new plan.
+        length: The number of tokens in sequence 0.
+        recurrent: Whether the model has recurrent layers.
+
+    Raises:
+        MemoryBudgetError: The new context, or the copy of its cells, cannot be allocated.
     """
-    former = context.plan
-    if plan == former and not context.is_lost:
+    old_plan = context.plan
+    if plan == old_plan and not context.is_lost:
         return
     saved: Sequence[memoryview] = ()
     if length:
@@ -90,15 +114,15 @@ def rebuild_context(
             saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
         except MemoryError as error:
             raise MemoryBudgetError(
-                f"there is no memory for a copy of {length} cached tokens",
+                f"the copy of {length:,} cached tokens, needed to resize the context, cannot be allocated",
                 "close other programs or use a smaller --context",
             ) from error
     try:
         _fill(context, plan, saved, length, recurrent)
     except BaseException:
-        _fill(context, former, saved, length, recurrent)
+        _fill(context, old_plan, saved, length, recurrent)
         raise
-    # The former memory and the copy: the heap would keep them beside the new one.
+    # Otherwise malloc may retain the old memory and the copy.
     saved = ()
     release_free_memory()
 
@@ -106,8 +130,11 @@ def rebuild_context(
 def _fill(
     context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
 ) -> None:
+    """Allocate the memory of a context and import saved cells."""
     context.allocate(plan)
     if saved and not (
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
     ):
-        raise BackendError(f"{length} cached tokens could not be put back", "send the message again")
+        raise BackendError(
+            f"{length:,} cached tokens cannot be imported after a resize", "send the message again"
+        )

@@ -1,4 +1,4 @@
-"""What a loaded model gives to a view that drafts on its keys and values."""
+"""The parts of a loaded target that a low-bit draft uses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ __all__ = ["SharedTarget"]
 
 @dataclass(frozen=True, slots=True)
 class SharedTarget:
-    """The parts of a loaded target, or of both its halves: weights and contexts, the lower layers first.
+    """A loaded target, or the lower and upper split of one, whose KV cells a draft copies.
 
-    cells: what all of their contexts hold. plan: of each context at its largest. check_open: raises
-    ClosedError when they are gone.
+    Attributes:
+        model: The target.
+        weights: Its llama_model, or those of the lower and the upper split.
+        contexts: The contexts of `weights`.
+        cells: The tokens that all of the contexts hold.
+        plan: The layout of each context at its maximum size.
+        options: How the target was loaded.
+        check_open: Raises ClosedError after the target was closed.
     """
 
     model: LanguageModel
@@ -32,23 +38,24 @@ class SharedTarget:
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the whole model."""
+        """The facts of the target."""
         return self.model.facts
 
     @property
     def length(self) -> int:
-        """Tokens in its memory."""
+        """The number of tokens in the target's cache."""
         return self.model.length
 
     @property
     def free_tokens(self) -> int:
-        """How many more tokens its context takes."""
+        """The number of tokens that the target's context has left."""
         return self.model.free_tokens
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """The cells of positions [start, end) in all layers, as `LlamaContext.export_cells` gives them.
+        """Return the cells at positions [start, end) in all layers, as `LlamaContext.export_cells` does.
 
-        Raises CapabilityError where those of two halves cannot be put together; see `joined`.
+        Raises:
+            CapabilityError: The cells of the two splits cannot be merged.
         """
         lower, *upper = (context.export_cells(0, start, end) for context in self.contexts)
         return merge_kv(lower, upper[0], self.facts.name) if upper else lower

@@ -1,4 +1,4 @@
-"""The memory of a context as bytes and back."""
+"""Serialised cells of a context, for snapshots of a model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _SIZE = struct.Struct("<Q")
 
 
 def snapshot_to_bytes(context: LlamaContext, start: int, end: int, recurrent: bool) -> bytes:
-    """Tokens [start, end) of sequence 0: each part after its size.
+    """Serialise tokens [start, end) of sequence 0; a recurrent state is always saved whole.
 
-    A recurrent state is always whole.
+    The format is a list of parts, each after its size as a little-endian 64-bit integer.
     """
     parts = [context.export_sequence()] if recurrent else context.export_cells(0, start, end)
     return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
@@ -23,7 +23,11 @@ def snapshot_to_bytes(context: LlamaContext, start: int, end: int, recurrent: bo
 def snapshot_from_bytes(
     context: LlamaContext, data: bytes | memoryview, start: int, length: int, recurrent: bool
 ) -> bool:
-    """Append a snapshot to the `start` cached tokens of the context; False when it does not fit."""
+    """Append a snapshot of tokens [start, length) to the cache.
+
+    Returns:
+        False if the snapshot does not match this model and context.
+    """
     parts, rest = [], memoryview(data)
     while rest:
         if len(rest) < _SIZE.size:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by llama.cpp's tokenizer."""
+"""llama.cpp's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ __all__ = ["LlamaVocabulary"]
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded llama.cpp model (valid while the model is)."""
+    """The vocabulary of a loaded llama.cpp model.
+
+    Any thread may use it. After the model was closed, it raises ClosedError.
+
+    Args:
+        model: The llama_model, which must outlive this object until `close`.
+    """
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
         self._closed = False
-        # Texts are tokenized in other threads than the one that runs, or closes, the model.
-        self._using = threading.Lock()
+        # Other threads tokenize while the model's thread may close the model.
+        self._lock = threading.Lock()
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)
@@ -36,7 +42,7 @@ class LlamaVocabulary:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Text to tokens; see the Protocol. Raises BackendError when the model has no tokenizer."""
+        """See `Vocabulary`. Raises BackendError if the text cannot be tokenized."""
         data = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
         room = len(data) + 16
         while True:
@@ -48,11 +54,13 @@ class LlamaVocabulary:
             if count >= 0:
                 return list(buffer[:count])
             if count < -(1 << 30) or -count <= room:
-                raise BackendError(f"{len(data)} bytes of text could not be tokenized", "try a shorter text")
+                raise BackendError(
+                    f"{len(data):,} bytes of text cannot be tokenized", "use a shorter text or another model"
+                )
             room = -count
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to the text; control tokens add none."""
+        """See `Vocabulary`."""
         piece = self._pieces.get(token)
         if piece is None:
             if len(self._pieces) >= MAX_CACHED_PIECES:
@@ -61,12 +69,14 @@ class LlamaVocabulary:
         return piece
 
     def raw_piece(self, token: int) -> bytes:
-        """The token as it stands in the vocabulary, control tokens included."""
+        """See `Vocabulary`."""
         return self._text(token, special=True)
 
     def _text(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.size:
-            raise BackendError(f"there is no token {token} among {self.size}")
+            raise BackendError(
+                f"there is no token {token} in a vocabulary of {self.size:,} tokens", "use a smaller token id"
+            )
         room = 64
         while True:
             buffer = ctypes.create_string_buffer(room)
@@ -77,19 +87,19 @@ class LlamaVocabulary:
             room = -count
 
     def is_end(self, token: int) -> bool:
-        """True for tokens that end a reply."""
+        """See `Vocabulary`."""
         with self._open():
             return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """The model's memory stays there while this lasts. Raises ClosedError when it is gone."""
-        with self._using:
+        """Keep the model from being closed inside the block. Raises ClosedError if it is closed."""
+        with self._lock:
             if self._closed:
                 raise ClosedError("the model is closed", "load it again")
             yield
 
     def close(self) -> None:
-        """The model is about to be freed."""
-        with self._using:
+        """Refuse further calls, before the model is freed."""
+        with self._lock:
             self._closed = True

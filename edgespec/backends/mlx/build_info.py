@@ -15,7 +15,7 @@ import psutil
 
 from edgespec.errors import BackendMissingError
 
-__all__ = ["MlxBuildInfo", "about", "core", "lm"]
+__all__ = ["MlxBuildInfo", "build_info", "core", "lm"]
 
 _OPEN_FILES = 2048
 
@@ -94,7 +94,7 @@ def _open_files_kept() -> Iterator[None]:
             set_limits(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def about() -> MlxBuildInfo:
+def build_info() -> MlxBuildInfo:
     """The facts of the installed libraries. Raises BackendMissingError."""
     mx = core()
     try:

@@ -1,4 +1,4 @@
-"""Suffix decoding: trees of what followed the last tokens before."""
+"""Suffix decoding: draft what followed earlier occurrences of the last tokens."""
 
 from edgespec.drafters.suffix.automaton import SuffixAutomaton, SuffixMatcher
 from edgespec.drafters.suffix.drafter import ReplyRecorder, SuffixCorpus, SuffixDrafter

@@ -1,6 +1,6 @@
-"""A suffix automaton that grows with its text: every substring, how often it stood there, and where last.
+"""A suffix automaton over a growing token sequence, with occurrence counts.
 
-Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text".
+It is the index of the suffix drafter for sequences that change while a reply is generated.
 """
 
 from __future__ import annotations
@@ -13,84 +13,90 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
 
-# How often, what decides between equals (the greater first), which token, and the state it leads to.
+# (occurrences, position of the last occurrence, token, state after the token). Sorted in descending order,
+# the most frequent continuation comes first, and the latest of equally frequent ones.
 StateContinuation = tuple[int, int, int, int]
 
-# Occurrences are counted of substrings of up to so many tokens: a match, and what is guessed after it.
-_COUNTED = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
-# From so many continuations on, the frequent ones are noted down.
-_WIDE = 16
-# What a number takes in a dict.
-_NUMBER_BYTES = 32
+# Longest substring whose occurrences are counted: a match plus its continuation.
+_MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
+# States with at least this many transitions cache their frequent continuations. Chosen.
+_MIN_CACHED_TRANSITIONS = 16
+# Approximate memory of one integer in a dict.
+_INTEGER_BYTES = 32
 
 
 class SuffixAutomaton:
-    """The automaton of a text of up to 2 * most_tokens; of a longer one, of its end.
+    """A suffix automaton of a token sequence (Blumer et al. 1985).
 
-    A state stands for the substrings that occur at the same places, the longest of `lengths[state]` tokens;
-    its link leads to the state of the longest of their endings that occurs elsewhere too. A token adds one
-    state or two in amortised constant time, and up to _COUNTED steps on links count what ends with it.
-    States are rows of flat arrays, and the few with several transitions have a dict: about 100 bytes a token
-    of code or prose, 350 at most.
+    A state represents substrings that occur at exactly the same positions; `lengths[state]` is the length of
+    the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
+    Appending a token adds one or two states in amortised constant time and follows at most
+    `_MAX_COUNTED_TOKENS` links to update the counts. States are rows of flat arrays; only states with several
+    transitions have a dict. This takes about 100 bytes per token of code or prose, and at most 350.
 
-    rarest: continuations that follow a smaller share of the occurrences need not be told.
+    Args:
+        min_probability: `continuations` may omit tokens that follow a smaller share of the occurrences.
+        capacity_tokens: The index is rebuilt from the last `capacity_tokens` once the sequence is twice as
+            long, which bounds its memory.
     """
 
-    def __init__(self, rarest: float = 0.0, most_tokens: int = 1 << 15) -> None:
-        self._rarest = min(rarest, 0.5)
-        self._most = most_tokens
-        self._dropped = 0
+    def __init__(self, min_probability: float = 0.0, capacity_tokens: int = 1 << 15) -> None:
+        self._min_probability = min(min_probability, 0.5)
+        self._capacity_tokens = capacity_tokens
+        self._dropped_tokens = 0
         self._clear()
 
     def _clear(self) -> None:
-        self.text = array("i")
+        self.tokens = array("i")
         self._lengths, self._links = array("i", [0]), array("i", [-1])
-        # The first transition of each state (the root, 0, is nobody's: none yet), and all others.
+        # The first transition of each state; `_more` holds the others. No transition leads to the root, so
+        # target 0 means that there is none.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # How many occurrences, and where the last one ends.
+        # Number of occurrences of each state, and the end of the last one.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # The state of the last _COUNTED tokens, or of all there are.
+        # The state of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
         self._near = self._near_length = 0
         self._frequent: dict[int, tuple[float, list[int]]] = {}
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory."""
+        """Memory of the automaton in bytes."""
         columns = (self._lengths, self._links, self._labels, self._targets, self._counts, self._latest)
-        arrays = sum(map(getsizeof, (self.text, *columns)))
+        arrays = sum(map(getsizeof, (self.tokens, *columns)))
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
-        return arrays + tables + _NUMBER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
+        return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
-    def hold(self, tokens: Sequence[int]) -> int:
-        """Be the automaton of `tokens`; how many of them had to be read for it.
+    def set_tokens(self, tokens: Sequence[int]) -> int:
+        """Replace the sequence by `tokens`, reusing the automaton where the old sequence is a prefix of it.
 
-        Where they begin with what is known it goes on, else it starts anew.
+        Returns:
+            The number of tokens that were added to the automaton.
         """
-        end = self._dropped + len(self.text)
-        if array("i", tokens[self._dropped : end]) == self.text:
+        end = self._dropped_tokens + len(self.tokens)
+        if array("i", tokens[self._dropped_tokens : end]) == self.tokens:
             self.extend(tokens[end:])
             return len(tokens) - end
-        self._restart(tokens, 0)
+        self._rebuild(tokens, 0)
         return len(tokens)
 
-    def _restart(self, tokens: Sequence[int], dropped: int) -> None:
+    def _rebuild(self, tokens: Sequence[int], dropped: int) -> None:
         self._clear()
-        kept = tokens[-self._most :]
-        self._dropped = dropped + len(tokens) - len(kept)
-        self.extend(kept)
+        tail = tokens[-self._capacity_tokens :]
+        self._dropped_tokens = dropped + len(tokens) - len(tail)
+        self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Go on with `tokens`; SEPARATOR is one nothing is guessed across."""
-        if len(self.text) + len(tokens) > 2 * self._most:
-            self._restart([*self.text, *tokens], self._dropped)
+        """Append `tokens`. No continuation crosses a SEPARATOR."""
+        if len(self.tokens) + len(tokens) > 2 * self._capacity_tokens:
+            self._rebuild([*self.tokens, *tokens], self._dropped_tokens)
             return
         lengths, links, more = self._lengths, self._links, self._more
         labels, targets, counts, latest = self._labels, self._targets, self._counts, self._latest
         last, near, near_length = self._last, self._near, self._near_length
-        end = len(self.text)
-        self.text.extend(tokens)
+        end = len(self.tokens)
+        self.tokens.extend(tokens)
         for token in tokens:
             end += 1
             new = len(lengths)
@@ -116,29 +122,29 @@ class SuffixAutomaton:
                     others[token] = new
                 state = links[state]
             if known and lengths[known] > lengths[state] + 1:
-                # Its shorter substrings now occur at one place more than the others: they part.
-                part = new + 1
+                # The shorter substrings of `known` now occur once more than its longest: split the state.
+                clone = new + 1
                 lengths.append(lengths[state] + 1)
                 for column in (links, labels, targets, counts, latest):
                     column.append(column[known])
                 if known in more:
-                    more[part] = more[known].copy()
-                links[known] = part
-                if near == known and near_length <= lengths[part]:
-                    near = part
+                    more[clone] = more[known].copy()
+                links[known] = clone
+                if near == known and near_length <= lengths[clone]:
+                    near = clone
                 while state >= 0:
                     if targets[state] == known:
-                        targets[state] = part
+                        targets[state] = clone
                     elif (others := more.get(state)) is not None and others.get(token) == known:
-                        others[token] = part
+                        others[token] = clone
                     else:
                         break
                     state = links[state]
-                known = part
+                known = clone
             links[new] = known
             last = new
             near = targets[near] if labels[near] == token else more[near][token]
-            near_length = min(near_length + 1, _COUNTED)
+            near_length = min(near_length + 1, _MAX_COUNTED_TOKENS)
             if lengths[links[near]] >= near_length:
                 near = links[near]
             state = near
@@ -148,7 +154,7 @@ class SuffixAutomaton:
                 state = links[state]
         self._last, self._near, self._near_length = last, near, near_length
 
-    def repeated(self) -> tuple[int, int]:
+    def longest_repeated_suffix(self) -> tuple[int, int]:
         """Return the state and length of the longest suffix that occurred before in the text."""
         state = self._near
         while self._lengths[self._links[state]] >= MAX_MATCH_TOKENS:
@@ -157,20 +163,20 @@ class SuffixAutomaton:
             state = self._links[state]
         return state, min(self._lengths[state], MAX_MATCH_TOKENS)
 
-    def matches(self, state: int, length: int) -> Iterator[tuple[int, int]]:
-        """The endings of a state's substring, each with its length and state, the longest first.
+    def suffixes(self, state: int, length: int) -> Iterator[tuple[int, int]]:
+        """Yield (length, state) for the suffixes of a state's substring, longest first.
 
-        Of several with the same occurrences only the longest is there.
+        Of several suffixes with the same occurrences, only the longest is yielded.
         """
         while state:
             yield length, state
             state = self._links[state]
             length = self._lengths[state]
 
-    def following(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """What follows: how often anything does, and each token, the most frequent first, then the latest.
+    def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
+        """Return the number of continued occurrences of a state and its continuations, most frequent first.
 
-        Exact for substrings of less than _COUNTED tokens.
+        The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
         """
         counts, latest, target, label = self._counts, self._latest, self._targets[state], self._labels[state]
         others = self._more.get(state)
@@ -178,34 +184,37 @@ class SuffixAutomaton:
             if not target or label == SEPARATOR:
                 return 0, []
             return counts[target], [(counts[target], latest[target], label, target)]
-        if len(others) >= _WIDE:
-            return self._following_often(state)
+        if len(others) >= _MIN_CACHED_TRANSITIONS:
+            return self._frequent_continuations(state)
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if token != SEPARATOR]
         if label != SEPARATOR:
             branches.append((counts[target], latest[target], label, target))
         branches.sort(reverse=True)
         return sum([branch[0] for branch in branches]), branches
 
-    def _following_often(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """The same for a state with many transitions; those below the rarest share may be missing.
+    def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
+        """Return `continuations` of a state with many transitions, without those below the minimum share.
 
-        All are looked at only when the total has grown so much that one left out, had it got all of the
-        growth, could have become frequent.
+        The tokens are cached. All transitions are inspected again only when the total has grown so much that
+        an omitted token, had it received all of the growth, could have become frequent.
         """
         counts, latest = self._counts, self._latest
-        total = counts[state] - (latest[state] == len(self.text))
+        total = counts[state] - (latest[state] == len(self.tokens))
         if across := self.step(state, SEPARATOR):
             total -= counts[across]
         until, tokens = self._frequent.get(state, (0.0, []))
         if total > until:
-            enough = total * self._rarest / 2
+            enough = total * self._min_probability / 2
             label, others = self._labels[state], self._more[state]
             tokens = [token for token, target in others.items() if counts[target] >= enough]
             if counts[self._targets[state]] >= enough:
                 tokens.append(label)
             if across and SEPARATOR in tokens:
                 tokens.remove(SEPARATOR)
-            self._frequent[state] = (total * (1 - self._rarest / 2) / (1 - self._rarest), tokens)
+            self._frequent[state] = (
+                total * (1 - self._min_probability / 2) / (1 - self._min_probability),
+                tokens,
+            )
         branches = []
         for token in tokens:
             target = self.step(state, token)
@@ -214,31 +223,32 @@ class SuffixAutomaton:
         return total, branches
 
     def step(self, state: int, token: int) -> int:
-        """The state after one more token; 0 where that never stood."""
+        """Return the state after one more token, or 0 where that substring never occurred."""
         if self._labels[state] == token:
             return self._targets[state]
         others = self._more.get(state)
         return others.get(token, 0) if others is not None else 0
 
-    def narrowed(self, state: int, length: int) -> tuple[int, int]:
-        """The state of a substring's last MAX_MATCH_TOKENS tokens, where it has one token more."""
+    def truncate_match(self, state: int, length: int) -> tuple[int, int]:
+        """Return the state and length of a match after dropping its first token beyond MAX_MATCH_TOKENS."""
         if length > MAX_MATCH_TOKENS:
             length = MAX_MATCH_TOKENS
             if self._lengths[self._links[state]] >= length:
                 state = self._links[state]
         return state, length
 
-    def widened(self, state: int) -> tuple[int, int]:
-        """The state of the longest ending that occurs elsewhere too, and its length."""
+    def shorten_match(self, state: int) -> tuple[int, int]:
+        """Return the state and length of the longest suffix that also occurs elsewhere."""
         state = self._links[state]
         return state, self._lengths[state]
 
 
 class SuffixMatcher:
-    """The longest ending of another text that stands in an automaton's, kept up token by token.
+    """The longest suffix of one sequence that occurs in the automaton of another, updated token by token.
 
-    state, length: where in the automaton, and how many tokens of it, MAX_MATCH_TOKENS at most. Both hold
-    until the automaton grows.
+    Attributes:
+        state: State of the match in the automaton. Invalid once the automaton grows.
+        length: Length of the match in tokens, at most MAX_MATCH_TOKENS.
     """
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
@@ -246,18 +256,18 @@ class SuffixMatcher:
         self.state = self.length = 0
 
     def restart(self, tokens: Sequence[int]) -> None:
-        """Begin anew with the last tokens of a text."""
+        """Match the end of a new sequence."""
         self.state = self.length = 0
-        self.follow(tokens[-MAX_MATCH_TOKENS:])
+        self.extend(tokens[-MAX_MATCH_TOKENS:])
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the followed sequence."""
         automaton, state, length = self._automaton, self.state, self.length
         for token in tokens:
             target = automaton.step(state, token)
             while not target and state:
-                state, length = automaton.widened(state)
+                state, length = automaton.shorten_match(state)
                 target = automaton.step(state, token)
             if target:
-                state, length = automaton.narrowed(target, length + 1)
+                state, length = automaton.truncate_match(target, length + 1)
         self.state, self.length = state, length

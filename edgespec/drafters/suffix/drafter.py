@@ -1,7 +1,4 @@
-"""Suffix decoding: what followed the last tokens, in this chat, in earlier chats and in given texts.
-
-Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975).
-"""
+"""Suffix decoding: draft what followed earlier occurrences of the last tokens (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Protocol
 
 from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.suffix.scoring import ScoredDraft, SuffixConfig, combined
+from edgespec.drafters.suffix.scoring import ScoredDraft, SuffixConfig, merge_drafts
 from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
 from edgespec.drafters.suffix.suffix_array import SuffixArray
 from edgespec.engine.acceptance import Acceptance
@@ -25,35 +22,49 @@ _DEFAULT_CONFIG = SuffixConfig()
 
 
 class ReplyRecorder(Protocol):
-    """Where chats are kept for later. notice: what went wrong with that; empty when nothing did."""
+    """Stores finished replies for later chats.
+
+    Attributes:
+        notice: What could not be read or written, for the user; empty without a problem.
+    """
 
     notice: str
 
     def add(self, reply: Sequence[int], prompt: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Keep a reply, and what its prompt added to all that was kept before: the texts that were new."""
+        """Store a reply and the parts of its prompt that are not stored yet; return the new texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixCorpus:
-    """What there is beside the chat.
+    """Token sequences to draft from in addition to the current chat.
 
-    index: texts that are known beforehand. replies: told of every prompt and its reply when the next begins
-    or at the end; the chats of this process then help each other as well.
+    Attributes:
+        index: Texts that do not change: the user's files and replies of earlier processes.
+        recorder: Receives each prompt and reply when the next reply begins or the drafter is closed. With a
+            recorder, the chats of this process also draft from each other.
     """
 
     index: SuffixArray | None = None
-    replies: ReplyRecorder | None = None
+    recorder: ReplyRecorder | None = None
 
 
 class SuffixDrafter(Drafter):
-    """Grows a tree from every place where the last tokens stood before, and takes the best-scoring one.
+    """Drafts a tree from counts of what followed earlier occurrences of the last tokens.
 
-    The longest match is kept up with the chat, token by token: a lookup takes time in proportion to what it
-    finds, not to how long the chat is. A chat that goes on is not read again; another one is, all of it.
+    Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated token by
+    token, so the time of a lookup depends on the number of matches and not on the length of the chat. A chat
+    that continues is not indexed again; a different prompt is indexed as a whole.
 
-    cost: of the rounds, for each token of a reply. reading: of taking prompts in, for each of their tokens.
-    known: asked for once, before the first reply. is_end: nothing is guessed after these.
-    What is guessed depends on emitted tokens alone, so every node is certain and rejection mode stays exact.
+    Drafts depend on emitted tokens only. They carry no draft probabilities, so rejection mode stays exact.
+
+    Args:
+        load_corpus: Called once, before the first reply.
+        config: Size limits of a draft.
+        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
+
+    Attributes:
+        cost: Time of the rounds per reply token.
+        prompt_cost: Time of indexing prompts per prompt token.
     """
 
     name = "suffix"
@@ -61,68 +72,66 @@ class SuffixDrafter(Drafter):
 
     def __init__(
         self,
-        known: Callable[[], SuffixCorpus] = SuffixCorpus,
+        load_corpus: Callable[[], SuffixCorpus] = SuffixCorpus,
         *,
-        rule: SuffixConfig = _DEFAULT_CONFIG,
+        config: SuffixConfig = _DEFAULT_CONFIG,
         is_end: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.cost, self.reading = HostCost(), HostCost()
-        self._rule = rule
+        self.cost, self.prompt_cost = HostCost(), HostCost()
+        self._config = config
         self._is_end = lru_cache(1 << 14)(is_end)
-        self._make_known: Callable[[], SuffixCorpus] | None = known
-        self._known = SuffixCorpus()
-        self._chat = ChatSource(rule, self._is_end)
-        self._others: OtherChatsSource | None = None
+        self._load_corpus: Callable[[], SuffixCorpus] | None = load_corpus
+        self._corpus = SuffixCorpus()
+        self._chat = ChatSource(config, self._is_end)
+        self._other_chats: OtherChatsSource | None = None
         self._sources: list[DraftSource] = [self._chat]
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # What this chat holds and other chats are to find once it is over.
-        self._said: list[Sequence[int]] = []
+        # Texts of this chat that other chats may draft from once another chat begins.
+        self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
-        if self._make_known is not None:
-            self._take(self._make_known())
-            self._make_known = None
+        if self._load_corpus is None:
+            return
+        self._corpus = self._load_corpus()
+        self._load_corpus = None
+        if self._corpus.recorder is not None:
+            self._other_chats = OtherChatsSource(self._config, self._is_end)
+            self._sources.append(self._other_chats)
+        if self._corpus.index is not None:
+            self._sources.append(IndexedSource(self._corpus.index, self._config, self._is_end))
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._keep_turn()
+        self._record_reply()
         self.warm_up()
         self._prompt = tokens
-        with self.reading:
-            read = self._chat.automaton.hold(tokens)
-            if self._others is not None:
-                if read == len(tokens):
-                    for text in self._said:
-                        self._others.add(text)
-                    self._said = []
-                self._others.begin(self._chat.recent())
-        self.reading.tokens += read
+        with self.prompt_cost:
+            added = self._chat.automaton.set_tokens(tokens)
+            if self._other_chats is not None:
+                if added == len(tokens):
+                    for text in self._chat_texts:
+                        self._other_chats.add(text)
+                    self._chat_texts = []
+                self._other_chats.begin(self._chat.last_tokens())
+        self.prompt_cost.tokens += added
 
     @property
     def memory_use(self) -> MemoryUse:
         return MemoryUse(other_bytes=sum(source.size_bytes for source in self._sources))
 
-    def _take(self, known: SuffixCorpus) -> None:
-        self._known = known
-        if known.replies is not None:
-            self._others = OtherChatsSource(self._rule, self._is_end)
-            self._sources.append(self._others)
-        if known.index is not None:
-            self._sources.append(IndexedSource(known.index, self._rule, self._is_end))
-
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         with self.cost:
-            root = self._chat.automaton.text[-1]
-            guesses: list[ScoredDraft] = []
+            root = self._chat.automaton.tokens[-1]
+            drafts: list[ScoredDraft] = []
             for source in self._sources:
-                guesses.append(source.guess(self._chat, root, draft_length))
-                if guesses[-1].score >= draft_length:
-                    # Sure of every level: others have nothing to add.
+                drafts.append(source.propose(self._chat, root, draft_length))
+                if drafts[-1].score >= draft_length:
+                    # Every level is certain, so other sources have nothing to add.
                     break
-            guess = combined(guesses, self._rule)
-            parents = tuple(guess.parents)
+            draft = merge_drafts(drafts, self._config)
+            parents = tuple(draft.parents)
             return TokenTree(
-                tuple(guess.tokens),
+                tuple(draft.tokens),
                 parents,
                 (None,) * len(parents),
                 block_verifiable=parents == tuple(range(-1, len(parents) - 1)),
@@ -131,30 +140,30 @@ class SuffixDrafter(Drafter):
     def commit(self, tokens: tuple[int, ...]) -> None:
         with self.cost:
             self._chat.automaton.extend(tokens)
-            if self._others is not None:
-                self._others.follow(tokens)
+            if self._other_chats is not None:
+                self._other_chats.extend(tokens)
             self.cost.tokens += len(tokens)
         self._reply.extend(tokens)
 
     def note(self) -> str:
-        index, replies = self._known.index, self._known.replies
-        said = self.cost.note(self.name)
-        if said and (each := self.reading.microseconds_per_token) is not None:
-            said = f"{said} ({each:.0f} µs for one of the prompt)"
-        if said and index is not None:
-            said = f"{said} and knows {index.tokens:,} tokens of other texts"
-        return "; ".join(filter(None, (said, replies.notice if replies else "")))
+        index, recorder = self._corpus.index, self._corpus.recorder
+        cost = self.cost.note(self.name)
+        if cost and (prompt_microseconds := self.prompt_cost.microseconds_per_token) is not None:
+            cost = f"{cost} ({prompt_microseconds:.0f} µs per prompt token)"
+        if cost and index is not None:
+            cost = f"{cost}, with {index.token_count:,} indexed tokens of files and earlier chats"
+        return "; ".join(filter(None, (cost, recorder.notice if recorder else "")))
 
-    def _keep_turn(self) -> None:
-        if self._known.replies is not None and self._reply:
-            self._said.extend(self._known.replies.add(self._reply, self._prompt))
+    def _record_reply(self) -> None:
+        if self._corpus.recorder is not None and self._reply:
+            self._chat_texts.extend(self._corpus.recorder.add(self._reply, self._prompt))
         self._prompt, self._reply = (), []
 
     def reset(self) -> None:
-        self._chat.automaton.hold(())
+        self._chat.automaton.set_tokens(())
 
     def close(self) -> None:
-        self._keep_turn()
-        self._known, self._make_known = SuffixCorpus(), None
-        self._chat = ChatSource(self._rule, self._is_end)
-        self._others, self._sources, self._said = None, [self._chat], []
+        self._record_reply()
+        self._corpus, self._load_corpus = SuffixCorpus(), None
+        self._chat = ChatSource(self._config, self._is_end)
+        self._other_chats, self._sources, self._chat_texts = None, [self._chat], []

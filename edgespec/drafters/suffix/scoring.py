@@ -1,4 +1,4 @@
-"""Trees of what followed, scored by how often: the rule of SuffixDecoding (arXiv 2411.04975)."""
+"""Build draft trees from counted continuations and score them, as in SuffixDecoding (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -16,42 +16,50 @@ __all__ = [
     "ScoredDraft",
     "SuffixConfig",
     "best_draft",
-    "combined",
-    "grow",
+    "grow_draft",
+    "merge_drafts",
 ]
 
+# A place in an index where a match ends; its type depends on the index.
 Place = TypeVar("Place")
-# How often, what decides between equals (the greater first), which token, and the place after it.
+# (occurrences, tie-break, token, place after the token). The larger tie-break comes first.
 Continuation: TypeAlias = tuple[int, int, int, Place]
-# How often anything follows a place, and each token that does, the most frequent first.
+# Returns the number of continued occurrences of a place and its continuations, most frequent first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """How much a match is believed, as ArcticInference has it.
+    """Size limits of a draft, with the defaults of ArcticInference's suffix decoding.
 
-    A match of m tokens earns factor * m + offset guesses, `most_nodes` at most and none below `shortest`.
-    A path less probable than `min_probability` is not followed. can_branch: False for chains only.
+    A match of m tokens allows a draft of `length_factor * m + length_offset` tokens.
+
+    Attributes:
+        length_factor: Drafted tokens per matched token.
+        length_offset: Drafted tokens added to that.
+        min_probability: Smallest path probability, estimated by counting, of a drafted token.
+        min_match_tokens: Shorter matches draft nothing.
+        max_tokens: Largest number of drafted tokens.
+        can_branch: Draft trees. Otherwise draft chains, because the target cannot verify branches.
     """
 
-    factor: float = 1.0
-    offset: float = 0.0
+    length_factor: float = 1.0
+    length_offset: float = 0.0
     min_probability: float = 0.1
-    shortest: int = 1
-    most_nodes: int = 32
+    min_match_tokens: int = 1
+    max_tokens: int = 32
     can_branch: bool = True
 
-    def nodes(self, length: int) -> int:
-        """How many tokens to guess after a match of `length`."""
-        if length < self.shortest:
+    def max_draft_tokens(self, match_tokens: int) -> int:
+        """Return the largest number of tokens to draft after a match of `match_tokens`."""
+        if match_tokens < self.min_match_tokens:
             return 0
-        return max(0, min(self.most_nodes, int(self.factor * length + self.offset)))
+        return max(0, min(self.max_tokens, int(self.length_factor * match_tokens + self.length_offset)))
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A tree whose node 0 is the root; `probs[i]` is the probability of the path to node i by counting."""
+    """A draft tree with the path probability of each node, estimated by counting. Node 0 is the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -59,94 +67,109 @@ class ScoredDraft:
 
     @property
     def score(self) -> float:
-        """How many of the tokens are expected to be right."""
+        """Expected number of accepted tokens."""
         return sum(self.probs[1:])
 
 
 def best_draft(
     matches: Iterable[tuple[int, Place]],
-    grown: Callable[[int, Place], ScoredDraft],
+    grow: Callable[[int, Place], ScoredDraft],
     root: int,
     depth: int,
-    rule: SuffixConfig,
+    config: SuffixConfig,
 ) -> ScoredDraft:
-    """The tree with the highest score over all matches (longest first); of equals, the longest match's.
+    """Return the draft with the highest score over all matches, preferring longer matches on ties.
 
-    matches: the length of each, and where it is. grown: makes the tree of one.
+    Args:
+        matches: Length and place of each match, longest first.
+        grow: Builds the draft of one match.
+        root: Last token of the sequence.
+        depth: Largest depth of the draft.
+        config: Size limits.
     """
-    best, score = ScoredDraft([root], [-1], [1.0]), 0.0
+    best, best_score = ScoredDraft([root], [-1], [1.0]), 0.0
     for length, place in matches:
-        guess = grown(length, place)
-        if (its_score := guess.score) > score:
-            best, score = guess, its_score
-        # A level adds at most 1 to a score, and so does a node; a shorter match has no more of either.
-        if score >= min(depth, rule.nodes(length - 1)):
+        draft = grow(length, place)
+        if (score := draft.score) > best_score:
+            best, best_score = draft, score
+        # Each level and each node adds at most 1 to a score, so shorter matches cannot beat this bound.
+        if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best
 
 
-def grow(
-    following: ContinuationLookup[Place],
+def grow_draft(
+    lookup: ContinuationLookup[Place],
     place: Place,
     root: int,
     depth: int,
-    nodes: int,
-    rule: SuffixConfig,
+    max_tokens: int,
+    config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """The most probable continuations of a place, best first: up to `nodes` tokens on `depth` levels."""
-    depth = min(depth, nodes, MAX_CONTINUATION_TOKENS)
+    """Return the most probable continuations of a place as a tree, grown best first.
+
+    Args:
+        lookup: Returns the continuations of a place.
+        place: Where the match ends.
+        root: Last token of the sequence.
+        depth: Largest depth of the tree.
+        max_tokens: Largest number of drafted tokens.
+        config: Further size limits.
+        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
+    """
+    depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
-    # (-probability, when found, parent, token, depth of the token, the place after it)
+    # (-path probability, insertion order, parent, token, depth of the token, place after it)
     frontier: list[tuple[float, int, int, int, int, Place]] = []
-    node = at = found = 0
+    node = level = inserted = 0
     while True:
-        if at < depth and not (node and is_end(tokens[node])):
-            total, branches = following(place)
-            for count, _, token, there in branches if rule.can_branch else branches[:1]:
+        if level < depth and not (node and is_end(tokens[node])):
+            total, continuations = lookup(place)
+            for count, _, token, after in continuations if config.can_branch else continuations[:1]:
                 probability = probs[node] * count / total
-                if probability < rule.min_probability:
+                if probability < config.min_probability:
                     break
-                heapq.heappush(frontier, (-probability, found, node, token, at + 1, there))
-                found += 1
-        if not frontier or len(tokens) > nodes:
+                heapq.heappush(frontier, (-probability, inserted, node, token, level + 1, after))
+                inserted += 1
+        if not frontier or len(tokens) > max_tokens:
             return ScoredDraft(tokens, parents, probs)
-        negative, _, parent, token, at, place = heapq.heappop(frontier)
+        negative, _, parent, token, level, place = heapq.heappop(frontier)
         node = len(tokens)
         tokens.append(token)
         parents.append(parent)
         probs.append(-negative)
 
 
-def combined(guesses: Sequence[ScoredDraft], rule: SuffixConfig) -> ScoredDraft:
-    """The best-scoring guess with what the others know of its open ends; of equals, the first.
+def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredDraft:
+    """Return the best-scoring draft, extended by branches of the others.
 
-    Where a node's children have less than all of its probability, another guess's children share the
-    rest, if that leaves them probable enough.
+    Where the children of a node have less than all of its probability, the children from another draft share
+    the remainder, and are added if that leaves them probable enough. Of equal scores the first draft wins.
     """
-    first, *others = sorted(guesses, key=lambda guess: -guess.score)
+    first, *others = sorted(drafts, key=lambda draft: -draft.score)
     others = [other for other in others if len(other.tokens) > 1]
-    if not others or not rule.can_branch:
+    if not others or not config.can_branch:
         return first
-    built, probs = TreeBuilder(), list(first.probs)
+    merged, probs = TreeBuilder(), list(first.probs)
     for parent, token in zip(first.parents, first.tokens, strict=True):
-        built.add(parent, token)
+        merged.add(parent, token)
     for other in others:
-        left = list(probs)
-        for parent, prob in zip(built.parents[1:], probs[1:], strict=True):
-            left[parent] -= prob
-        places: dict[int, int] = {0: 0}
+        unassigned = list(probs)
+        for parent, prob in zip(merged.parents[1:], probs[1:], strict=True):
+            unassigned[parent] -= prob
+        merged_nodes: dict[int, int] = {0: 0}
         for node in range(1, len(other.tokens)):
-            parent = places.get(other.parents[node], -1)
+            parent = merged_nodes.get(other.parents[node], -1)
             if parent < 0:
                 continue
-            place = built.child(parent, other.tokens[node])
-            if place is None:
+            merged_node = merged.child(parent, other.tokens[node])
+            if merged_node is None:
                 share = other.probs[node] / other.probs[other.parents[node]]
-                probability = share * (left[parent] if parent < len(left) else probs[parent])
-                if probability < rule.min_probability or len(built) > rule.most_nodes:
+                probability = share * (unassigned[parent] if parent < len(unassigned) else probs[parent])
+                if probability < config.min_probability or len(merged) > config.max_tokens:
                     continue
-                place = built.add(parent, other.tokens[node])
+                merged_node = merged.add(parent, other.tokens[node])
                 probs.append(probability)
-            places[node] = place
-    return ScoredDraft(built.tokens, built.parents, probs)
+            merged_nodes[node] = merged_node
+    return ScoredDraft(merged.tokens, merged.parents, probs)

@@ -1,4 +1,4 @@
-"""Where guesses are looked up: this chat, other chats of this process, and texts that do not change."""
+"""Sources of suffix drafts: the current chat, other chats of this process, and texts that do not change."""
 
 from __future__ import annotations
 
@@ -7,125 +7,138 @@ from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 from edgespec.drafters.suffix.automaton import SuffixAutomaton, SuffixMatcher
-from edgespec.drafters.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow
+from edgespec.drafters.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
 from edgespec.drafters.suffix.suffix_array import SuffixArray, SuffixRange
 from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 
 __all__ = ["ChatSource", "DraftSource", "IndexedSource", "OtherChatsSource"]
 
-# Tokens after several occurrences, and how many of them are read.
+# The tokens after each occurrence, and how many of them are already on the path.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
-_MOST_KEPT = 1 << 11
+# Drafts cached per index. Chosen.
+_MAX_CACHED_DRAFTS = 1 << 11
+# Tokens of other chats in the automaton, which is rebuilt at twice this size. Chosen.
+_OTHER_CHATS_TOKENS = 1 << 13
 
 
 class DraftSource(Protocol):
-    """Texts that guesses come from."""
+    """Token sequences that drafts are looked up in."""
 
     @property
     def size_bytes(self) -> int:
-        """What they take in memory."""
+        """Memory of the index in bytes."""
 
-    def guess(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        """What followed the last tokens of the chat, of which `root` is the last."""
+    def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
+        """Return the best draft after the last tokens of the chat.
+
+        Args:
+            chat: The current chat.
+            root: Its last token.
+            depth: Largest depth of the draft.
+        """
 
 
 class ChatSource:
-    """The chat itself."""
+    """The current chat."""
 
-    def __init__(self, rule: SuffixConfig, is_end: Callable[[int], bool]) -> None:
-        self.automaton = SuffixAutomaton(rule.min_probability)
-        self._rule, self._is_end = rule, is_end
+    def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
+        self.automaton = SuffixAutomaton(config.min_probability)
+        self._config, self._is_end = config, is_end
 
     @property
     def size_bytes(self) -> int:
         return self.automaton.size_bytes
 
-    def recent(self) -> Sequence[int]:
-        """The last tokens, up to MAX_MATCH_TOKENS."""
-        return self.automaton.text[-MAX_MATCH_TOKENS:]
+    def last_tokens(self) -> Sequence[int]:
+        """Return the last tokens of the chat, at most MAX_MATCH_TOKENS."""
+        return self.automaton.tokens[-MAX_MATCH_TOKENS:]
 
-    def guess(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        return _counted(self.automaton, self.automaton.repeated(), root, depth, self._rule, self._is_end)
+    def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
+        match = self.automaton.longest_repeated_suffix()
+        return _draft_from_automaton(self.automaton, match, root, depth, self._config, self._is_end)
 
 
 class OtherChatsSource:
-    """What was said in other chats of this process, lately."""
+    """Recent text of other chats of this process."""
 
-    def __init__(self, rule: SuffixConfig, is_end: Callable[[int], bool]) -> None:
-        self.automaton = SuffixAutomaton(rule.min_probability, most_tokens=1 << 13)
-        self._follower = SuffixMatcher(self.automaton)
-        self._rule, self._is_end = rule, is_end
+    def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
+        self.automaton = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
+        self._matcher = SuffixMatcher(self.automaton)
+        self._config, self._is_end = config, is_end
 
     @property
     def size_bytes(self) -> int:
         return self.automaton.size_bytes
 
-    def add(self, text: Sequence[int]) -> None:
-        """Another text, from the next `begin` on."""
-        self.automaton.extend([*text, SEPARATOR])
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a text. It is used from the next `begin` on."""
+        self.automaton.extend([*tokens, SEPARATOR])
 
-    def begin(self, recent: Sequence[int]) -> None:
-        """A chat goes on after these last tokens."""
-        self._follower.restart(recent)
+    def begin(self, last_tokens: Sequence[int]) -> None:
+        """Match the end of the chat that continues now."""
+        self._matcher.restart(last_tokens)
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """The chat goes on."""
-        self._follower.follow(tokens)
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Update the match with tokens that were appended to the chat."""
+        self._matcher.extend(tokens)
 
-    def guess(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        match = self._follower.state, self._follower.length
-        return _counted(self.automaton, match, root, depth, self._rule, self._is_end)
+    def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
+        match = self._matcher.state, self._matcher.length
+        return _draft_from_automaton(self.automaton, match, root, depth, self._config, self._is_end)
 
 
-def _counted(
+def _draft_from_automaton(
     automaton: SuffixAutomaton,
     match: tuple[int, int],
     root: int,
     depth: int,
-    rule: SuffixConfig,
+    config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """The best guess of an automaton after its longest match (state, length)."""
+    """Return the best draft after `match`, the (state, length) of the longest match in the automaton."""
 
-    def grown(length: int, state: int) -> ScoredDraft:
-        return grow(automaton.following, state, root, depth, rule.nodes(length), rule, is_end)
+    def grow(length: int, state: int) -> ScoredDraft:
+        max_tokens = config.max_draft_tokens(length)
+        return grow_draft(automaton.continuations, state, root, depth, max_tokens, config, is_end)
 
-    return best_draft(automaton.matches(*match), grown, root, depth, rule)
+    return best_draft(automaton.suffixes(*match), grow, root, depth, config)
 
 
 class IndexedSource:
-    """Texts that do not change: what is guessed after the most frequent contexts is kept."""
+    """Texts that do not change. Drafts after frequent contexts are cached."""
 
-    def __init__(self, index: SuffixArray, rule: SuffixConfig, is_end: Callable[[int], bool]) -> None:
-        self._index, self._rule, self._is_end = index, rule, is_end
-        self._kept = lru_cache(_MOST_KEPT)(self._grown)
+    def __init__(self, index: SuffixArray, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
+        self._index, self._config, self._is_end = index, config, is_end
+        self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     @property
     def size_bytes(self) -> int:
         return self._index.size_bytes
 
-    def guess(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        def grown(length: int, where: SuffixRange) -> ScoredDraft:
-            return self._kept(where, root, depth, self._rule.nodes(length))
+    def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
+        def grow(length: int, matches: SuffixRange) -> ScoredDraft:
+            return self._cached_grow(matches, root, depth, self._config.max_draft_tokens(length))
 
-        return best_draft(self._index.matches(chat.recent()), grown, root, depth, self._rule)
+        return best_draft(self._index.matches(chat.last_tokens()), grow, root, depth, self._config)
 
-    def _grown(self, where: SuffixRange, root: int, depth: int, nodes: int) -> ScoredDraft:
-        rows = self._index.rows(where, max(1, min(depth, nodes, MAX_CONTINUATION_TOKENS)))
-        return grow(_counted_rows, (rows, 0), root, depth, nodes, self._rule, self._is_end)
+    def _grow(self, matches: SuffixRange, root: int, depth: int, max_tokens: int) -> ScoredDraft:
+        rows = self._index.continuations(matches, max(1, min(depth, max_tokens, MAX_CONTINUATION_TOKENS)))
+        return grow_draft(_count_rows, (rows, 0), root, depth, max_tokens, self._config, self._is_end)
 
 
-def _counted_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
-    """What stands there in these rows: of equally frequent tokens the one found first comes first."""
-    rows, at = place
+def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
+    """Count the next token of each row. Of equally frequent tokens, the first in row order comes first."""
+    rows, depth = place
     if len(rows) == 1:
-        token = rows[0][at]
-        return (0, []) if token == SEPARATOR else (1, [(1, 0, token, (rows, at + 1))])
-    there: dict[int, list[list[int]]] = {}
+        token = rows[0][depth]
+        return (0, []) if token == SEPARATOR else (1, [(1, 0, token, (rows, depth + 1))])
+    rows_by_token: dict[int, list[list[int]]] = {}
     for row in rows:
-        there.setdefault(row[at], []).append(row)
-    there.pop(SEPARATOR, None)
-    branches = [(len(those), -i, token, (those, at + 1)) for i, (token, those) in enumerate(there.items())]
-    branches.sort(reverse=True)
-    return sum([branch[0] for branch in branches]), branches
+        rows_by_token.setdefault(row[depth], []).append(row)
+    rows_by_token.pop(SEPARATOR, None)
+    continuations = [
+        (len(group), -i, token, (group, depth + 1)) for i, (token, group) in enumerate(rows_by_token.items())
+    ]
+    continuations.sort(reverse=True)
+    return sum([continuation[0] for continuation in continuations]), continuations

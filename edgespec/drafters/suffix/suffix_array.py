@@ -1,4 +1,4 @@
-"""An index of texts that do not change: earlier chats, and files a person works on."""
+"""A suffix array over token sequences that do not change: saved replies and the user's files."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
-# Which entries of an index: the first, and the one after the last.
+# Half-open range of suffix array entries that share a match.
 SuffixRange: TypeAlias = tuple[int, int]
 
-# How many occurrences of one match are counted.
+# Occurrences of one match that are counted; larger ranges are sampled evenly. Chosen.
 MAX_SAMPLED_OCCURRENCES = 64
+# Big-endian, so that the bytes of two sequences compare as their tokens do.
 _TOKEN = np.dtype(">i4")
-# Ranges from this size on are kept, so many of them at most.
-_LARGE, _MOST_KEPT = 64, 1 << 12
+# Ranges of at least `_MIN_CACHED_RANGE` entries are cached, at most `_MAX_CACHED_RANGES` of them. Chosen.
+_MIN_CACHED_RANGE, _MAX_CACHED_RANGES = 64, 1 << 12
 
 
 class SuffixArray:
-    """A suffix array over reversed texts: the occurrences of any last tokens are one range of it.
+    """A suffix array over reversed texts, in which all occurrences of a match form one range.
 
-    Sorted by the MAX_MATCH_TOKENS tokens before each position by prefix doubling (Manber and Myers 1990),
-    which takes log2(MAX_MATCH_TOKENS) sorts of all n tokens, and 8 bytes for each. One binary search finds
-    where the last tokens would stand: the longest match is beside it, and shorter ones around that.
-    text: big-endian int32 [n], the texts with separators around them. tokens: how many they have together.
+    Positions are sorted by the MAX_MATCH_TOKENS tokens before them with prefix doubling (Manber and Myers
+    1990): log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index takes 8 bytes per token. One binary search
+    finds the insertion point of the last tokens; the longest match is next to it, and shorter ones around it.
+
+    Attributes:
+        text: All texts with separators around them, big-endian int32 [n].
+        token_count: Number of tokens without the separators.
     """
 
     def __init__(self, texts: Iterable[TokenArray]) -> None:
@@ -38,98 +42,107 @@ class SuffixArray:
         for text in texts:
             parts += (text, edge[:1])
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
-        self._order = _order(whole)
-        self._places = self._order.data
-        # Reversed and big-endian: bytes compare as the tokens before a position do, the nearest first.
+        self._order = _sorted_positions(whole)
+        self._positions = self._order.data
+        # Reversed, so that slices compare as the tokens before a position do, the nearest token first.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
-        self.tokens = int(np.count_nonzero(whole != SEPARATOR))
-        self._large: dict[bytes, SuffixRange] = {}
+        self.token_count = int(np.count_nonzero(whole != SEPARATOR))
+        self._cached_ranges: dict[bytes, SuffixRange] = {}
 
     @property
     def size_bytes(self) -> int:
-        """What it takes in memory."""
+        """Memory of the index in bytes."""
         return len(self._reversed) + self._order.nbytes
 
-    def matches(self, recent: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
-        """Where endings of `recent` stand and something follows, with their lengths, the longest first.
+    def matches(self, last_tokens: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
+        """Yield (length, range) for suffixes of `last_tokens` that occur with a continuation, longest first.
 
-        Of several lengths with the same occurrences only the longest is there.
+        Of several lengths with the same occurrences, only the longest is yielded.
         """
-        key = np.array(recent[-MAX_MATCH_TOKENS:][::-1], _TOKEN).tobytes()
-        places, reverse, size, width = self._places, self._reversed, len(self._places), len(key)
+        key = np.array(last_tokens[-MAX_MATCH_TOKENS:][::-1], _TOKEN).tobytes()
+        positions, reverse, size, width = self._positions, self._reversed, len(self._positions), len(key)
         end = len(reverse)
 
-        def before(place: int) -> bytes:
-            start = end - 4 * place
+        def before(position: int) -> bytes:
+            start = end - 4 * position
             return reverse[start : start + width]
 
-        low = high = bisect_left(places, key, key=before)
+        low = high = bisect_left(positions, key, key=before)
         while True:
-            # How many bytes of the key stand just outside, on either side.
-            left = _shared(before(places[low - 1]), key) if low else 0
-            right = _shared(before(places[high]), key) if high < size else 0
+            # Number of tokens that the entries just outside the range share with the key.
+            left = _shared_tokens(before(positions[low - 1]), key) if low else 0
+            right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)
             if not length:
                 return
             prefix = key[: 4 * length]
-            known = self._large.get(prefix)
-            if known is None:
+            cached = self._cached_ranges.get(prefix)
+            if cached is None:
                 if left == length:
-                    low = self._reach(low - 1, -1, prefix)
+                    low = self._last_with_prefix(low - 1, -1, prefix)
                 if right == length:
-                    high = self._reach(high, 1, prefix) + 1
-                if high - low >= _LARGE:
-                    self._keep(prefix, (low, high))
+                    high = self._last_with_prefix(high, 1, prefix) + 1
+                if high - low >= _MIN_CACHED_RANGE:
+                    self._cache_range(prefix, (low, high))
             else:
-                low, high = known
+                low, high = cached
             yield length, (low, high)
 
-    def _reach(self, at: int, step: int, prefix: bytes) -> int:
-        """The last entry that has the prefix, going from `at`, which does: further and further, then back."""
-        places, reverse, size = self._places, self._reversed, len(self._places)
+    def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
+        """Return the last entry with the prefix in the direction of `step`, galloping from `entry`."""
+        positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:
-            there = at + step
-            if 0 <= there < size and reverse.startswith(prefix, end - 4 * places[there]):
-                at = there
+            candidate = entry + step
+            if 0 <= candidate < size and reverse.startswith(prefix, end - 4 * positions[candidate]):
+                entry = candidate
                 if growing:
                     step *= 2
                     continue
             growing = False
             step = int(step / 2)
-        return at
+        return entry
 
-    def _keep(self, prefix: bytes, where: SuffixRange) -> None:
-        if len(self._large) >= _MOST_KEPT:
-            self._large.clear()
-        self._large[prefix] = where
+    def _cache_range(self, prefix: bytes, matches: SuffixRange) -> None:
+        if len(self._cached_ranges) >= _MAX_CACHED_RANGES:
+            self._cached_ranges.clear()
+        self._cached_ranges[prefix] = matches
 
-    def rows(self, where: SuffixRange, count: int) -> list[list[int]]:
-        """Return the `count` tokens that follow each entry of a range; sample a large range evenly."""
-        low, high = where
+    def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
+        """Return the tokens that follow each entry of a range, or an even sample of a large range.
+
+        Args:
+            matches: Range of entries, as given by `matches`.
+            count: Tokens per entry, at most MAX_CONTINUATION_TOKENS.
+
+        Returns:
+            One row of `count` tokens per entry, padded with separators after the end of a text.
+        """
+        low, high = matches
         if high - low == 1:
-            place = self._places[low]
-            return [self.text[place : place + count].tolist()]
-        places = self._order[low : high : -(-(high - low) // MAX_SAMPLED_OCCURRENCES), None]
-        rows: list[list[int]] = self.text[places + np.arange(count)].tolist()
+            position = self._positions[low]
+            return [self.text[position : position + count].tolist()]
+        positions = self._order[low : high : -(-(high - low) // MAX_SAMPLED_OCCURRENCES), None]
+        rows: list[list[int]] = self.text[positions + np.arange(count)].tolist()
         return rows
 
 
-def _shared(a: bytes, b: bytes) -> int:
-    """How many tokens two equally long keys begin with in common."""
+def _shared_tokens(a: bytes, b: bytes) -> int:
+    """Return the number of tokens in the common prefix of two equally long keys."""
     differing = (int.from_bytes(a, "big") ^ int.from_bytes(b, "big")).bit_length()
     return len(b) // 4 - (differing + 31) // 32
 
 
-def _order(text: TokenArray) -> NDArray[np.int32]:
-    """The positions with a token before and after, sorted by the tokens before them, the nearest first."""
+def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
+    """Return the positions with a token before and after, sorted by the tokens before them, nearest first."""
     rank = text.astype(np.int64) + 1
-    # As in unsigned bytes the separator comes last.
+    # The bytes of the separator (-1) compare as the largest value, so rank it last.
     rank[text == SEPARATOR] = int(rank.max()) + 1
     span = 1
     while span < MAX_MATCH_TOKENS:
-        # Equal ranks are equal over `span` tokens; joined with what stands before those, over twice as many.
+        # Equal ranks mean equal `span` tokens. Combined with the rank of the `span` tokens before them, they
+        # order positions by twice as many.
         earlier = np.zeros_like(rank)
         earlier[span:] = rank[:-span]
         key = rank * (int(rank.max()) + 1) + earlier
@@ -137,6 +150,6 @@ def _order(text: TokenArray) -> NDArray[np.int32]:
         ordered = key[order]
         rank[order] = np.cumsum(np.concatenate(([0], ordered[1:] != ordered[:-1])))
         span *= 2
-    # Entry i of rank is about the tokens up to and with i: they stand before position i + 1.
+    # Entry i of `rank` covers the tokens up to and including i, which are before position i + 1.
     has_both = np.flatnonzero((text[:-1] != SEPARATOR) & (text[1:] != SEPARATOR))
     return (has_both[np.argsort(rank[has_both], kind="stable")] + 1).astype(np.int32)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
-from edgespec.drafters.draft_model import is_sure
+from edgespec.drafters.draft_cache import is_confident
 from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
@@ -144,7 +144,7 @@ class RetokenisedDrafter(BudgetedDrafter):
                 break
             said += piece
             chain.append(token)
-            if not is_sure(logits, 0, token, self._min_confidence):
+            if not is_confident(logits, 0, token, self._min_confidence):
                 break
         if most:
             self._model.commit(tuple(range(1, done + 1)))

@@ -6,12 +6,12 @@ from importlib import metadata
 
 import pytest
 
-from edgespec.backends.mlx.build_info import about
+from edgespec.backends.mlx.build_info import build_info
 from edgespec.errors import BackendMissingError
 
 
 def test_about_knows_the_libraries_without_loading_mlx_lm() -> None:
-    facts = about()
+    facts = build_info()
     assert facts.version.split(".")[0].isdigit()
     assert facts.mlx_lm_version.startswith("0.")
     assert facts.memory_bytes > 2**28
@@ -24,4 +24,4 @@ def test_about_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(BackendMissingError, match="mlx-lm, which runs MLX models"):
-        about()
+        build_info()

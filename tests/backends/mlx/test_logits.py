@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edgespec.backends.mlx.logits import DeviceLogits
+from edgespec.backends.mlx.logits import DeviceLogits, _device_chain
 from edgespec.engine.logits import HostLogits, Noise
 from edgespec.engine.noise import Stream, gumbel
-from edgespec.engine.processors import build_processors
+from edgespec.engine.processors import (
+    Candidates,
+    LogitsProcessor,
+    Temperature,
+    TopK,
+    TopP,
+    TypicalP,
+    build_processors,
+)
 from edgespec.engine.sampling_params import SamplingParams
 
 VOCAB = 500
@@ -147,3 +155,45 @@ class TestCandidates:
         device = DeviceLogits(rows, [0, 1, 2])
         tokens, values = device.top(0, 3)
         assert values.tolist() == np.array(rows[0].astype(mx.float32))[tokens].tolist()
+
+
+class TestDeviceChain:
+    """Which sampling chains run on the device. Every other chain runs on the host, in double precision."""
+
+    def test_the_usual_chains_run_on_the_device(self) -> None:
+        noise = Noise(1, 2)
+        assert _device_chain(build_processors(SamplingParams(), []), noise) == (0.8, 40, 0.95, 0.05)
+        no_filters = SamplingParams(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0)
+        assert _device_chain(build_processors(no_filters, []), noise) == (0.5, 0, 1.0, 0.0)
+        assert _device_chain((), None) == (0.0, 0, 1.0, 0.0)
+
+    @pytest.mark.parametrize(
+        "chain",
+        [
+            (Temperature(0.8), TypicalP(0.9)),
+            (Temperature(0.8), TopP(0.9), TopK(5)),
+            (Temperature(0.8), TopK(5), TopK(5)),
+            (TopK(5),),
+            build_processors(SamplingParams(presence_penalty=1.0), [1]),
+            build_processors(SamplingParams(logit_bias={3: 1.0}), [1]),
+        ],
+        ids=str,
+    )
+    def test_other_chains_run_on_the_host(self, chain: tuple[LogitsProcessor, ...]) -> None:
+        assert _device_chain(chain, Noise(1, 2)) is None
+        rows = some_rows(3, 3.0, coarse=False)
+        device, host = DeviceLogits(mx.array(rows), [0, 1, 2]), HostLogits(rows)
+        assert device.best(1, 3, chain, Noise(1, 2)) == host.best(1, 3, chain, Noise(1, 2))
+
+    def test_a_changed_filter_is_not_mistaken_for_its_base_class(self) -> None:
+        class Least(TopK):
+            def apply(self, candidates: Candidates) -> Candidates:
+                tokens, log_probs = candidates
+                return tokens[[log_probs.argmin()]], log_probs[[log_probs.argmin()]]
+
+            def max_candidates(self) -> None:  # type: ignore[override]
+                return None
+
+        rows = some_rows(3, 3.0, coarse=False)
+        got, _ = DeviceLogits(mx.array(rows), [0, 1, 2]).best(1, 1, (Temperature(1.0), Least(5)), Noise(1, 2))
+        assert got == [int(rows[1].argmin())]

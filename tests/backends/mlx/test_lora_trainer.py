@@ -20,7 +20,7 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
-from edgespec.costs.curve import gentle
+from edgespec.costs.curve import assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters import online_training, swift
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -47,7 +47,7 @@ def load(path: Path) -> MlxModel:
 
 def online(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> OnlineDrafter:
     drafter = ModelDrafter(draft, target.facts.vocab_size)
-    return OnlineDrafter(drafter, OnlineTrainer(drafter.memory, draft.trainer(), notes=notes))
+    return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, draft.trainer(), store=notes))
 
 
 def paired(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> Runtime:
@@ -191,30 +191,30 @@ class TestReplies:
     def test_the_original_is_used_where_it_guesses_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(online_training, "_FEWEST_JUDGED", 16)
-        monkeypatch.setattr(online_training, "_MOST_STEPS", 1)
+        monkeypatch.setattr(online_training, "_MIN_EVALUATION_TOKENS", 16)
+        monkeypatch.setattr(online_training, "_MAX_STEPS", 1)
         target, draft = demo
         notes = SavedArrays("online", "pair", tmp_path)
         with paired(target, draft, notes) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
-            trainer = drafter.pupil._trainer
+            trainer = drafter.trainer._trainer
             ruined = {name: array + 0.3 for name, array in trainer.adapter_weights().items()}
             assert trainer.load_adapter(ruined)
-            drafter.pupil._steps = 1
+            drafter.trainer._steps = 1
             trainer.set_adapted(True)
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=32, draft_length=3)
                 runtime._session.run_idle_work(lambda: True)
-            before, after, tokens = drafter.pupil.judged
+            before, after, tokens = drafter.trainer.evaluation
             assert tokens >= 16
             assert after < before
             assert not trainer.adapted
             said = runtime._session.report("model").note
-            assert "the original guesses better" in said
+            assert "the original model is better" in said
             again = load(models_folder() / "demo-mlx-draft")
             later = online(target, again, notes)
-            assert not later.pupil._trainer.adapted, "another run knows that it was worse"
+            assert not later.trainer._trainer.adapted, "another run knows that it was worse"
             assert later.note() == said
             later.close()
 
@@ -223,11 +223,11 @@ class TestReplies:
         with paired(target, draft) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
             assert isinstance(drafter, OnlineDrafter)
-            drafter.pupil._steps = 1
+            drafter.trainer._steps = 1
             stats = runtime.generate(ASKED[0], temperature=0.0, max_tokens=24, draft_length=3).stats
             runtime._session.run_idle_work(lambda: True)
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
-            assert drafter.pupil.judged == (stats.generated_tokens,) * 3
+            assert drafter.trainer.evaluation == (stats.generated_tokens,) * 3
 
     def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
@@ -241,7 +241,7 @@ class TestReplies:
                 runtime._session.run_idle_work(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
-        logits_bytes = 4 * facts.vocab_size * online_training.LESSON_TOKENS
+        logits_bytes = 4 * facts.vocab_size * online_training.EXAMPLE_TOKENS
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
 
@@ -249,9 +249,9 @@ class TestReplies:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
-        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1))
+        grown = usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1))
         assert (usual.chooses_length, grown.chooses_length) == (False, True)
-        assert grown.pupil is usual.pupil
+        assert grown.trainer is usual.trainer
         text = target.vocabulary.tokenize(ASKED[0] * 10, special=False, start=True)
         grown.begin(text)
         assert grown.pending_tokens == grown.full_pending_tokens == len(text) - 2
@@ -264,12 +264,12 @@ class TestReplies:
             for text_asked in ASKED:
                 runtime.generate(text_asked, temperature=0.0, max_tokens=20)
             runtime._session.run_idle_work(lambda: True)
-            assert usual.note().startswith("the draft took")
+            assert usual.note().startswith("the draft model took")
             kept = grown.saved_statistics()
             assert kept
-            usual.with_growth(lambda able: AdaptiveTreeGrowth(limits, gentle, siblings=1)).restore_statistics(
-                kept
-            )
+            usual.with_growth(
+                lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1)
+            ).restore_statistics(kept)
 
     def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
@@ -279,18 +279,18 @@ class TestReplies:
             for text in ASKED[:2]:
                 runtime.generate(text, temperature=0.0, max_tokens=48, draft_length=3)
                 runtime._session.run_idle_work(lambda: True)
-            weights = drafter.pupil._trainer.adapter_weights()
+            weights = drafter.trainer._trainer.adapter_weights()
             drafter.close()
         again = load(models_folder() / "demo-mlx-draft")
         later = online(target, again, notes)
-        weights_of = later.pupil._trainer.adapter_weights
-        adapted = [later.pupil._trainer.adapted]
+        weights_of = later.trainer._trainer.adapter_weights
+        adapted = [later.trainer._trainer.adapted]
         assert all(np.array_equal(weights_of()[name], weights[name]) for name in weights)
         later.close()
         delete_saved_arrays(tmp_path)
         loaded = load(models_folder() / "demo-mlx-draft")
         anew = online(target, loaded, notes)
-        adapted.append(anew.pupil._trainer.adapted)
+        adapted.append(anew.trainer._trainer.adapted)
         assert adapted == [True, False]
         anew.close()
 

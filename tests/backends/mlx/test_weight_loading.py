@@ -379,7 +379,7 @@ _WITHOUT = """
 import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.build_info import about
+from edgespec.backends.mlx.build_info import build_info
 from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import BackendMissingError
 try:

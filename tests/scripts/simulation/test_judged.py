@@ -12,8 +12,8 @@ from scripts.simulation import (
     World,
     flips,
     judged,
+    make_controller,
     passages,
-    policy,
     recorded,
     recovery_tokens,
     replies,
@@ -82,7 +82,7 @@ def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: SimulatedM
 
 @pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
 def test_a_lookup_is_verified_where_a_draft_cannot_be_afforded(name: str) -> None:
-    """Most of what the ledger lends would go into drafting, where wide passes are dear."""
+    """Most of what the loss_limit lends would go into drafting, where wide passes are dear."""
     texts = [passages(stationary(0.3, 200, seed), 0.4, 30, seed) for seed in range(8)]
     assert judged(BY_NAME[name], Case("copied", texts)).auto >= 1.05
 
@@ -116,18 +116,18 @@ def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(
 def test_after_a_slow_down_a_plain_step_is_known_for_what_it_takes() -> None:
     for machine in MACHINES:
         world = World(machine, lambda now: 2.0 if now > 50.0 else 1.0)
-        drafter = policy(world)
+        drafter = make_controller(world)
         world.reply(drafter, stationary(0.9, 300, 1))
-        assert drafter.costs.plain_seconds == pytest.approx(2.0, rel=0.05)
+        assert drafter.costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
 
 
 def test_every_reply_of_a_session_is_accounted_for() -> None:
     """What the account says was gained is what the clock says."""
     for machine in MACHINES:
         world = World(machine)
-        drafter = policy(world, lookup=True)
+        drafter = make_controller(world, lookup=True)
         for seed in range(4):
             text = passages(stationary(float(np.array([0.2, 0.9])[seed % 2]), 150, seed), 0.3, 20, seed)
             seconds = world.reply(drafter, text.after(50))
-            assert drafter.ledger.tokens == 150
-            assert drafter.ledger.credit_seconds == pytest.approx(150.0 - seconds, abs=1e-6)
+            assert drafter.loss_limit.tokens == 150
+            assert drafter.loss_limit.credit_seconds == pytest.approx(150.0 - seconds, abs=1e-6)

@@ -1,0 +1,91 @@
+"""Worst-case cost of a draft, from the largest costs seen lately."""
+
+from __future__ import annotations
+
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.drafters.running_stats import RunningMean
+
+__all__ = ["WorstCaseCosts"]
+
+# Assumed cost of drafting one level, in target steps, until it is measured.
+_ASSUMED_LEVEL_COST = 0.3
+# Assumed worst case of a pass with a new number of concurrent replies, as a multiple of its expected cost.
+_ASSUMED_PASS_RATIO = 2.0
+# Factors by which a worst case fades, per round with a draft and per target step.
+_DRAFT_ROUND_DECAY = 0.97
+_TARGET_STEP_DECAY = 0.995
+# In the first rounds with a draft, only this share of the allowance is spent: if the first draft is rejected,
+# the rest affords another.
+_FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
+# A draft is only shortened for that if a level costs at most this many times more in the shorter draft.
+_MAX_LEVEL_COST_RATIO = 1.25
+
+
+class WorstCaseCosts:
+    """Estimates how much time a round loses at worst, that is, if its whole draft is rejected.
+
+    Attributes:
+        level_seconds: Worst-case time to draft one level.
+    """
+
+    def __init__(self, costs: LiveCosts) -> None:
+        self.level_seconds = _ASSUMED_LEVEL_COST * costs.target_step_seconds
+        self._costs = costs
+        self._mean_level_seconds = RunningMean()
+        # Worst duration of a verify pass over its expected duration.
+        self._pass_ratio = 1.0
+        self._pass_ratio_by_replies: dict[int, float] = {}
+
+    def change_replies(self, previous_replies: int, previous_step_seconds: float) -> None:
+        """Adapt to another number of concurrent replies, after `costs` has switched to it."""
+        self._pass_ratio_by_replies[previous_replies] = self._pass_ratio
+        self._pass_ratio = self._pass_ratio_by_replies.get(self._costs.replies, _ASSUMED_PASS_RATIO)
+        self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
+
+    def extra_pass_seconds(self, width: int) -> float:
+        """Return the worst-case duration of a pass of `width` tokens beyond that of a target step."""
+        return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
+
+    def loss_seconds(self, levels: int, level_seconds: float) -> float:
+        """Return the worst-case loss of a chain of `levels` tokens, drafted in `level_seconds` each."""
+        return levels * level_seconds + self.extra_pass_seconds(levels + 1)
+
+    def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
+        """Return the largest draft length whose worst-case loss is within the allowance; 0 if none is."""
+        for levels in range(draft_length, 0, -1):
+            if self.loss_seconds(levels, level_seconds) <= allowance_seconds:
+                return levels
+        return 0
+
+    def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
+        """Return the affordable draft length of a draft model, shorter in the first rounds of a reply."""
+        level = self.level_seconds
+        longest = self.affordable_length(draft_length, allowance_seconds, level)
+        if longest and draft_rounds < _FIRST_ROUNDS:
+            shorter = self.affordable_length(longest, _FIRST_ROUNDS_SHARE * allowance_seconds, level)
+            shorter_loss, longest_loss = (self.loss_seconds(each, level) for each in (shorter, longest))
+            if shorter and shorter_loss * longest <= _MAX_LEVEL_COST_RATIO * longest_loss * shorter:
+                return shorter
+        return longest
+
+    def record_target_step(self) -> None:
+        """Let the worst cases fade after a round without a draft."""
+        self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
+        self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
+
+    def record_pass(self, seconds: float, expected_seconds: float) -> None:
+        """Record the duration of a verify pass with a draft."""
+        self._pass_ratio = max(self._pass_ratio * _DRAFT_ROUND_DECAY, seconds / expected_seconds, 1.0)
+
+    def record_draft(self, levels: int, seconds: float) -> None:
+        """Record the time that drafting `levels` levels took, or deciding to draft none."""
+        level_seconds = seconds / max(1, levels)
+        if levels:
+            self._mean_level_seconds.add(level_seconds)
+        self._set_level_seconds(max(self.level_seconds * _DRAFT_ROUND_DECAY, level_seconds))
+
+    def _set_level_seconds(self, worst_seconds: float) -> None:
+        """Set the worst case, but not below the mean."""
+        mean = self._mean_level_seconds
+        usual = mean.value if mean.count else _ASSUMED_LEVEL_COST * self._costs.target_step_seconds
+        self.level_seconds = max(worst_seconds, usual)

@@ -1,0 +1,48 @@
+"""The controller of `auto` on a simulated clock, assembled as `edgespec/methods.py` does for real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from edgespec.auto.combined_drafter import CombinedDrafter
+from edgespec.auto.controller import AutoController
+from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.loss_limit import LossLimit, LossLimits
+from edgespec.costs.curve import CostCurve
+from edgespec.costs.pass_limits import PassLimits
+from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
+from edgespec.drafters.base import Drafter
+from scripts.simulation.world import World
+
+__all__ = ["make_controller"]
+
+
+def make_controller(
+    world: World,
+    *,
+    initial_curve: CostCurve | None = None,
+    limits: LossLimits | None = None,
+    lookup: bool = False,
+    count_replies: Callable[[], int] = lambda: 1,
+) -> AutoController:
+    """Return a controller of the world's draft model.
+
+    Args:
+        world: The simulated machine.
+        initial_curve: Cost curve that the controller starts from; None for the machine's own curve.
+        limits: The loss limits.
+        lookup: Whether the world's lookup drafts as well.
+        count_replies: Returns the number of concurrent replies.
+    """
+    costs, loss_limit = LiveCosts(initial_curve or world.machine.curve), LossLimit(limits)
+    growth = AdaptiveTreeGrowth(PassLimits(), costs.v, siblings=1, clock=world.clock)
+    drafters: list[Drafter] = [world.model(growth), *([world.lookup()] if lookup else [])]
+    combined = CombinedDrafter(
+        drafters,
+        can_branch=True,
+        v=costs.v,
+        allowance_seconds=lambda: loss_limit.allowance_seconds(costs.target_step_seconds),
+        exploration_seconds=lambda: loss_limit.exploration_seconds(costs.target_step_seconds),
+        clock=world.clock,
+    )
+    return AutoController(combined, loss_limit, costs, clock=world.clock, count_replies=count_replies)
