@@ -129,7 +129,7 @@ def _rounded(fresh: Runtime, chat: list[int], plain: Reply, other: Reply, how: d
         return False
     told = plain.tokens[:at]
     with fresh.borrowed_target() as target:
-        rescored = rescore(target, chat, told, [2, 4], pieces=[PIECE_TOKENS])
+        rescored = rescore(target, chat, told, [2, 4], batch_sizes=[PIECE_TOKENS])
     params = SamplingParams(temperature=how["temperature"])
     history = [*chat, *told]
     tie = is_near_tie(rescored, params, how["seed"], history, plain.tokens[at], other.tokens[at])

@@ -25,7 +25,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Prompt, Report, read_prompts, verify
-from edgespec.losslessness.rescore import LARGEST_ROUNDING, Rescored, is_near_tie, rescore, score_gap
+from edgespec.losslessness.rescore import MAX_ROUNDING_ERROR, Rescored, is_near_tie, rescore, score_gap
 from edgespec.losslessness.statistics import holm, p_value
 from tests.tables import Saying, near, runtime, table, with_drafter
 
@@ -218,9 +218,9 @@ def test_a_text_read_in_parts(demo_target: Path, kv_type: str, rounds: bool) -> 
         stream = plain.stream_tokens(tokens, max_tokens=1)
         list(stream)
         with plain.borrowed_target() as target:
-            rescored = rescore(target, tokens[:680], tokens[680:], [4], pieces=[48, 300])
+            rescored = rescore(target, tokens[:680], tokens[680:], [4], batch_sizes=[48, 300])
     assert (rescored.error > 0) is rounds
-    assert rescored.error < LARGEST_ROUNDING
+    assert rescored.error < MAX_ROUNDING_ERROR
 
 
 class TestRejectionMode:
@@ -272,14 +272,14 @@ class TestWhatWasDrafted:
 
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
     def test_a_rest_follows_each_reply_and_is_over_when_nothing_is_left(self, acceptance: str) -> None:
-        report = self.prove(Learner(1), rest_seconds=1e6, acceptance=acceptance, samples=2)
+        report = self.prove(Learner(1), idle_seconds=1e6, acceptance=acceptance, samples=2)
         result = report.methods["model"]
         assert report.nothing_drafted == ()
         assert result.drafted_tokens > 0
         assert result.note == "it has rested 1 times"
 
     def test_without_a_rest_nothing_is_learnt_and_nothing_proved(self) -> None:
-        report = self.prove(Learner(1), rest_seconds=0)
+        report = self.prove(Learner(1), idle_seconds=0)
         assert report.nothing_drafted == ("model",)
         assert report.methods["model"].identical == 4
         assert report.methods["model"].note == "it has rested 0 times"
@@ -287,7 +287,7 @@ class TestWhatWasDrafted:
     def test_a_rest_can_be_cancelled(self) -> None:
         drafter = Learner(math.inf)
         with pytest.raises(CancelledError):
-            self.prove(drafter, rest_seconds=1e6, progress=lambda *_: drafter.rested < 5)
+            self.prove(drafter, idle_seconds=1e6, progress=lambda *_: drafter.rested < 5)
         assert drafter.rested == 5
 
     def test_a_method_without_drafters_says_why(self) -> None:
@@ -349,9 +349,9 @@ class TestOptions:
             {"temperatures": (-1.0,)},
             {"max_tokens": 0},
             {"samples": 0},
-            {"rest_seconds": -1},
-            {"rest_seconds": math.nan},
-            {"rest_seconds": "2"},
+            {"idle_seconds": -1},
+            {"idle_seconds": math.nan},
+            {"idle_seconds": "2"},
             {"acceptance": "sometimes"},
             {"prompts": [PROMPTS[0], PROMPTS[0]]},
         ],

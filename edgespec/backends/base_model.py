@@ -1,4 +1,4 @@
-"""What most models with a memory of their own do alike."""
+"""Shared parts of the LanguageModel implementations that own a KV cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from edgespec.errors import CancelledError, CapabilityError, ClosedError, Contex
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
-# Of so many tokens a vocabulary keeps at hand what they are in bytes: all there are would take tens of MiB.
+# Number of token pieces that a vocabulary caches as bytes. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """The tokens of a prefill, so many at once; `progress` is told after each. Raises CancelledError."""
+    """Yield the tokens of a prefill in batches and report progress after each.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
@@ -32,12 +36,12 @@ def in_batches(
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """The progress of a part of the work, which begins at `begin` of all and is `share` of it."""
+    """Return a callback for one part of the work, which covers `share` of the total from `begin` on."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
 class BaseModel(ABC):
-    """A LanguageModel that computes nothing in the background and does not draft for itself."""
+    """Base class of models. By default there is no background computation and no self-drafting."""
 
     facts: ModelFacts
     vocabulary: Vocabulary
@@ -46,56 +50,57 @@ class BaseModel(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """See the Protocol."""
+        """Number of tokens in the cache."""
 
     @property
     def free_tokens(self) -> int:
         return self.facts.context_tokens - self.length
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
-        """Nothing runs in the background."""
+        """Do nothing: this model computes nothing in the background."""
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
-        """No pass is begun on guesses that are not there yet."""
+        """Do nothing: this model never starts a pass before the whole draft is on the host."""
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raises CapabilityError."""
+        """Raise CapabilityError."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
 
     @cached_property
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
-        """Drafts on this model's memory, as long as somebody holds them."""
+        """Self-draft views of this model that are still referenced."""
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """The tokens [start, end) that a snapshot holds of those; all, of a memory that cannot be cut."""
+        """Return the token range that a snapshot will cover: the whole cache without `partial_truncate`."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)
         return min(start, end), end
 
     def _check_size(self, context_tokens: int) -> None:
-        """Raises ClosedError, and ContextFullError when a context of that size does not hold the cache."""
+        """Raise ClosedError, or ContextFullError if the cached tokens exceed the new context size."""
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
-                f"{self.length} cached tokens do not fit a context of {context_tokens}", "keep fewer of them"
+                f"{self.length} cached tokens do not fit a context of {context_tokens}",
+                "truncate the cache first",
             )
 
     def _now_sized(self, context_tokens: int, kv_bytes: int) -> None:
-        """The context has another size: `facts` and views say so."""
+        """Update `facts` and the self-draft views after a resize."""
         self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
         for view in list(self._views):
             if not view.closed:
                 view.resized()
 
     def check_open(self) -> None:
-        """Raises ClosedError."""
+        """Raise ClosedError if the model is closed."""
         self._check(0)
 
     def _check(self, more: int) -> None:
-        """Raises ClosedError, and ContextFullError when the context does not take so many tokens more."""
+        """Raise ClosedError, or ContextFullError if `more` tokens do not fit."""
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")
         check_tokens_fit(self, more)

@@ -1,7 +1,7 @@
-"""Which passes of a loaded model say the very same, bit for bit: tried out, and not believed.
+"""Test which passes of a loaded model give bit-identical logits, for `--exact`.
 
-A kernel may add up in another order where a pass is wider, or the text before it longer; then logits differ
-in their last places, and a near-tie can flip. `--exact` uses what was found to agree, and nothing else.
+Kernels may sum in another order for wider passes or longer contexts. Logits then differ in the last bits, and
+two nearly equal tokens can swap. `--exact` restricts a model to the passes that were found bit-identical.
 """
 
 from __future__ import annotations
@@ -18,174 +18,191 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# The longest draft that `auto` takes, and its root.
-_MOST_WIDTH = 17
-# After so many tokens: llama.cpp's attention has a kernel of its own for single steps beyond 256.
-_DEPTHS = (290, 40)
-# Steps that are taken there. Where a kernel rounds otherwise only once in some ten thousand numbers, a small
-# model shows it once in fifty tokens, a large one in every other.
-_STEPS = 3 * _MOST_WIDTH // 2 + 1
-_STEPS_OF_SMALL, _SMALL_BYTES = 136, 256 * 2**20
-# A text is read again in these: few rows, and more than a tile of any kernel has.
-_PIECES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
+# Widest pass to test: the longest draft of `--method auto` and its root.
+_MAX_WIDTH = 17
+# Context lengths to test at. llama.cpp uses another attention kernel for single tokens beyond 256.
+_CONTEXT_LENGTHS = (290, 40)
+# Single-token passes to compare at each context length. If a kernel rounds differently once in ten thousand
+# numbers, a large model shows it in every second token and a small one in every fiftieth.
+_STEPS = 3 * _MAX_WIDTH // 2 + 1
+_STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
+# Batch sizes for prefilling the same tokens again: a few rows, and more rows than a kernel's tile has.
+_BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
+# Token trees to run one after another.
 _TREES = 3
-# What was read or run is gone on from by so many steps.
-_LAST = 3
+# Single-token passes after each trial, which show whether it left a bit-identical cache.
+_STEPS_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BitExactPasses:
-    """What gives the logits of single steps to the last bit, and leaves a cache that goes on giving them.
+    """The passes that give bit-identical logits to single-token passes and leave a bit-identical cache.
 
-    width: passes of 2 to so many rows do; 1 where none does. branches: token trees of as many do, too.
-    reading: a text may have been read in any passes, and token by token.
+    Attributes:
+        max_width: Widest chain. 1 if no wider pass is bit-identical.
+        trees: Token trees of up to this width are bit-identical too.
+        prefill: The tokens before may be prefilled in any batches, or run in single-token passes.
     """
 
-    width: int
-    branches: bool
-    reading: bool
+    max_width: int
+    trees: bool
+    prefill: bool
 
 
 def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None) -> BitExactPasses:
-    """Try passes of a model after some hundred tokens and after a few; its cache is empty afterwards.
+    """Find by trial which passes of a model are bit-identical to single-token passes.
 
-    It takes two or three readings of some hundred tokens, and about 100 single steps (of a small model 200)
-    and 80 wider passes. What is found holds for a context of this size.
-    Raises CancelledError where `progress` (called with what, fraction) says False, or the model is
-    interrupted.
+    The trials run two or three prefills of some hundred tokens, about 100 single-token passes (200 for small
+    models) and 80 wider ones. The result is valid for the present context size.
+    The cache is empty afterwards.
+
+    Raises:
+        CancelledError: `progress` returned False, or the model was interrupted.
     """
-    able = model.facts.capabilities
-    width = min(_MOST_WIDTH, able.max_width) if able.rollback else 1
-    branches, reading = able.rollback and able.tree, True
-    count = _STEPS_OF_SMALL if model.facts.weight_bytes < _SMALL_BYTES else _STEPS
+    capabilities = model.facts.capabilities
+    width = min(_MAX_WIDTH, capabilities.max_width) if capabilities.rollback else 1
+    trees, prefill = capabilities.rollback and capabilities.tree, True
+    steps = _STEPS_OF_SMALL_MODELS if model.facts.weight_bytes < _SMALL_MODEL_BYTES else _STEPS
     try:
-        for i, depth in enumerate(_DEPTHS):
+        for i, length in enumerate(_CONTEXT_LENGTHS):
             model.truncate(0)
-            count = min(count, max(_STEPS, model.free_tokens - depth - _LAST))
-            depth = min(depth, model.free_tokens - count - _LAST)
-            if depth < 1:
+            steps = min(steps, max(_STEPS, model.free_tokens - length - _STEPS_AFTER))
+            length = min(length, model.free_tokens - steps - _STEPS_AFTER)
+            if length < 1:
                 return BitExactPasses(1, False, False)
-            _tell(progress, i / len(_DEPTHS))
-            trial = _Trial(model, depth, count)
-            reading = reading and trial.reading_agrees()
-            # Where a text reads the same in all sizes, its layers round the same: a few rows show the head.
-            width = trial.widest(width, thorough=not reading)
-            branches = branches and width > 3 and trial.trees_agree()
-            count = min(count, _STEPS)
+            _report(progress, i / len(_CONTEXT_LENGTHS))
+            trial = _Trial(model, length, steps)
+            prefill = prefill and trial.prefill_is_exact()
+            # If all batch sizes agree, the layers do. A few rows then suffice to test the output head.
+            width = trial.max_width(width, thorough=not prefill)
+            trees = trees and width > 3 and trial.trees_are_exact()
+            steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # Of what rounds otherwise in every wider pass a trial may see nothing where a cache rounds it away.
-    return BitExactPasses(width, branches, reading and (width > 1 or not able.rollback))
+    # If every wider pass rounds differently, a low-precision cache may hide that from the prefill trial.
+    return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
-def _tell(progress: Progress | None, fraction: float) -> None:
-    if progress and not progress("finding out which passes agree to the bit", fraction):
+def _report(progress: Progress | None, fraction: float) -> None:
+    if progress and not progress("testing which passes are bit-exact", fraction):
         raise CancelledError("loading was cancelled")
 
 
 class _Trial:
-    """A text of `depth` tokens read at once, and what single steps said after each of the next `count`."""
+    """Random tokens after a prefill of `length` tokens, with the logits of `steps` single-token passes."""
 
-    def __init__(self, model: LanguageModel, depth: int, count: int) -> None:
-        self._model, self._depth, self._count = model, depth, count
-        size = model.facts.vocab_size
-        self._everything = np.arange(size)
-        words = np.random.default_rng(depth).integers(size // 8, size, depth + count + _LAST)
-        self._tokens: list[int] = words.tolist()
+    def __init__(self, model: LanguageModel, length: int, steps: int) -> None:
+        self._model, self._length, self._steps = model, length, steps
+        vocab_size = model.facts.vocab_size
+        self._all_ids = np.arange(vocab_size)
+        random = np.random.default_rng(length)
+        self._tokens: list[int] = random.integers(
+            vocab_size // 8, vocab_size, length + steps + _STEPS_AFTER
+        ).tolist()
         model.truncate(0)
-        model.prefill(self._tokens[:depth])
-        self._said = [self._step(token) for token in self._tokens[depth:]]
+        model.prefill(self._tokens[:length])
+        self._expected = [self._step(token) for token in self._tokens[length:]]
 
     def _run(self, tree: TokenTree) -> list[bytes]:
-        """What a pass says after each node: a digest of all logits."""
+        """Run a pass and return a digest of each row of logits."""
         logits = self._model.verify(tree)
-        rows = (logits.at(row, self._everything) + 0.0 for row in range(tree.width))
+        rows = (logits.at(row, self._all_ids) + 0.0 for row in range(tree.width))
         return [blake2b(row.tobytes()).digest() for row in rows]
 
     def _step(self, token: int) -> bytes:
-        (said,) = self._run(TokenTree.chain(token))
+        (digest,) = self._run(TokenTree.chain(token))
         self._model.commit(())
-        return said
+        return digest
 
-    def _go_back(self) -> None:
-        self._model.truncate(self._depth)
-        self._model.prefill(self._tokens[self._model.length : self._depth])
+    def _rewind(self) -> None:
+        self._model.truncate(self._length)
+        self._model.prefill(self._tokens[self._model.length : self._length])
 
-    def _goes_on(self, steps: int = _LAST) -> bool:
-        """Whether steps after what the cache holds say what they said."""
+    def _steps_after_are_exact(self, steps: int = _STEPS_AFTER) -> bool:
+        """Return whether single-token passes after the present cache give the expected logits."""
         first = self._model.length
-        said = [self._step(token) for token in self._tokens[first : first + steps]]
-        return said == self._said[first - self._depth :][:steps]
+        digests = [self._step(token) for token in self._tokens[first : first + steps]]
+        return digests == self._expected[first - self._length :][:steps]
 
-    def widest(self, most: int, *, thorough: bool) -> int:
-        """The most rows of a chain up to which every one agrees: two passes of each, or the whole text."""
-        widths = range(2, most + 1)
-        return next((width - 1 for width in widths if not self._agrees(width, thorough)), most)
+    def max_width(self, limit: int, *, thorough: bool) -> int:
+        """Return the largest width up to which chains of every width are exact."""
+        widths = range(2, limit + 1)
+        return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
-    def _agrees(self, width: int, thorough: bool) -> bool:
-        """Whether passes of so many rows do, one after another; of the first one the last half is wrong."""
-        self._go_back()
-        end = self._count if thorough else min(self._count, 2 * width)
+    def _width_is_exact(self, width: int, thorough: bool) -> bool:
+        """Return whether chains of this width are exact. Half of the first chain is rejected.
+
+        Args:
+            width: The width.
+            thorough: Test all steps instead of about two passes.
+        """
+        self._rewind()
+        end = self._steps if thorough else min(self._steps, 2 * width)
         done, right = 0, width // 2
         while done + width <= end:
-            root, *rest = self._tokens[self._depth + done :][:right]
+            root, *rest = self._tokens[self._length + done :][:right]
             wrong = self._tokens[: width - right]
-            said = self._run(TokenTree.chain(root, [*rest, *wrong]))
+            digests = self._run(TokenTree.chain(root, [*rest, *wrong]))
             self._model.commit(tuple(range(1, right)))
-            if said[:right] != self._said[done : done + right]:
+            if digests[:right] != self._expected[done : done + right]:
                 return False
             done, right = done + right, width
-        return self._goes_on(1)
+        return self._steps_after_are_exact(1)
 
-    def trees_agree(self) -> bool:
-        """Whether the right path of one tree after another does, with wrong turns before its nodes."""
-        self._go_back()
+    def trees_are_exact(self) -> bool:
+        """Return whether the right path of trees is exact, with wrong branches before its nodes."""
+        self._rewind()
         for first in range(0, 2 * _TREES, 2):
-            root, right = self._tokens[self._depth + first :][:2]
+            root, right = self._tokens[self._length + first :][:2]
             wrong = self._tokens[first]
             tree = TokenTree((root, wrong, right, wrong), (-1, 0, 0, 1), (None,) * 4)
-            said = self._run(tree)
+            digests = self._run(tree)
             self._model.commit((2,))
-            if [said[0], said[2]] != self._said[first : first + 2]:
+            if [digests[0], digests[2]] != self._expected[first : first + 2]:
                 return False
-        return self._goes_on()
+        return self._steps_after_are_exact()
 
-    def reading_agrees(self) -> bool:
-        """Whether it makes no difference what of the text was read at once, in pieces, and in steps."""
+    def prefill_is_exact(self) -> bool:
+        """Return whether the cache does not depend on how its tokens were split into batches and steps."""
         self._model.truncate(0)
-        pieces = cycle(_PIECES)
-        while (start := self._model.length) < self._depth:
-            size = min(next(pieces), self._depth - start)
+        batches = cycle(_BATCHES)
+        while (start := self._model.length) < self._length:
+            size = min(next(batches), self._length - start)
             if size == 1:
                 self._step(self._tokens[start])
             else:
                 self._model.prefill(self._tokens[start : start + size])
-        self._model.prefill(self._tokens[self._depth : self._depth + self._count])
-        if self._goes_on():
+        self._model.prefill(self._tokens[self._length : self._length + self._steps])
+        if self._steps_after_are_exact():
             return True
-        self._model.truncate(0)  # what was read like this is no beginning for other trials
+        self._model.truncate(0)  # The following trials must not start from this cache.
         return False
 
 
-def restricted_to(able: Capabilities, found: BitExactPasses) -> Capabilities:
-    """What a model can do where only passes that agree to the bit are wanted.
+def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
+    """Return the capabilities of a model that may only run bit-identical passes.
 
-    Memories that take tokens back by running some again, and drafts on the target's own memory, run passes
-    of any width: those are left only where that makes no difference. Where nothing may be guessed no pass has
-    two rows, not even one that begins with what is run again.
+    Rollback by replay and self-drafting on the target's cache run passes of any width, so they need a
+    bit-exact prefill. A model without any exact wider pass loses rollback, because replay would
+    make its passes wider.
     """
-    width = found.width if found.reading or able.partial_truncate else 1
-    exact = replace(able, exact=True, prefix_reuse_exact=found.reading)
-    if not able.rollback:
-        return exact
+    width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
+    restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)
+    if not capabilities.rollback:
+        return restricted
     if width == 1:
-        why = "no wider pass of it gives the very logits of single steps, and --exact was asked for"
+        reason = "--exact is set, and no verify pass of this model is bit-identical to single-token passes"
         return replace(
-            exact, rollback=False, tree=False, reason=why, max_width=1, self_draft_methods=frozenset()
+            restricted,
+            rollback=False,
+            tree=False,
+            reason=reason,
+            max_width=1,
+            self_draft_methods=frozenset(),
         )
     return replace(
-        exact,
+        restricted,
         max_width=width,
-        tree=able.tree and found.branches,
-        self_draft_methods=able.self_draft_methods if found.reading else frozenset(),
+        tree=capabilities.tree and exact.trees,
+        self_draft_methods=capabilities.self_draft_methods if exact.prefill else frozenset(),
     )

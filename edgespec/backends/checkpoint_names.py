@@ -1,13 +1,13 @@
-"""What the files of a checkpoint in MLX's form are called."""
+"""File names of checkpoints in the Hugging Face layout that mlx-lm loads."""
 
 from __future__ import annotations
 
 __all__ = ["TOKENIZERS", "WEIGHTS", "WEIGHTS_INDEX"]
 
-# What mlx-lm reads; the same weights may lie beside them in another form.
+# The weight files that mlx-lm loads. Folders may also hold the same weights in other formats.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# One of them is enough.
+# Tokenizer files. A checkpoint needs at least one of them.
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",

@@ -1,4 +1,4 @@
-"""The files of a GGUF model: itself, or all the parts it is split into."""
+"""The files of a GGUF model, which may be split into several parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """All parts of the model that `path` is, or is a part of. Raises ModelFileError where it is none."""
+    """Return the files of a GGUF model in order.
+
+    Args:
+        path: The model file, or any part of a split model.
+
+    Raises:
+        ModelFileError: The file is not a GGUF file, or a part is missing.
+    """
     try:
         with path.open("rb") as stream:
             magic = stream.read(4)

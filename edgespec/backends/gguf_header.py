@@ -1,4 +1,4 @@
-"""The header of a GGUF file: what it says of its model and of its tensors, read without the weights."""
+"""Reader for the header of GGUF files: metadata and tensor descriptions, without the weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import numpy as np
 
 from edgespec.errors import ModelFileError
 
-__all__ = ["GgufHeader", "GgufTensor", "Texts", "TruncatedHeader", "parse_header", "read_header"]
+__all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# Headers hold a vocabulary: some megabytes, hardly ever more than 32.
-_FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 29
-_MOST_DIMENSIONS = 8
+# Bytes to read first, and at most. Headers contain a vocabulary of some MiB, rarely more than 32.
+_FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
+# Tensors with more dimensions are treated as a damaged file. ggml supports 4.
+_MAX_DIMENSIONS = 8
+# Value types of the GGUF specification.
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -35,17 +37,22 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TruncatedHeader(ValueError):
-    """The bytes end before the header does."""
+    """The given bytes end before the header does."""
 
 
-class Texts:
-    """A list of texts as it lies in the file; each is made when it is asked for.
+class StringArray:
+    """A read-only list of byte strings, decoded on access from the bytes of the file.
 
-    Made all at once, those of a vocabulary take ten times as much, and leave holes in Python's memory.
+    Decoding a whole vocabulary at once would take ten times the memory and fragment Python's heap.
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        """begins: where each text begins in `data`, and where another one after the last would."""
+        """Create the list.
+
+        Args:
+            data: The bytes of the header.
+            begins: Offset of each string in `data`, and the offset that one more string would have.
+        """
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -62,9 +69,13 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor. shape: the fastest dimension first, as in the file. kind: its type, a number of ggml's.
+    """The description of one tensor.
 
-    offset_bytes: from the end of the header.
+    Attributes:
+        name: Tensor name, such as `blk.0.attn_q.weight`.
+        shape: Dimensions in ggml's order, the contiguous one first.
+        kind: ggml's number of the data type.
+        offset_bytes: Offset of the data from the end of the header.
     """
 
     name: str
@@ -74,15 +85,18 @@ class GgufTensor:
 
     @property
     def elements(self) -> int:
-        """How many weights it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A whole header. Texts are str, lists of texts `Texts`, lists of numbers numpy arrays.
+    """A parsed header.
 
-    size_bytes: what the header takes in the file, with the padding before the first tensor.
+    Attributes:
+        metadata: Values by key. Strings are str, arrays of strings `StringArray`, other arrays numpy arrays.
+        tensors: The tensors in file order.
+        size_bytes: Size of the header with the padding before the first tensor.
     """
 
     metadata: Mapping[str, Any]
@@ -91,39 +105,45 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """Such as `llama`; empty where the file does not say."""
-        said = self.metadata.get("general.architecture", "")
-        return said if isinstance(said, str) else ""
+        """Architecture name, such as `llama`. Empty if the file has none."""
+        name = self.metadata.get("general.architecture", "")
+        return name if isinstance(name, str) else ""
 
     def architecture_value(self, key: str, default: Any = None) -> Any:
-        """The value of `ARCHITECTURE.key`."""
+        """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a file. Raises ModelFileError where it is none, or is cut short."""
+    """Read the header of a GGUF file.
+
+    Raises:
+        ModelFileError: The file cannot be read, is not a GGUF file or is truncated.
+    """
     try:
         with path.open("rb") as file:
-            data, wanted = b"", _FIRST_BYTES
+            data, wanted = b"", _FIRST_READ_BYTES
             while True:
                 data += file.read(wanted - len(data))
                 try:
                     return parse_header(data)
                 except TruncatedHeader:
-                    # Few headers are this long, and to parse one again from the front takes little.
-                    if len(data) < wanted or wanted >= _MOST_BYTES:
+                    # Read more and parse again from the start. Few headers are long enough to need this.
+                    if len(data) < wanted or wanted >= _MAX_READ_BYTES:
                         raise
                     wanted *= 8
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     except ValueError as error:
-        raise ModelFileError(f"{path} is no whole GGUF file: {error}", "download it again") from error
+        raise ModelFileError(f"{path} is not a complete GGUF file: {error}", "download it again") from error
 
 
 def parse_header(data: bytes) -> GgufHeader:
-    """The header that `data` begins with.
+    """Parse the header at the start of `data`.
 
-    Raises TruncatedHeader where more bytes are needed, ValueError where they would not help.
+    Raises:
+        TruncatedHeader: `data` ends before the header does.
+        ValueError: The data is not a valid GGUF header.
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
@@ -131,7 +151,7 @@ def parse_header(data: bytes) -> GgufHeader:
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
-        raise ValueError(f"it is of version {version}, and 2 and 3 are known")
+        raise ValueError(f"it has version {version}; only versions 2 and 3 are supported")
     tensor_count, value_count = reader.scalar(10), reader.scalar(10)
     metadata = {}
     for _ in range(value_count):
@@ -145,7 +165,7 @@ def parse_header(data: bytes) -> GgufHeader:
 
 
 class _Reader:
-    """Takes values off the front of some bytes. Raises TruncatedHeader where they end."""
+    """Sequential reader of GGUF values. Raises TruncatedHeader at the end of the data."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -154,7 +174,7 @@ class _Reader:
     def scalar(self, kind: int) -> Any:
         form = _SCALARS.get(kind)
         if form is None:
-            raise ValueError(f"it has a value of type {kind}")
+            raise ValueError(f"it contains a value of the unknown type {kind}")
         return form.unpack(self._take(form.size))[0]
 
     def raw_text(self) -> bytes:
@@ -170,7 +190,7 @@ class _Reader:
 
     def tensor(self) -> GgufTensor:
         name, dimensions = self.text(), self.scalar(4)
-        if dimensions > _MOST_DIMENSIONS:
+        if dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
         shape = tuple(self.scalar(10) for _ in range(dimensions))
         return GgufTensor(name, shape, self.scalar(4), self.scalar(10))
@@ -178,25 +198,25 @@ class _Reader:
     def _array(self) -> Any:
         kind, count = self.scalar(4), self.scalar(10)
         if kind == _STRING:
-            return self._texts(count)
+            return self._strings(count)
         if kind not in _DTYPES:
-            raise ValueError(f"it has a list of type {kind}")
+            raise ValueError(f"it contains an array of the unknown type {kind}")
         dtype = np.dtype(_DTYPES[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
-    def _texts(self, count: int) -> Texts:
-        """A vocabulary's worth of texts: the one loop here that runs often enough to be written out."""
+    def _strings(self, count: int) -> StringArray:
+        """Read an array of strings. The loop is written out because vocabularies have 100,000 and more."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])
         for _ in range(count):
             length = length_at(data, begin - 8)[0] if begin <= end else end
             if begin + length > end:
-                raise TruncatedHeader("it ends in a list of texts")
+                raise TruncatedHeader("it ends inside an array of strings")
             begin += length + 8
             begins.append(begin)
         self.at = begin - 8
-        return Texts(data, begins)
+        return StringArray(data, begins)
 
     def _take(self, count: int) -> bytes:
         begin = self.at

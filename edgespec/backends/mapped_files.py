@@ -1,4 +1,4 @@
-"""Files that are mapped into memory: their pages are read when they are needed, as long as they are there."""
+"""Detection of model files that were truncated while they are mapped into memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["MappedFiles"]
 
 
 class MappedFiles:
-    """Files as they are now. One that is cut short would end the process with the next pass that reads it."""
+    """The sizes of mapped files at load time.
+
+    Reading a page beyond the end of a mapped file kills the process with SIGBUS. `check` detects a truncated
+    file before the next pass does.
+    """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._sizes: dict[Path, tuple[int, int, int]] = {}
@@ -22,17 +26,17 @@ class MappedFiles:
                 self._sizes[path] = (status.st_dev, status.st_ino, status.st_size)
 
     def check(self) -> None:
-        """Raises ModelFileError where one was cut short. It takes a microsecond for each.
+        """Raise ModelFileError if a file was truncated. Takes about a microsecond per file.
 
-        A file that was deleted, or took the name of one, does no harm: what is mapped stays.
+        Deleted and replaced files are safe, because the mapping keeps the old file.
         """
-        for path, (device, number, size) in self._sizes.items():
+        for path, (device, inode, size) in self._sizes.items():
             try:
                 status = path.stat()
             except OSError:
                 continue
-            if (status.st_dev, status.st_ino) == (device, number) and status.st_size < size:
+            if (status.st_dev, status.st_ino) == (device, inode) and status.st_size < size:
                 raise ModelFileError(
-                    f"{path} was cut short while it is in use: {status.st_size:,} of {size:,} bytes are left",
-                    "put the file back and load the model again",
+                    f"{path} was truncated while in use: {status.st_size:,} of {size:,} bytes are left",
+                    "restore the file and load the model again",
                 )

@@ -1,4 +1,4 @@
-"""Whether weights, a context and more tokens fit what is there for them."""
+"""Checks that weights, KV cache and tokens fit the memory limit and the context."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = [
     "round_up_to_block",
 ]
 
-_USUAL_CONTEXT_TOKENS = 8192
-# Both libraries make their caches in blocks of so many tokens.
+# Default size of the context if the model was trained for at least as much. Chosen.
+_DEFAULT_CONTEXT_TOKENS = 8192
+# llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
 BLOCK_TOKENS = 256
 
 
 def round_up_to_block(tokens: int) -> int:
-    """So many tokens in whole blocks: asked for less, a library would round up by itself."""
+    """Round a context size up to whole blocks, as the libraries do."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -53,30 +54,32 @@ def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_swi
 
 
 def requested_context(options: LoadOptions, trained_tokens: int) -> int:
-    """How many tokens of context to make: those asked for, or the usual number, if trained for as many.
+    """Return the context size to allocate: the requested one, or the default.
 
-    trained_tokens: 0 where the model does not say.
+    Args:
+        options: The load options.
+        trained_tokens: Context that the model was trained for. 0 if unknown.
     """
     if options.choose_context_tokens:
         return options.choose_context_tokens(trained_tokens)
-    return options.context_tokens or min(trained_tokens or _USUAL_CONTEXT_TOKENS, _USUAL_CONTEXT_TOKENS)
+    return options.context_tokens or min(trained_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
 
 
 def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> None:
-    """Raises MemoryBudgetError when the weights alone are more than what was given."""
+    """Raise MemoryBudgetError if the weights alone exceed the memory limit."""
     if options.memory_bytes is not None and weight_bytes > options.memory_bytes:
         raise MemoryBudgetError(
-            f"the weights of {name} take {format_bytes(weight_bytes)}"
-            f" and {format_bytes(options.memory_bytes)} are there for them",
-            "choose a smaller model or quantisation, or give more with --memory",
+            f"the weights of {name} take {format_bytes(weight_bytes)},"
+            f" which exceeds the limit of {format_bytes(options.memory_bytes)}",
+            "choose a smaller model or quantisation, or raise --memory",
         )
 
 
 def check_tokens_fit(model: _Limited, more: int) -> None:
-    """Raises ContextFullError when the context does not take so many tokens more."""
+    """Raise ContextFullError if `more` tokens do not fit into the context."""
     if more > model.free_tokens:
         raise ContextFullError(
-            f"{model.length} + {more} tokens do not fit the context of {model.facts.context_tokens}",
+            f"{model.length} cached and {more} new tokens exceed the context of {model.facts.context_tokens}",
             "use a larger --context",
         )
 
@@ -84,11 +87,18 @@ def check_tokens_fit(model: _Limited, more: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """What to raise for a cache that does not fit. fitting_tokens: the context that would; 0 for none."""
+    """Return the error for a KV cache that exceeds the memory limit.
+
+    Args:
+        context_tokens: Requested context.
+        wanted_bytes: Size of its KV cache.
+        left_bytes: Memory left for the KV cache.
+        fitting_tokens: Largest context that fits. 0 if none does.
+    """
     return MemoryBudgetError(
-        f"the cache for {context_tokens:,} tokens of context takes {format_bytes(wanted_bytes)}"
-        f" and {format_bytes(max(0, left_bytes))} are left for it",
+        f"the KV cache for a context of {context_tokens:,} tokens takes {format_bytes(wanted_bytes)},"
+        f" but only {format_bytes(max(0, left_bytes))} are left",
         f"use --context {fitting_tokens} or less"
         if fitting_tokens
-        else "choose a smaller model or give more with --memory",
+        else "choose a smaller model or raise --memory",
     )

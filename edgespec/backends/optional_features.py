@@ -1,4 +1,4 @@
-"""What only some models can do: draft without some of their layers, and learn from what a target says."""
+"""Protocols of optional model features: skipping layers (SWIFT) and online training of drafts."""
 
 from __future__ import annotations
 
@@ -15,35 +15,45 @@ __all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class Skippable(LanguageModel, Protocol):
-    """A model that drafts without some of its layers, and tells how well that would go.
+    """A model that can draft with some of its layers skipped.
 
-    `self_draft(SkippedLayers(layers))` costs next to nothing and may be called for every set that is tried.
+    `self_draft(SkippedLayers(layers))` is cheap, so a search may call it for every candidate set.
     """
 
     @property
     def layer_count(self) -> int:
-        """How many layers there are; the first and the last may not be skipped."""
+        """Number of layers. The first and the last may not be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """How often the best token is the same without these layers, from 0 to 1.
+        """Return the share of positions where skipping layers does not change the most likely token.
 
-        tokens: the last tokens of the cache, in order; one pass runs them again after what is before them.
-        What it says with all layers is kept for the next set, while cache and tokens stay the same.
-        The cache is left as it is, an open round is ended. Raises OptionError for the first layer, the last
-        or one that is not there, CapabilityError where layers cannot be skipped or more tokens were asked
-        for than the cache can look back on, and CancelledError.
+        One pass runs `tokens` again after the tokens before them. The results with all layers are reused in
+        the next call, as long as cache and tokens are the same. The call ends the round and does not change
+        the cache.
+
+        Args:
+            layers: Indices of the layers to skip.
+            tokens: The last tokens of the cache, in order.
+
+        Raises:
+            OptionError: A layer does not exist, or is the first or the last.
+            CapabilityError: The model cannot skip layers, or its cache cannot be rewound by this many tokens.
+            CancelledError: `interrupt` was called.
         """
 
     def release_thread_state(self) -> None:
-        """Let go of what is kept for this thread, which may be about to end."""
+        """Free the state that is cached for the calling thread. Call it before the thread ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """A piece of text and what a target said at some places of it.
+    """A token sequence with the target's most likely tokens at some positions.
 
-    tokens: the text. rows: after which of them. best: the target's best tokens there, int [rows, k], and
-    probs: how likely they are among themselves, float [rows, k].
+    Attributes:
+        tokens: The sequence.
+        rows: Positions in `tokens`. The targets are the tokens that follow them.
+        best: The target's k most likely tokens at each position, int64 [rows, k].
+        probs: Their probabilities, float32 [rows, k]. Each row sums to 1.
     """
 
     tokens: tuple[int, ...]
@@ -53,48 +63,56 @@ class TrainingExample:
 
 
 class Trainer(Protocol):
-    """What changes a draft model a little beside its weights, which stay as they are (OSD, arXiv 2310.07177).
+    """Online training of an adapter on a draft model (online speculative decoding, arXiv 2310.07177).
 
-    Between calls the model runs as `adapted` says. Its cache is not looked at: what is in there stays
-    computed as it was. The methods belong to the model's thread.
+    The loaded weights never change. Switching the adapter on or off does not recompute the KV cache. All
+    methods must be called from the model's thread.
     """
 
     identity: str
-    """Tells the model apart from others, its weights included."""
+    """Fingerprint of the model and its weights. Saved adapters are only valid for the same fingerprint."""
 
     @property
     def adapted(self) -> bool:
-        """Whether the model runs with what was learnt."""
+        """True while the adapter is switched on."""
 
     @property
     def state_bytes(self) -> int:
-        """What is kept for learning: what was learnt, and what training remembers of it."""
+        """Memory of the adapter and the optimiser state."""
 
     @property
     def peak_step_bytes(self) -> int:
-        """The most that a step has taken beside that, while it ran; 0 before the first."""
+        """Largest additional memory of a training step so far. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
-        """Run with what was learnt, or exactly as loaded."""
+        """Switch the adapter on or off."""
 
     def train_step(self, example: TrainingExample) -> float:
-        """Learn from one lesson: the loss before. Raises BackendError when the model cannot be trained."""
+        """Run one training step and return the loss before it.
+
+        Raises:
+            BackendError: The step failed. The adapter is unchanged.
+        """
 
     def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
-        """How many of `tokens` from index `first` on are the model's best after those before them."""
+        """Return how many of `tokens[first:]` are the model's most likely token at their position."""
 
     def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
-        """What was learnt."""
+        """Return the weights of the adapter by name."""
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
-        """Go on from what `weights` gave; False when it does not fit, and nothing changed."""
+        """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
 
     def release_thread_state(self) -> None:
-        """Let go of what is kept for this thread, which may be about to end."""
+        """Free the state that is cached for the calling thread. Call it before the thread ends."""
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model whose `facts.capabilities.trainable`."""
+    """A model with `facts.capabilities.trainable`."""
 
     def trainer(self) -> Trainer:
-        """The one that teaches this model. Raises CapabilityError where it has no layers to adapt."""
+        """Return a new trainer for this model.
+
+        Raises:
+            CapabilityError: The model has no layers that can be adapted.
+        """

@@ -1,7 +1,7 @@
-"""Exact rollback for models that cannot drop cached tokens: go back to a checkpoint, run again what was kept.
+"""Exact rollback for recurrent models, by checkpoints and replay.
 
-A recurrent state is overwritten by every token. What can be had is the state of an earlier moment. After a
-rejection the model goes back to it, and the tokens kept since then ride at the front of the next pass.
+Every token overwrites a recurrent state, so single tokens cannot be removed. After a rejection, the model
+returns to a checkpoint, and the tokens accepted since then are run again at the front of the next pass.
 """
 
 from __future__ import annotations
@@ -22,59 +22,67 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# Checkpoints held at a time: what going back costs in memory.
+# Number of checkpoints held at a time. Each one takes memory for a whole recurrent state. Chosen.
 MAX_CHECKPOINTS = 4
-# Tokens to run again are run on their own once there are more: they make every pass wider.
-_MOST_PENDING = 8
-# Plain decoding passes a checkpoint this often, so that a step given up costs no more than these tokens.
+# Up to this many pending tokens are run at the front of the next pass. More are prefilled, because every
+# further token makes the pass wider. Chosen.
+_MAX_PENDING_TOKENS = 8
+# Tokens between checkpoints in plain decoding: the most that an interrupted step has to run again. Chosen.
 _PLAIN_STRIDE = 128
-# So does prefill: a cancelled one loses no more.
+# Tokens between checkpoints in prefill: the most that a cancelled prefill loses. Chosen.
 _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
-    """What ReplayModel needs: a LanguageModel that runs chains and can be put back to a checkpoint.
+    """A LanguageModel that runs chains and can return to checkpoints.
 
-    After a call that raised, and after a round that is not committed whole, nothing is asked of its cache
-    but that `rewind` and `truncate(0)` put it right. It is asked to commit whole rounds only, or to drop
-    the last few tokens of the last pass where it said that it can.
+    ReplayModel commits whole rounds only, except that it drops up to `undo_tokens` tokens from the end of the
+    last pass. After an exception or a partly rejected round, the cache may hold anything until `rewind` or
+    `truncate(0)` restores it.
     """
 
     def checkpoint(self) -> Any:
-        """A handle of the cache now. No round is open."""
+        """Return a handle of the present cache. Must be called between rounds."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Make the cache, `length` included, what it was; ends the round.
+        """Restore the cache, including `length`, to a checkpoint and end the round.
 
-        A handle is used any number of times, and only while the tokens before it are still those of then:
-        going back before it makes it void, and so does `resize`. CapabilityError when the cache no longer
-        reaches back so far.
+        A checkpoint may be used several times. It becomes invalid when the cache is rewound to an earlier
+        one or resized.
+
+        Raises:
+            CapabilityError: The cache no longer holds what the checkpoint needs.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class _Rung:
-    """A checkpoint and how many tokens the cache held."""
+class _Checkpoint:
+    """A checkpoint of the inner model and its number of cached tokens."""
 
     length: int
     handle: Any
 
 
 class ReplayModel(BaseModel):
-    """A LanguageModel that rolls back exactly, over one that can only go back to checkpoints.
+    """A LanguageModel with exact rollback, around one that can only return to checkpoints.
 
-    The inner cache may lag behind: it holds `inner.length` tokens, and the known tokens after them, up to
-    `length`, are pending. They count as present. Outside a round the inner cache is never ahead.
-    Passes begin with what is pending, so that it follows no draft.
+    Invariants:
 
-    undo_tokens: so many tokens the inner `commit` drops exactly from the end of the pass before.
+    - The inner cache holds the first `inner.length` of this model's `length` tokens. The rest are pending.
+    - Every pass runs the pending tokens first, before any drafted token.
+    - Between rounds, the inner cache never holds more than `length` tokens.
+
+    Args:
+        inner: The recurrent model.
+        reason: Why branches are not supported, for `Capabilities.reason`.
+        undo_tokens: Number of tokens at the end of a pass that the inner `commit` can drop exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:
         self._inner = inner
         self._undo_tokens = undo_tokens
         self.vocabulary: Vocabulary = inner.vocabulary
-        able = replace(
+        capabilities = replace(
             inner.facts.capabilities,
             rollback=True,
             partial_truncate=False,
@@ -82,12 +90,12 @@ class ReplayModel(BaseModel):
             reason=reason,
             max_branches=1,
         )
-        self.facts: ModelFacts = replace(inner.facts, capabilities=able)
-        # Tokens from position `_first_known` on; those before it came with a snapshot.
+        self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
+        # `_known` holds the tokens from position `_first_known` on. Earlier tokens came from a snapshot.
         self._first_known = 0
         self._known: list[int] = []
-        self._ladder: list[_Rung] = []
-        # Tokens of the open round that were run, and how many of them the inner round holds open.
+        self._checkpoints: list[_Checkpoint] = []
+        # The tokens of the open round, and how many of them the inner round holds.
         self._round: list[int] = []
         self._open = 0
 
@@ -102,7 +110,7 @@ class ReplayModel(BaseModel):
             self._run(tokens, progress)
 
     def _run(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """Run what is pending and then `tokens`, without logits."""
+        """Run the pending tokens and then `tokens`, without logits."""
         wanted = [*self._known, *tokens]
         begin, end = self._inner.length, self._first_known + len(wanted)
         for start in range(begin, end, _PREFILL_STRIDE):
@@ -141,28 +149,33 @@ class ReplayModel(BaseModel):
         return _LaterRows(logits, len(before)) if before else logits
 
     def _check_shape(self, tree: TokenTree) -> None:
-        able = self.facts.capabilities
+        limits = self.facts.capabilities
         if not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify branches", able.reason)
-        if tree.width > able.max_width:
-            raise CapabilityError(f"a draft of {tree.width} tokens is wider than {able.max_width}")
+            raise CapabilityError(f"{self.facts.name} cannot verify branches", limits.reason)
+        if tree.width > limits.max_width:
+            raise CapabilityError(
+                f"a verify pass of {tree.width} rows exceeds the limit of {limits.max_width}"
+            )
 
     def _begin_round(self, width: int) -> list[int]:
-        """Make ready for a pass over that many tokens. Returns those that ride before them."""
+        """Prepare a pass of `width` tokens and return the pending tokens to run before them."""
         pending = self._pending
-        if len(pending) > _MOST_PENDING or len(pending) + width > self.facts.capabilities.max_width:
+        if len(pending) > _MAX_PENDING_TOKENS or len(pending) + width > self.facts.capabilities.max_width:
             self._run([])
             pending = []
-        since = self._inner.length - (self._ladder[-1].length if self._ladder else 0)
+        since = self._inner.length - (self._checkpoints[-1].length if self._checkpoints else 0)
         if width - 1 > self._undo_tokens or since >= _PLAIN_STRIDE:
             self._take_checkpoint()
         return pending
 
     def _grow_round(self) -> None:
-        """Before a round goes on: a checkpoint after its root, which is kept if anything is."""
+        """Commit the inner round before the tree grows, and take a checkpoint.
+
+        The root is part of the checkpoint, because every committed path contains it.
+        """
         begun_at = self._inner.length
         self._commit_inner(self._open)
-        if not self._ladder or self._ladder[-1].length < begun_at:
+        if not self._checkpoints or self._checkpoints[-1].length < begun_at:
             self._take_checkpoint()
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -178,7 +191,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
-                    f"{self.facts.name} could not go back {dropped} tokens and lost its cache of {length}",
+                    f"{self.facts.name} could not remove {dropped} rejected tokens and lost all {length}",
                     "send the message again",
                 )
 
@@ -193,7 +206,7 @@ class ReplayModel(BaseModel):
         del self._known[length - self._first_known :]
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"the state of {self.facts.name} cannot forget tokens {start} to {end}")
+        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         self._check(0)
@@ -204,18 +217,18 @@ class ReplayModel(BaseModel):
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self._round, self._open = [], 0
-        self._first_known, self._known, self._ladder = 0, [], []
+        self._first_known, self._known, self._checkpoints = 0, [], []
         self._inner.truncate(0)
         self._inner.restore(snapshot)
         self._first_known = self._inner.length
         self._take_checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """See the Protocol. Of the checkpoints one is left: of what the inner cache holds."""
+        """Resize the context. Only a checkpoint of the inner cache's present state remains."""
         self._check_size(context_tokens)
         self._end_round()
-        # What is not there is no longer gone back to, whatever happens next.
-        self._ladder, held = [], self._inner.length
+        # A resize makes all checkpoints invalid, even if it fails.
+        self._checkpoints, held = [], self._inner.length
         try:
             self._inner.resize(context_tokens)
         finally:
@@ -232,7 +245,7 @@ class ReplayModel(BaseModel):
 
     def close(self) -> None:
         self._closed = True
-        self._ladder = []
+        self._checkpoints = []
         self._inner.close()
 
     @property
@@ -240,44 +253,44 @@ class ReplayModel(BaseModel):
         return self._known[self._inner.length - self._first_known :]
 
     def _commit_inner(self, count: int) -> None:
-        """Keep the first `count` tokens of the inner round."""
+        """Commit the first `count` tokens of the inner round."""
         self._open = 0
         self._inner.commit(tuple(range(1, count)))
 
     def _end_round(self) -> None:
-        """Drop what was not committed."""
+        """Drop an open round."""
         if self._round:
             self._round = []
             self._go_back(self.length)
 
     def _go_back(self, limit: int) -> None:
-        """Put the inner cache back to the last checkpoint at or before `limit`."""
+        """Rewind the inner cache to the last checkpoint of at most `limit` tokens."""
         self._open = 0
-        while self._ladder and self._ladder[-1].length > limit:
-            self._ladder.pop()
-        if self._ladder:
+        while self._checkpoints and self._checkpoints[-1].length > limit:
+            self._checkpoints.pop()
+        if self._checkpoints:
             try:
-                self._inner.rewind(self._ladder[-1].handle)
+                self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except CapabilityError:  # an older one is even further away
-                self._ladder = []
+            except CapabilityError:  # Older checkpoints need even more of the cache.
+                self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:
             self._first_known, self._known = 0, []
 
     def _take_checkpoint(self) -> None:
-        """Hold the inner cache as it is now; at the limit, the one that leaves the smallest gap goes."""
-        ladder, length = self._ladder, self._inner.length
-        if length == 0 or (ladder and ladder[-1].length == length):
+        """Add a checkpoint. At the limit, drop the one whose removal leaves the smallest gap."""
+        checkpoints, length = self._checkpoints, self._inner.length
+        if length == 0 or (checkpoints and checkpoints[-1].length == length):
             return
-        if len(ladder) == MAX_CHECKPOINTS:
-            ends = [0, *(rung.length for rung in ladder), length]
-            del ladder[min(range(len(ladder)), key=lambda i: ends[i + 2] - ends[i])]
-        ladder.append(_Rung(length, self._inner.checkpoint()))
+        if len(checkpoints) == MAX_CHECKPOINTS:
+            ends = [0, *(each.length for each in checkpoints), length]
+            del checkpoints[min(range(len(checkpoints)), key=lambda i: ends[i + 2] - ends[i])]
+        checkpoints.append(_Checkpoint(length, self._inner.checkpoint()))
 
 
 class _LaterRows:
-    """The rows of a pass without its first ones."""
+    """The logits of a pass without its first `skipped` rows."""
 
     def __init__(self, logits: Logits, skipped: int) -> None:
         self._logits = logits

@@ -1,4 +1,4 @@
-"""What every draft on another model's memory has in common: it keeps nothing, so most calls do nothing."""
+"""Base class of self-drafts: models that draft on the target's KV cache."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ __all__ = ["CacheOwner", "SelfDraftView"]
 
 
 class CacheOwner(Protocol):
-    """Whose memory a view drafts on."""
+    """The target whose KV cache a view uses."""
 
     @property
     def facts(self) -> ModelFacts:
-        """Of the model it belongs to."""
+        """Properties of the target."""
 
     @property
     def length(self) -> int:
-        """Tokens in its memory."""
+        """Number of tokens in the cache."""
 
     @property
     def free_tokens(self) -> int:
-        """How many more tokens its context takes."""
+        """Number of tokens that still fit into the context."""
 
     def check_open(self) -> None:
-        """Raises ClosedError."""
+        """Raise ClosedError if the target is closed."""
 
 
 L = TypeVar("L", bound=CacheOwner)
 
 
 class SelfDraftView(ABC, Generic[L]):
-    """What `LanguageModel.self_draft` gives: a draft whose memory is its target's.
+    """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
 
-    What is left to write is how it drafts: `verify` and `interrupt`, and what `close` has to free.
+    The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify` and
+    `interrupt`, and extend `close` if they own memory.
     """
 
     facts: ModelFacts
@@ -52,7 +53,7 @@ class SelfDraftView(ABC, Generic[L]):
 
     @property
     def closed(self) -> bool:
-        """True once `close` was called."""
+        """True after `close`."""
         return self._closed
 
     @property
@@ -64,61 +65,63 @@ class SelfDraftView(ABC, Generic[L]):
         return self._target.free_tokens
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
-        """Nothing is to be done: the target's tokens are all there is."""
+        """Do nothing: the target has cached the tokens already."""
         self._check()
 
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
-        """See the Protocol."""
+        """Run nodes of a tree on the target's cache. See `LanguageModel.verify`."""
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Nothing is to be done: it is the target that keeps."""
+        """Do nothing: the target commits."""
         self._check()
 
     def truncate(self, length: int) -> None:  # noqa: ARG002
-        """Nothing is to be done: only the target can be cut back."""
+        """Do nothing: the target truncates its own cache."""
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        """Raises CapabilityError."""
+        """Raise CapabilityError."""
         self._check()
-        raise CapabilityError(f"{self.facts.name} has no memory of its own", "ask the target to forget")
+        raise CapabilityError(
+            f"{self.facts.name} has no cache of its own", "remove the range from the target's cache"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Nothing but the length: the target's own snapshot holds the rest."""
+        """Return an empty snapshot with the present length. The target's snapshot holds the cache."""
         self._check()
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        """Raises CapabilityError."""
+        """Raise CapabilityError."""
         self._check()
-        raise CapabilityError(f"{self.facts.name} has no memory of its own", "restore the target")
+        raise CapabilityError(f"{self.facts.name} has no cache of its own", "restore the target's snapshot")
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        """Raises CapabilityError."""
+        """Raise CapabilityError."""
         self._check()
-        raise CapabilityError(f"{self.facts.name} has no memory of its own", "make the target's larger")
+        raise CapabilityError(f"{self.facts.name} has no cache of its own", "resize the target's context")
 
     def resized(self) -> None:
-        """The target's context has another size now."""
+        """Update `facts` after the target's context was resized."""
         self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
 
     def run_ahead(self, enabled: bool) -> None:
-        """Nothing runs in the background."""
+        """Do nothing: views compute nothing in the background."""
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """It verifies nobody's chains."""
+        """Do nothing: views do not verify drafts."""
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raises CapabilityError."""
-        raise CapabilityError(f"{self.facts.name} is a draft already", "ask the target")
+        """Raise CapabilityError."""
+        raise CapabilityError(f"{self.facts.name} is already a self-draft", "call the target's `self_draft`")
 
     @abstractmethod
     def interrupt(self, enabled: bool) -> None:
-        """See the Protocol."""
+        """Stop the running pass. See `LanguageModel.interrupt`."""
 
     def close(self) -> None:
-        """The target stays open."""
+        """Close the view. The target stays open."""
         self._closed = True
 
     def _check(self) -> None:

@@ -1,8 +1,7 @@
-"""A language model made of a table: exact probabilities, no weights, real bookkeeping.
+"""A language model that is a table of logits, for tests and simulations.
 
-The next token's logits are a function of the last `order` tokens. It keeps its cache as a list, and
-is as strict as a real backend about what may be called when: what passes here and fails elsewhere is
-a fault of the other backend.
+The logits of the next token depend on the last `order` tokens. The model is as strict as a real backend about
+the order of calls, so that code tested with it also runs on real backends.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["LetterVocabulary", "TabularModel"]
 
 
 class LetterVocabulary:
-    """One character for each token id, from `a` on; the last id ends a reply."""
+    """A vocabulary of single characters from `a` on. The last token id ends a reply."""
 
     chat_template: str | None = None
     bos_text = ""
@@ -59,8 +58,12 @@ class LetterVocabulary:
 class TabularModel(BaseModel):
     """A LanguageModel over a table of logits.
 
-    `logits`: float32 [vocab ** order, vocab]; the row of a context is its last `order` tokens read as a
-    number in base `vocab` (missing tokens count as 0).
+    Args:
+        logits: The table, float32 [vocab ** order, vocab]. The row number is the last `order` tokens read as
+            a number in base `vocab`. Missing tokens count as 0.
+        context_tokens: Size of the context.
+        rollback: Support removing tokens from the cache.
+        tree: Support branches in a verify pass.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class TabularModel(BaseModel):
         vocab = self._table.shape[1]
         self._order = round(np.log(len(self._table)) / np.log(vocab))
         if vocab**self._order != len(self._table):
-            raise ValueError(f"{len(self._table)} rows are no power of the vocabulary size {vocab}")
+            raise ValueError(f"{len(self._table)} rows are not a power of the vocabulary size {vocab}")
         self.vocabulary: Vocabulary = LetterVocabulary(vocab)
         self.facts = ModelFacts(
             name="tabular",
@@ -91,7 +94,9 @@ class TabularModel(BaseModel):
             context_tokens=context_tokens,
             vocab_size=vocab,
             chat_template=False,
-            capabilities=Capabilities(rollback, tree, "" if rollback and tree else "made so"),
+            capabilities=Capabilities(
+                rollback, tree, "" if rollback and tree else "disabled by a constructor argument"
+            ),
         )
         self._tokens: list[int] = []
         self._round: list[tuple[int, list[int]]] = []
@@ -139,14 +144,16 @@ class TabularModel(BaseModel):
     def truncate(self, length: int) -> None:
         self._check(0)
         if length < len(self._tokens) and length and not self.facts.capabilities.rollback:
-            raise CapabilityError("this model's memory cannot be cut back", self.facts.capabilities.reason)
+            raise CapabilityError("this model does not support truncation", self.facts.capabilities.reason)
         del self._tokens[length:]
         self._round = []
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if not self.facts.capabilities.rollback:
-            raise CapabilityError("this model's memory cannot be cut", self.facts.capabilities.reason)
+            raise CapabilityError(
+                "this model does not support removing tokens", self.facts.capabilities.reason
+            )
         del self._tokens[start:end]
         self._round = []
 
@@ -162,10 +169,12 @@ class TabularModel(BaseModel):
         self._tokens = self._tokens[: snapshot.start]
         try:
             if self.length < snapshot.start:
-                raise ValueError("what it goes after is not there")
+                raise ValueError("the tokens before the snapshot are missing")
             self._tokens = [*self._tokens, *json.loads(snapshot.data)]
         except ValueError as error:
-            raise BackendError("the saved state does not fit this model", "compute it again") from error
+            raise BackendError(
+                "the saved cache does not belong to this model", "run the prompt again"
+            ) from error
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
@@ -173,9 +182,9 @@ class TabularModel(BaseModel):
         self._now_sized(context_tokens, 0)
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
-        """A view whose logits are off by noise, less with each layer of an early exit."""
+        """Return a view with noisy logits. An early exit has less noise the later its layer."""
         if not self.facts.capabilities.rollback:
-            raise CapabilityError("this model cannot draft for itself", self.facts.capabilities.reason)
+            raise CapabilityError("this model does not support self-drafting", self.facts.capabilities.reason)
         view = _TabularView(self, 1.0 / method.exit_layer if isinstance(method, EarlyExit) else 0.3)
         self._views.add(view)
         return view
@@ -193,7 +202,7 @@ class TabularModel(BaseModel):
 
 
 class _TabularView(SelfDraftView[TabularModel]):
-    """A table near the target's, read after the target's tokens."""
+    """A self-draft that reads a noisy copy of the target's table after the target's tokens."""
 
     def __init__(self, target: TabularModel, noise: float) -> None:
         super().__init__(target)
@@ -204,7 +213,7 @@ class _TabularView(SelfDraftView[TabularModel]):
             target._table + off, context_tokens=facts.context_tokens, tree=facts.capabilities.tree
         )
         self.vocabulary = target.vocabulary
-        self.facts = replace(facts, name=f"{facts.name} itself", weight_bytes=0)
+        self.facts = replace(facts, name=f"{facts.name} self-draft", weight_bytes=0)
 
     def resized(self) -> None:
         super().resized()

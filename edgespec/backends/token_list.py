@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.base import MAX_VOCAB_PADDING
-from edgespec.backends.gguf_header import GgufHeader, Texts
+from edgespec.backends.gguf_header import GgufHeader, StringArray
 from edgespec.errors import ModelFileError
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
@@ -92,7 +92,7 @@ def _from_sentencepiece(token: bytes) -> bytes:
 def tokens_of_header(header: GgufHeader) -> TokenList | None:
     """The tokens of a GGUF model; None where the file has none."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Texts) or not tokens:
+    if not isinstance(tokens, StringArray) or not tokens:
         return None
     kind = str(header.metadata.get("tokenizer.ggml.model", ""))
     return TokenList(_KINDS.get(kind, kind), list(tokens))

@@ -42,7 +42,7 @@ def picture(preview: Preview) -> RenderableType:
     context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
     parts.append(_line(f"{context}, its cache of type {plan.kv_type}"))
     if preview.draft_window:
-        parts.append(_line(f"of a longer text the draft sees {preview.draft_window.seen}"))
+        parts.append(_line(f"of a longer text the draft sees {preview.draft_window.description}"))
     for pool in plan.pools:
         kept = plan.prefix_cache_bytes if pool == "memory" else 0
         taken = f"{format_bytes(plan.planned_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"

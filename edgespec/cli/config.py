@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,32 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
+from edgespec.cli.commands import COMMANDS
 from edgespec.cli.failures import DONE, FAILED, describe
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
-from edgespec.cli.options import SettingOption, every_setting, json_option
-from edgespec.cli.program import COMMANDS
+from edgespec.cli.options import every_setting, json_option
 from edgespec.cli.screen import line_of, note, print_json, print_table, printable
 from edgespec.cli.settings import (
-    FOR_ALL,
+    ALL_COMMANDS,
     VARIABLES,
-    Found,
+    SettingOption,
     Settings,
-    from_text,
-    nearest,
+    SettingValue,
+    error_text,
     read_text,
-    said_of,
+    setting_value,
     settings_of,
     settings_path,
+    suggestion,
     variable_of,
 )
 from edgespec.cli.settings_file import KeyPath, NotEditableError, changed
-from edgespec.errors import ConfigurationError, OptionError
+from edgespec.errors import ConfigurationError
 from edgespec.files import cache_folder, config_folder, data_folder, error_reason, write_private_file
 
 __all__ = ["command"]
 
 _LOCK_SECONDS = 10
-_USUAL = re.compile(r"\[default: (.*)\]$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def command(ctx: click.Context, as_json: bool) -> int:
     if ctx.invoked_subcommand is not None:
         return DONE
     settings = Settings.read()
-    rows = {name: _row(option, settings.find(FOR_ALL, name)) for name, option in every_setting().items()}
+    rows = {name: _row(option, settings.find(ALL_COMMANDS, name)) for name, option in every_setting().items()}
     own = {name: _own_rows(settings, name, rows) for name in COMMANDS}
     own = {name: different for name, different in own.items() if different}
     if as_json:
@@ -117,15 +116,15 @@ def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str,
     }
 
 
-def _row(option: SettingOption, found: Found | None) -> _Row:
+def _row(option: SettingOption, found: SettingValue | None) -> _Row:
     if found is not None:
         value = list(found.written) if isinstance(found.written, tuple) else found.value
         source = "environment" if found.source is ParameterSource.ENVIRONMENT else "file"
         return _Row(value, _text(value), source, found.where)
-    alone = click.Command("config", params=[option])
-    value = alone.make_context("config", [], resilient_parsing=True).params[str(option.name)]
-    usual = _USUAL.search(option.help or "")
-    return _Row(value, usual[1] if usual and value in (None, ()) else _text(value), "default", "")
+    declaration = option.declaration
+    value = declaration.default if option.default is None else option.default
+    in_words = declaration.default_text if value in (None, (), {}) else ""
+    return _Row(value, in_words or _text(value), "default", "")
 
 
 def _text(value: Any) -> str:
@@ -203,7 +202,7 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
     path = _key_path(key)
     option = _option_at(path, ctx)
     settings = Settings.read()
-    row = _row(option, settings.find(path[0] if len(path) == 2 else FOR_ALL, path[-1]))
+    row = _row(option, settings.find(path[0] if len(path) == 2 else ALL_COMMANDS, path[-1]))
     if as_json:
         print_json({"key": ".".join(path), **_json(row)})
     else:
@@ -238,10 +237,10 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     if len(values) > 1 and not option.multiple:
         raise click.UsageError(f"{key} takes one value, and these are {len(values)}; put it in quotes", ctx)
     try:
-        value = from_text(option, values if option.multiple else values[0])
+        value = setting_value(path[-1], values if option.multiple else values[0])
         literal = _literal(option, values, value)
-    except (click.BadParameter, OptionError) as error:
-        raise click.UsageError(said_of(path[-1], error), ctx) from error
+    except ValueError as error:
+        raise click.UsageError(error_text(path[-1], error), ctx) from error
     file = _change(path, literal)
     if as_json:
         print_json({"key": ".".join(path), "value": _row_value(option, values, value), "path": str(file)})
@@ -291,12 +290,12 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
     options = every_setting()
     if len(path) == 2:
         if not (options := settings_of(path[0])):
-            step = nearest(path[0], [name for name in COMMANDS if settings_of(name)])
+            step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
             raise click.UsageError(f"there is no command {path[0]!r} with settings; {step}", ctx)
     elif len(path) > 2:
         raise click.UsageError(f"{'.'.join(path)!r} is no key; write one such as chat.temperature", ctx)
     if path[-1] not in options:
-        raise click.UsageError(f"there is no setting {path[-1]!r}; {nearest(path[-1], options)}", ctx)
+        raise click.UsageError(f"there is no setting {path[-1]!r}; {suggestion(path[-1], options)}", ctx)
     return options[path[-1]]
 
 
@@ -315,7 +314,7 @@ def _quoted(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise click.BadParameter(f"{text!r} is not UTF-8 text") from error
+        raise ValueError(f"{text!r} is not UTF-8 text") from error
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,9 +1,4 @@
-"""The target without some of its layers guesses; which ones is searched for between replies.
-
-Source: SWIFT (arXiv 2410.06916): random search over the layers to skip, at a fixed ratio, with a Bayesian
-step now and then, on the text that is being written. The paper skips attention and feed-forward parts one by
-one; here layers are skipped whole.
-"""
+"""Draft with the target itself, skipping some of its layers."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.swift_search import Found, SwiftSearch
+from edgespec.drafters.swift_search import ScoredLayerSet, SwiftSearch
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
@@ -24,21 +19,31 @@ from edgespec.errors import CapabilityError
 
 __all__ = ["SwiftDrafter"]
 
-# One pass looks at so many of the last tokens: enough to tell sets apart, and a step stays short.
-WINDOW_TOKENS = 64
-_FEWEST_TOKENS = 16
-# Sets tried in one rest, and on one model altogether (the paper's bound of its search).
-MOST_IN_A_REST = 48
-MOST_TRIED = 1000
+# Last tokens that a set of layers is evaluated on in one pass. Enough to rank sets, and short enough that a
+# new reply does not wait long. Chosen.
+EVALUATION_TOKENS = 64
+_MIN_EVALUATION_TOKENS = 16
+# Sets evaluated in one idle period (chosen), and in total for one model (the paper's limit).
+MAX_SETS_PER_IDLE_PERIOD = 48
+MAX_SETS = 1000
 
 
 class SwiftDrafter(Drafter):
-    """Drafts on the target's own memory with its cheapest good set of layers; silent while none pays.
+    """Drafts with the target's own weights and KV cache, skipping layers (SWIFT, arXiv 2410.06916).
 
-    notes: where what was found is kept; None forgets it with the process.
-    pass_cost: v(m), what a pass of so many rows costs the target, in plain steps.
-    min_confidence: as for ModelDrafter.
-    Raises CapabilityError where the target's layers cannot be skipped.
+    The layers to skip are searched between replies on the end of the current chat. While no set is expected
+    to be faster than plain decoding, nothing is drafted. The paper skips attention and feed-forward parts
+    separately; here layers are skipped as a whole.
+
+    Args:
+        target: The target.
+        store: Saves the state of the search for later runs.
+        pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
+        min_confidence: See `ModelDrafter`.
+        seed: Seed of the search.
+
+    Raises:
+        CapabilityError: The backend cannot skip layers of this target.
     """
 
     name = "swift"
@@ -48,108 +53,114 @@ class SwiftDrafter(Drafter):
         self,
         target: Skippable,
         *,
-        notes: ArrayStore | None = None,
+        store: ArrayStore | None = None,
         pass_cost: CostFunction = assumed_cost,
         min_confidence: float = 0.0,
         seed: int = 0,
     ) -> None:
         if "swift" not in target.facts.capabilities.self_draft_methods:
             reason = target.facts.capabilities.reason or "its layers cannot be skipped"
-            raise CapabilityError(f"{target.facts.name} cannot draft without some of its layers: {reason}")
+            raise CapabilityError(
+                f"{target.facts.name} cannot draft with a part of its layers: {reason}",
+                "choose another --method",
+            )
         self._target = target
-        self._notes = notes
+        self._store = store
         self._min_confidence = min_confidence
         self._search = SwiftSearch(target.layer_count, pass_cost, seed)
-        if notes:
-            self._search.take_over(notes.load())
+        if store:
+            self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The set that drafts in this reply, and the drafter of it.
-        self._chosen: Found | None = None
-        self._guess: ModelDrafter | None = None
+        # The set used in this reply and the drafter that uses it.
+        self._layer_set: ScoredLayerSet | None = None
+        self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
 
     def begin(self, tokens: Sequence[int]) -> None:
         best = self._search.best
         if best is None or best.speed_up <= 1.0:
             self.close()
-            self._guess = self._chosen = None
+            self._drafter = self._layer_set = None
         else:
-            if self._chosen is None or best.layers != self._chosen.layers:
+            if self._layer_set is None or best.layers != self._layer_set.layers:
                 self.close()
-                self._guess = ModelDrafter(
+                self._drafter = ModelDrafter(
                     self._target.self_draft(SkippedLayers(best.layers)),
                     self._target.facts.vocab_size,
                     min_confidence=self._min_confidence,
                     name=self.name,
                 )
-            self._chosen = best
+            self._layer_set = best
         self._proposed = None
         self._tokens = list(tokens)
-        if self._guess:
-            self._guess.begin(tokens)
+        if self._drafter:
+            self._drafter.begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        if self._guess is None or self._chosen is None:
+        if self._drafter is None or self._layer_set is None:
             return TokenTree.chain(self._tokens[-1])
-        length = min(draft_length, self._chosen.draft_length)
-        self._proposed = self._guess.propose(sampler, acceptance, length)
+        length = min(draft_length, self._layer_set.draft_length)
+        self._proposed = self._drafter.propose(sampler, acceptance, length)
         return self._proposed
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        if self._guess:
-            self._guess.observe(tree, logits, sampler)
+        if self._drafter:
+            self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """What was really accepted counts with what the search found."""
-        if self._guess:
-            self._guess.commit(tokens)
-        if self._chosen and self._proposed and self._proposed.drafted:
+        """See `Drafter.commit`. Accepted tokens count in the search like evaluated ones."""
+        if self._drafter:
+            self._drafter.commit(tokens)
+        if self._layer_set and self._proposed and self._proposed.drafted:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # After an end of the reply nothing tells whether the rest was right.
-            judged = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
-            self._search.count(self._chosen.layers, accepted, judged)
+            # If the reply ended within the draft, it is unknown whether the next drafted token was right.
+            known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
+            self._search.record(self._layer_set.layers, accepted, known)
         self._proposed = None
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Try other sets on the end of the text, first the best known again, however many were tried."""
-        window = self._tokens[: self._target.length][-WINDOW_TOKENS:]
-        if len(window) < _FEWEST_TOKENS:
+        """Evaluate sets of layers on the end of the chat.
+
+        The best set is evaluated first, even if the limit is reached, because the text may have changed.
+        """
+        tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
+        if len(tokens) < _MIN_EVALUATION_TOKENS:
             return
-        tried = 0
+        evaluated = 0
         try:
-            while tried < MOST_IN_A_REST and should_continue():
+            while evaluated < MAX_SETS_PER_IDLE_PERIOD and should_continue():
                 best = self._search.best
-                if tried and self._search.tried >= MOST_TRIED:
+                if evaluated and self._search.tried >= MAX_SETS:
                     break
-                layers = best.layers if best and tried == 0 else self._search.next()
-                matched = round(self._target.top1_agreement(layers, window) * len(window))
-                self._search.count(layers, matched, len(window))
-                tried += 1
-            if tried and self._notes:
-                self._notes.save(self._search.to_keep())
+                layers = best.layers if best and evaluated == 0 else self._search.next_set()
+                right = round(self._target.top1_agreement(layers, tokens) * len(tokens))
+                self._search.record(layers, right, len(tokens))
+                evaluated += 1
+            if evaluated and self._store:
+                self._store.save(self._search.saved_arrays())
         finally:
             self._target.release_thread_state()
 
     def note(self) -> str:
-        return " · ".join(filter(None, (self._found(), self._notes.notice if self._notes else "")))
+        return " · ".join(filter(None, (self._search_result(), self._store.notice if self._store else "")))
 
-    def _found(self) -> str:
+    def _search_result(self) -> str:
         best, tried = self._search.best, self._search.tried
         if best is None:
-            return "swift does not draft yet: it looks for layers to skip between replies"
-        found = (
-            f"without {len(best.layers)} of {self._target.layer_count} layers it agrees with itself"
-            f" {best.agreement:.0%} of the time, {best.speed_up:.2f}x expected, {tried} sets tried"
+            return "swift does not draft yet: it searches for layers to skip between replies"
+        result = (
+            f"skipping {len(best.layers)} of {self._target.layer_count} layers predicts the same token"
+            f" {best.agreement:.0%} of the time, expected speed-up {best.speed_up:.2f}x, {tried} sets tried"
         )
-        return (
-            f"swift: {found}" if best.speed_up > 1.0 else f"swift does not draft, it would not pay: {found}"
-        )
+        if best.speed_up > 1.0:
+            return f"swift: {result}"
+        return f"swift does not draft because it would not be faster: {result}"
 
     def interrupt(self, enabled: bool) -> None:
-        if self._guess:
-            self._guess.interrupt(enabled)
+        if self._drafter:
+            self._drafter.interrupt(enabled)
 
     def close(self) -> None:
-        if self._guess:
-            self._guess.close()
+        if self._drafter:
+            self._drafter.close()

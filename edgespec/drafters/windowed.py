@@ -1,7 +1,7 @@
-"""A draft model that sees the first tokens and the last ones only, so that no text is too long for it.
+"""Limit the attention of a draft model to the first and the last tokens.
 
-Its cost and its memory stop growing with the text, and it is never asked about more positions than it was
-trained for. Sources: StreamingLLM (arXiv 2309.17453), MagicDec (arXiv 2408.11049).
+The cost and memory of the draft model stop growing with the sequence, and it never sees more positions than
+it was trained for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from edgespec.errors import BackendError, CapabilityError, OptionError
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
-# A round's tree is drafted in this room, beside the window.
-_DRAFT_TOKENS = 128
+# Room in the draft's context for the tree of a round, in addition to the window. Chosen.
+_MAX_TREE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """How much of a text a draft sees: the first `sink_tokens` and at least the last `window_tokens`.
+    """Tokens that a draft model attends to: the first and the last tokens of the sequence.
 
-    A quarter of the window more is let in before the oldest of it go, all at once.
+    The window may grow by `slack_tokens` before the oldest tokens are evicted, all at once, because eviction
+    has a fixed cost.
+
+    Attributes:
+        sink_tokens: Number of first tokens, the attention sinks of StreamingLLM (arXiv 2309.17453).
+        window_tokens: Smallest number of last tokens.
     """
 
     sink_tokens: int = 4
@@ -34,61 +39,76 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
+        """Number of tokens by which the window may grow: a quarter of its size."""
         return max(1, self.window_tokens // 4)
 
     @property
     def context_tokens(self) -> int:
-        """The context the draft model is to be loaded with."""
-        return self.sink_tokens + self.window_tokens + self.slack_tokens + _DRAFT_TOKENS
+        """Context size to load the draft model with."""
+        return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property
-    def seen(self) -> str:
-        """What a draft sees, in words."""
+    def description(self) -> str:
+        """The window in words, for users."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
-    def within(self, trained_tokens: int) -> AttentionWindow:
-        """This window, or the largest smaller one for a draft trained on so many tokens (0: unknown)."""
-        over = self.context_tokens - trained_tokens
-        if not trained_tokens or over <= 0:
+    def limited_to(self, trained_tokens: int) -> AttentionWindow:
+        """Return this window, made smaller if it exceeds the trained context of the draft (0: unknown)."""
+        excess = self.context_tokens - trained_tokens
+        if not trained_tokens or excess <= 0:
             return self
-        return replace(self, window_tokens=max(1, self.window_tokens - over * 4 // 5 - 1))
+        return replace(self, window_tokens=max(1, self.window_tokens - excess * 4 // 5 - 1))
 
 
 def choose_draft_window(
     context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
 ) -> AttentionWindow | None:
-    """The window of a draft for a target with that context; None for a draft that sees all of the text.
+    """Choose the window of a draft model.
 
-    window_tokens: the window asked for, 0 for none. Left to us (None) a draft has a window only where the
-    text may become longer than what it was trained on (0: unknown): before that it guesses best from all.
+    Args:
+        context_tokens: Context size of the target.
+        trained_tokens: Context size that the draft was trained for (0: unknown).
+        window_tokens: The window requested by the user, 0 for none. With None, the draft gets a window only
+            if the sequence may exceed its trained context, because it predicts best from the whole sequence.
+        sink_tokens: Number of first tokens in the window.
+
+    Returns:
+        The window, or None for a draft that sees the whole sequence.
     """
     if window_tokens is None:
         if not 0 < trained_tokens < context_tokens:
             return None
-        return AttentionWindow(sink_tokens).within(trained_tokens)
+        return AttentionWindow(sink_tokens).limited_to(trained_tokens)
     window = AttentionWindow(sink_tokens, window_tokens)
     return window if window_tokens and window.context_tokens < context_tokens else None
 
 
 class WindowedModel(BaseModel):
-    """A LanguageModel of any length over one with a small context.
+    """A LanguageModel with a long context on top of a model with a small one.
 
-    The inner cache holds the first tokens of the text, up to the sinks, and then those from `_start` on. It
-    may lag behind the text: the rest is run before the next pass. Positions are those of the inner cache,
-    so that it follows no draft.
-    Where tokens cannot be forgotten the window is computed again, half as long, when it is full.
+    Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The inner
+    KV cache holds the sinks followed by the tokens from `_start` on. It may lag behind the sequence; missing
+    tokens are run before the next pass. Positions are those of the inner cache.
 
-    context_tokens: how long the text may become.
+    If the inner model cannot evict tokens, a full window is recomputed at half its length.
+
+    Args:
+        model: The inner model.
+        window: The window.
+        context_tokens: Longest sequence.
+
+    Raises:
+        OptionError: The window does not fit the context of the inner model.
     """
 
     def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
         inner = model.facts
-        able = inner.capabilities
+        capabilities = inner.capabilities
         spare = inner.context_tokens - window.sink_tokens - window.window_tokens - window.slack_tokens
         if spare < 1 or window.window_tokens < 1 or window.sink_tokens < 0:
             raise OptionError(
-                f"a window of {window.window_tokens} tokens does not fit the context of"
-                f" {inner.context_tokens} that {inner.name} has",
+                f"--draft-window {window.window_tokens} does not fit the context of {inner.name},"
+                f" {inner.context_tokens} tokens",
                 f"use --draft-window {max(1, inner.context_tokens // 2)} or less",
             )
         self._model = model
@@ -99,61 +119,66 @@ class WindowedModel(BaseModel):
             context_tokens=context_tokens,
             requested_context_tokens=context_tokens,
             capabilities=replace(
-                able, max_width=min(able.max_width, spare), partial_truncate=False, trainable=False
+                capabilities,
+                max_width=min(capabilities.max_width, spare),
+                partial_truncate=False,
+                trainable=False,
             ),
         )
-        # So many tokens the inner cache may hold when a round begins.
-        self._most = window.sink_tokens + window.window_tokens + window.slack_tokens
-        self._text: list[int] = []
+        # Largest size of the inner cache at the beginning of a round.
+        self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
+        self._tokens: list[int] = []
         self._start = window.sink_tokens
         self._round: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
-        return len(self._text)
+        return len(self._tokens)
 
     @property
     def _end(self) -> int:
-        """Up to here the text was run, or given up."""
-        held, sinks = self._model.length, self._window.sink_tokens
-        return held if held < sinks else held - sinks + self._start
+        """Position in the sequence after the last token in the inner cache."""
+        cached, sinks = self._model.length, self._window.sink_tokens
+        return cached if cached < sinks else cached - sinks + self._start
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._round = ()
-        before = len(self._text)
-        self._text += tokens
+        before = len(self._tokens)
+        self._tokens += tokens
         try:
-            self._bring_up(progress)
+            self._update_inner_cache(progress)
         except BaseException:
-            del self._text[max(before, self._end) :]
+            del self._tokens[max(before, self._end) :]
             raise
 
-    def _bring_up(self, progress: Progress | None = None) -> None:
-        """Run the end of the text, with what the inner cache has to give up for it."""
-        sinks, wanted = self._window.sink_tokens, len(self._text)
-        held = self._model.length
-        if held < sinks:
+    def _update_inner_cache(self, progress: Progress | None = None) -> None:
+        """Prefill the missing tokens, after evicting tokens if the window would become too large."""
+        sinks, length = self._window.sink_tokens, len(self._tokens)
+        cached = self._model.length
+        if cached < sinks:
             self._start = sinks
-        shown = held + wanted - self._end
-        if shown > self._most or (self._start > sinks and shown < sinks + self._window.slack_tokens):
-            self._slide()
+        needed = cached + length - self._end
+        # A truncated sequence may leave a window that is too small. It is recomputed like a full one.
+        too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
+        if needed > self._max_cached_tokens or too_small:
+            self._evict()
         if self._model.length < sinks:
-            self._model.prefill(self._text[self._model.length : sinks])
-        if self._end < wanted:
-            self._model.prefill(self._text[self._end : wanted], progress)
+            self._model.prefill(self._tokens[self._model.length : sinks])
+        if self._end < length:
+            self._model.prefill(self._tokens[self._end : length], progress)
 
-    def _slide(self) -> None:
-        """Let the window begin later, so that it ends with the text."""
-        sinks, kept = self._window.sink_tokens, self._window.window_tokens
-        start = max(sinks, len(self._text) - kept)
+    def _evict(self) -> None:
+        """Move the start of the window so that the window holds the last tokens."""
+        sinks, window_tokens = self._window.sink_tokens, self._window.window_tokens
+        start = max(sinks, len(self._tokens) - window_tokens)
         if self._start < start < self._end:
             try:
                 self._model.remove_range(sinks, sinks + start - self._start)
                 self._start = start
                 return
-            except CapabilityError:  # computed again; half of it, or that would be due again soon
-                start = max(sinks, len(self._text) - max(1, kept // 2))
+            except CapabilityError:  # recompute half of the window, so that this is not needed again soon
+                start = max(sinks, len(self._tokens) - max(1, window_tokens // 2))
         self._model.truncate(min(sinks, self._model.length))
         self._start = start
 
@@ -165,7 +190,7 @@ class WindowedModel(BaseModel):
                     f"a tree of {tree.width} tokens is wider than {self.facts.capabilities.max_width}"
                 )
             if first == 0:
-                self._bring_up()
+                self._update_inner_cache()
             logits = self._model.verify(tree, first)
         except BaseException:
             self._end_round()
@@ -181,14 +206,14 @@ class WindowedModel(BaseModel):
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
         self._model.commit(path)
-        self._text += (self._round[node] for node in (0, *path))
+        self._tokens += (self._round[node] for node in (0, *path))
         self._round = ()
 
     def truncate(self, length: int) -> None:
-        """See the Protocol. What the window has left behind is computed again, at the next pass."""
+        """See `LanguageModel.truncate`. Evicted tokens that are in the window again are recomputed."""
         self._check(0)
         self._round = ()
-        del self._text[length:]
+        del self._tokens[length:]
         length = min(length, self._end)
         sinks = self._window.sink_tokens
         self._model.truncate(length if length <= sinks else sinks + max(0, length - self._start))
@@ -196,27 +221,29 @@ class WindowedModel(BaseModel):
             self._start = sinks
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} forgets by itself, not tokens {start} to {end}")
+        raise CapabilityError(
+            f"tokens {start} to {end} of {self.facts.name} cannot be removed: its window evicts tokens itself"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """The text: a window over it is soon computed."""
+        """See `LanguageModel.snapshot`. Only tokens are stored, because a window is recomputed quickly."""
         self._check(0)
         self._end_round()
-        return Snapshot(len(self._text), json.dumps(self._text).encode())
+        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self.truncate(0)
         try:
-            text = json.loads(snapshot.data)
+            tokens = json.loads(snapshot.data)
         except ValueError:
-            text = None
-        if not isinstance(text, list) or not len(text) == snapshot.length <= self.free_tokens:
-            raise BackendError("the saved state does not fit this model and context", "compute it again")
-        self._text = text
+            tokens = None
+        if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.free_tokens:
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
+        self._tokens = tokens
 
     def resize(self, context_tokens: int) -> None:
-        """See the Protocol: how long the text may become; as much is seen of it."""
+        """See `LanguageModel.resize`. Only the longest sequence changes, not the window."""
         self._check_size(context_tokens)
         self._end_round()
         self._now_sized(context_tokens, self.facts.kv_bytes)

@@ -1,1 +1,1 @@
-"""The algorithm: pure Python and numpy. It knows no backend and no screen."""
+"""The decoding algorithm in pure Python and numpy: loop, token trees, sampling, acceptance."""

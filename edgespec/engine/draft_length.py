@@ -1,4 +1,4 @@
-"""What drafting a chain is worth, and how long it should be."""
+"""The best draft length for a given acceptance rate and cost."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Callable
 __all__ = ["best_draft_length"]
 
 
-def best_draft_length(agreement: float, cost: Callable[[int], float], longest: int) -> tuple[int, float]:
-    """How many tokens to draft, 1 to `longest`, and the speed-up over plain decoding to expect of that.
+def best_draft_length(
+    acceptance_rate: float, cost: Callable[[int], float], longest: int
+) -> tuple[int, float]:
+    """Return the draft length with the largest expected speed-up, and that speed-up.
 
-    S(k) = E(k) / cost(k) with E(k) = 1 + a + ... + a^k (Leviathan et al. 2023, arXiv 2211.17192). All k are
-    looked at, because what passes cost has steps. agreement: a, how often a drafted token is right.
-    cost: of a round that drafts k tokens, in plain steps.
+    The expected speed-up is S(k) = E(k) / cost(k) with E(k) = 1 + a + ... + a^k expected tokens (Leviathan et
+    al. 2023, arXiv 2211.17192). Every k is evaluated, because the cost of verify passes grows in steps.
+
+    Args:
+        acceptance_rate: The probability a that a drafted token is accepted.
+        cost: The cost of a round with draft length k, in target steps.
+        longest: Maximum draft length.
     """
 
     def speed_up(length: int) -> float:
-        return sum(agreement**i for i in range(length + 1)) / cost(length)
+        return sum(acceptance_rate**i for i in range(length + 1)) / cost(length)
 
     best = max(range(1, longest + 1), key=speed_up)
     return best, speed_up(best)

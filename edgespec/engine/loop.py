@@ -1,4 +1,4 @@
-"""The loop: propose -> verify -> accept -> commit -> yield. One round is one target pass."""
+"""The decoding loop: propose, verify, accept, commit, yield. One round is one target pass."""
 
 from __future__ import annotations
 
@@ -20,35 +20,41 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Verifier(Protocol):
-    """What the loop needs of a target: its cache holds every token but the last."""
+    """The target as the loop uses it. Its KV cache holds every token but the last."""
 
     @property
     def free_tokens(self) -> int:
-        """How many more tokens the context takes."""
+        """Number of tokens that still fit into the context."""
 
     def verify(self, tree: TokenTree) -> Logits:
-        """Run the tree after the cached tokens: logits of row i follow node i."""
+        """Run a tree after the cached tokens and return logits whose row i follows node i."""
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and these nodes of the last tree in the cache; drop the others."""
+        """Keep the root and these nodes of the last tree in the cache and drop the others."""
 
 
 class Proposer(Protocol):
-    """What the loop needs of a drafter."""
+    """The drafter as the loop uses it."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Guess up to `draft_length` levels of tokens after the last token."""
+        """Return a tree of up to `draft_length` levels after the last token."""
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """See what the target said of the tree it verified, while that is there."""
+        """Read the target's logits of the verified tree, which are valid only during this call."""
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Take note of the tokens that were emitted."""
+        """Append the emitted tokens to the drafter's sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one round gave: tokens, of which the first `accepted` were guessed by the drafter."""
+    """The result of one round.
+
+    Attributes:
+        tokens: The emitted tokens.
+        accepted: Number of these that the drafter proposed. They come first.
+        finish_reason: Why the reply ends with this round, or None if it continues.
+    """
 
     tokens: tuple[int, ...]
     accepted: int
@@ -71,49 +77,64 @@ def decode(
     is_cancelled: Callable[[], bool],
     stats: Stats,
 ) -> Iterator[Step]:
-    """Emit tokens round by round until a stop, a limit, or a cancel.
+    """Emit tokens round by round until a stop token, a limit or a cancellation.
 
-    The target's cache holds everything before `last_token`; the sampler's history ends with it. When
-    the iterator is left, for whatever reason, the cache holds all emitted tokens but the last.
-    `max_width` and `max_branches` bound a pass; what a drafter proposes beyond them is cut off.
-    `is_stop` sees every emitted token once, in order; tokens after a stop are never emitted.
-    Raises what the backend raises; a cancelled pass ends with finish reason "cancelled".
+    However the iterator ends, the target's cache then holds all emitted tokens but the last. Exceptions of
+    the backend are passed on, except that a cancelled pass ends the reply.
+
+    Args:
+        target: The target. Its cache holds everything before `last_token`.
+        drafter: The drafter, or None for plain decoding.
+        acceptance: The acceptance rule.
+        sampler: The sampler. Its history ends with `last_token`.
+        last_token: The last token of the prompt.
+        vocab_size: Drafted token ids must be below this.
+        max_width: Maximum number of rows of a verify pass. Wider drafts are pruned.
+        max_branches: Maximum number of leaves of a tree. Trees with more are pruned.
+        draft_length: Maximum depth of a draft.
+        max_tokens: Maximum number of tokens to emit.
+        is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
+        is_cancelled: Called before each round. Returning True ends the reply.
+        stats: Counts and times to update.
+
+    Yields:
+        One step per round; the last one has a finish reason.
     """
-    clock = RoundTimer()
+    timer = RoundTimer()
     emitted_total = 0
     while not is_cancelled():
         if emitted_total == max_tokens or target.free_tokens == 0:
             yield Step((), 0, "length")
             return
-        clock.start()
+        timer.start()
         depth = min(draft_length, max_tokens - emitted_total - 1, target.free_tokens - 1)
         width = min(max_width, target.free_tokens)
         try:
             tree = _proposed(drafter, sampler, acceptance, depth, last_token)
             tree = tree.pruned(vocab_size, depth, width, max_branches)
-            clock.lap("draft")
+            timer.lap("draft")
             logits = target.verify(tree)
-            clock.lap("verify")
+            timer.lap("verify")
         except CancelledError:
             break
-        verdict = acceptance.accept(tree, logits, sampler)
-        clock.lap("sampling")
+        result = acceptance.accept(tree, logits, sampler)
+        timer.lap("sampling")
         if drafter:
             drafter.observe(tree, logits, sampler)
-        clock.lap("draft")
-        tokens, stopped = _until_stop((*(tree.tokens[node] for node in verdict.path), verdict.token), is_stop)
-        clock.lap("overhead")
-        target.commit(verdict.path[: len(tokens) - 1])
+        timer.lap("draft")
+        tokens, stopped = _until_stop((*(tree.tokens[node] for node in result.path), result.token), is_stop)
+        timer.lap("overhead")
+        target.commit(result.path[: len(tokens) - 1])
         if drafter:
             drafter.commit(tokens)
-        clock.lap("rollback")
+        timer.lap("rollback")
         for last_token in tokens:
             sampler.push(last_token)
         emitted_total += len(tokens)
-        accepted = min(len(verdict.path), len(tokens))
+        accepted = min(len(result.path), len(tokens))
         stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
-        clock.lap("overhead")
-        clock.book(stats, logits.overlapped_seconds, logits.waited_seconds)
+        timer.lap("overhead")
+        timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None)
         if stopped:
             return
@@ -123,16 +144,16 @@ def decode(
 def _proposed(
     drafter: Proposer | None, sampler: Sampler, acceptance: Acceptance, depth: int, last_token: int
 ) -> TokenTree:
-    """What the drafter guesses after the last token; the root alone where it guesses nothing."""
+    """Return the drafter's tree after the last token, or the root alone if there is no draft."""
     if drafter and depth > 0:
         tree = drafter.propose(sampler, acceptance, depth)
-        if tree.tokens[0] == last_token:  # else it is out of step: its guesses are about another text
+        if tree.tokens[0] == last_token:  # Another root means a draft for a different sequence.
             return tree
     return TokenTree.chain(last_token)
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:
-    """The tokens up to the first stop, and whether there was one; later tokens are not asked about."""
+    """Return the tokens up to the first stop token, and whether there was one."""
     for i, token in enumerate(tokens):
         if is_stop(token):
             return tokens[: i + 1], True

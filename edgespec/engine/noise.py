@@ -1,8 +1,8 @@
 """Counter-based noise: a pure function of (seed, stream, position, token id).
 
-No generator holds state, so drafting, accepting, rolling back and starting again can never shift one
-another's randomness. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast
-splittable pseudorandom number generators"), applied once for each word of the counter.
+The generator has no state, so drafting, accepting and rolling back cannot shift each other's random numbers.
+The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+generators"), applied once for each word of the counter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(
 
 
 class Stream(IntEnum):
-    """Disjoint sources of randomness. The first is the only one invariant mode knows."""
+    """Independent random streams. Invariant mode uses TOKEN only, rejection mode the others."""
 
     TOKEN = 0
     DRAFT = 1
@@ -38,20 +38,20 @@ def _mix(word: int) -> int:
 
 
 def key(seed: int, stream: Stream, position: int) -> int:
-    """The 64 bits that all noise of a stream at a position is derived from."""
+    """Return the 64-bit hash key of a stream at a position."""
     return _mix(_mix(_mix(seed & _MASK) ^ int(stream)) ^ position)
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
-    """One number in (0, 1): draw `index` of a stream at an absolute position."""
-    # 52 bits and a half are exact in a double: with one bit more the largest would round up to 1.
+    """Return random number `index` of a stream at an absolute position, in (0, 1)."""
+    # 52 bits plus one half are exact in a double. With one more bit the largest value would round up to 1.
     return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard Gumbel noise for `tokens` (int64 [n]) at an absolute position: float64 [n].
+    """Return standard Gumbel noise for `tokens` (int64 [n]) at an absolute position, as float64 [n].
 
-    argmax(log p + gumbel) is a sample of p (the Gumbel-max trick).
+    argmax(log p + noise) is a sample from p (the Gumbel-max trick).
     """
     words = tokens.astype(np.uint64)
     words ^= np.uint64(key(seed, stream, position))

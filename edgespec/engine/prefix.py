@@ -1,4 +1,4 @@
-"""What two token sequences share: the part of a cache that need not be computed again."""
+"""Common prefixes of token sequences, which tell how much of a KV cache can be reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["common_prefix_length"]
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both sequences begin with."""
+    """Return the number of tokens at the start that both sequences share."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,11 +1,11 @@
-"""What was counted and timed in one reply. Rates are derived, never stored."""
+"""Counts and times of one reply. Rates are computed from them on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = ["Phase", "RoundTimer", "Stats"]
 
@@ -14,17 +14,34 @@ Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one reply, updated once a round.
+    """Counts and times of one reply, updated once per round. Seconds are wall-clock time.
 
-    Seconds are wall-clock. `overhead_seconds` is the engine's own time in the rounds: everything but
-    draft, verify, sampling and rollback. `growth_seconds` went into making the context larger, before and
-    between the rounds, and is no part of them nor of `prefill_seconds`. `ttft_seconds` runs from the request
-    to the first token.
-    `target_step_seconds` is the last known cost of a plain step of this target (0: unknown).
-    `ledger_credit_seconds` is what guessing has gained so far, less what it cost; `worst_case_loss` the most
-    that this reply may lose, as a share of its plain time. Both are None where no ledger is kept.
-    `draft_weight_bytes`, `draft_kv_bytes` and `draft_other_bytes` are what drafting keeps in memory beside
-    the target: a model, its keys and values, and what guesses are looked up in or learnt with.
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        cached_prompt_tokens: Prompt tokens that were already in the KV cache.
+        generated_tokens: Emitted tokens.
+        target_passes: Verify passes of the target, one per round.
+        drafted_tokens: Tokens that drafters proposed.
+        accepted_tokens: Drafted tokens that were accepted.
+        drafted_per_position: Drafted tokens by depth in the draft, from depth 1.
+        accepted_per_position: Accepted tokens by depth in the draft, from depth 1.
+        draft_seconds: Time of drafting.
+        verify_seconds: Time of verify passes.
+        rollback_seconds: Time of committing accepted and removing rejected tokens.
+        sampling_seconds: Time of sampling and accepting.
+        overhead_seconds: The rest of the rounds: the loop's own time.
+        prefill_seconds: Time of reading the prompt.
+        growth_seconds: Time of enlarging the context. Not part of any other phase.
+        ttft_seconds: Time from the request to the first token. None before it.
+        target_step_seconds: Latest measured time of a target step. 0 if unknown.
+        ledger_credit_seconds: Time that speculation has saved so far, which may be negative. None without a
+            loss limit.
+        worst_case_loss: Largest time that this reply may lose, as a share of its time in plain decoding.
+            None without a loss limit.
+        draft_weight_bytes: Weights of the draft model.
+        draft_kv_bytes: KV cache of the draft model.
+        draft_other_bytes: Other memory of drafters, such as lookup tables and training state.
+        peak_memory_bytes: Peak memory of the process.
     """
 
     prompt_tokens: int = 0
@@ -52,7 +69,13 @@ class Stats:
     peak_memory_bytes: int = 0
 
     def count_round(self, drafted_at_depth: list[int], accepted: int, emitted: int) -> None:
-        """Count one round. `drafted_at_depth[d]` is the number of drafted tokens at depth d + 1."""
+        """Add the counts of one round.
+
+        Args:
+            drafted_at_depth: Number of drafted tokens at depth 1, 2, ...
+            accepted: Number of accepted tokens.
+            emitted: Number of emitted tokens.
+        """
         self.target_passes += 1
         self.generated_tokens += emitted
         self.accepted_tokens += accepted
@@ -66,7 +89,7 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
-        """The time of all rounds, without prefill."""
+        """Time of all rounds, without prefill."""
         return (
             self.draft_seconds
             + self.verify_seconds
@@ -77,38 +100,38 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / drafted tokens; None when nothing was drafted."""
+        """Accepted tokens / drafted tokens. None if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def tokens_per_target_pass(self) -> float | None:
-        """Emitted tokens / target passes."""
+        """Emitted tokens / target passes. None before the first pass."""
         return self.generated_tokens / self.target_passes if self.target_passes else None
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Time per output token, prefill not counted."""
+        """Decoding time per output token, without prefill."""
         return self.decode_seconds / self.generated_tokens if self.generated_tokens else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second, prefill not counted."""
+        """Output tokens per second of decoding, without prefill."""
         return self.generated_tokens / self.decode_seconds if self.generated_tokens else None
 
     @property
     def speedup_estimate(self) -> float | None:
-        """How many times faster than plain decoding, by the last known cost of a plain step."""
+        """Estimated speed-up over plain decoding, from the latest measured target step. None if unknown."""
         if not self.generated_tokens or not self.target_step_seconds:
             return None
         return self.generated_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
-        """What plain decoding would have taken for these tokens, by the last known cost of a plain step."""
+        """Estimated time of plain decoding for the same tokens. None if unknown."""
         return self.generated_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
-        """Every count, time and rate by name."""
+        """Return all counts, times and rates by name."""
         counted = asdict(self)
         del counted["target_step_seconds"]
         return counted | {
@@ -122,34 +145,38 @@ class Stats:
 
 
 class RoundTimer:
-    """Shares the seconds of a round out among its phases. Only what is booked counts.
+    """Divides the time of a round among its phases.
 
-    now: seconds, from any moment on.
+    Args:
+        now: A monotonic clock in seconds.
     """
 
-    __slots__ = ("_at", "_now", "_seconds")
+    __slots__ = ("_lap_start", "_now", "_seconds")
 
     def __init__(self, now: Callable[[], float] = perf_counter) -> None:
         self._now = now
-        self._seconds: dict[Phase, float] = {}
         self.start()
 
     def start(self) -> None:
-        """A round begins; one that was not booked is forgotten."""
-        self._seconds = {"draft": 0.0, "verify": 0.0, "sampling": 0.0, "rollback": 0.0, "overhead": 0.0}
-        self._at = self._now()
+        """Start a round. The times of an unfinished round are dropped."""
+        self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
+        self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """What has passed since the last lap was this phase."""
-        moment = self._now()
-        self._seconds[phase] += moment - self._at
-        self._at = moment
+        """Count the time since the previous lap as this phase."""
+        end = self._now()
+        self._seconds[phase] += end - self._lap_start
+        self._lap_start = end
 
-    def book(self, stats: Stats, overlapped_seconds: float, waited_seconds: float) -> None:
-        """The round is over: its times go to the stats.
+    def finish(self, stats: Stats, overlapped_seconds: float, waited_seconds: float) -> None:
+        """Add the times of the round to `stats`.
 
-        Part of the pass runs in other phases: `overlapped_seconds` while the draft was
-        made, and `waited_seconds` in which sampling waited for it.
+        Args:
+            stats: The statistics of the reply.
+            overlapped_seconds: Time in the draft phase that belongs to the verify pass, because the pass
+                had already started.
+            waited_seconds: Time in the sampling phase that belongs to the verify pass, because sampling
+                waited for it.
         """
         seconds = self._seconds
         stats.draft_seconds += seconds["draft"] - overlapped_seconds

@@ -1,4 +1,4 @@
-"""The evidence of sameness: a user's own pair against plain decoding of the same target."""
+"""Verification that speculative decoding gives the same tokens as plain decoding, on any model pair."""
 
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report

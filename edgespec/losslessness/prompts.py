@@ -1,4 +1,4 @@
-"""The prompts a proof or a measurement runs on."""
+"""Prompts for `verify` and `bench`: the built-in ones or a JSONL file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A name to report it by, and what is asked: messages for the chat template.
+    """A prompt for verification or measurement.
 
-    category: the kind of text it asks for, where something tells.
+    Attributes:
+        name: Unique name for reports.
+        messages: The messages for the chat template.
+        category: Kind of text that the prompt asks for, such as `code`.
     """
 
     name: str
@@ -31,20 +34,26 @@ class Prompt:
 
 
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
-    """Prompts of a JSONL file, one object a line with `prompt` (a text) or `messages`, perhaps an `id`.
+    """Read prompts from a JSONL file.
 
-    The category is the field `category` or `skill`, else what the id has before its last dash.
-    None reads the prompts that come with edgespec. Raises OptionError with the line that is wrong.
+    Each line is an object with `prompt` (a string) or `messages`, and optionally `id` and `category`.
+    `skill` is accepted for `category`. Without either, the id up to its last dash is used.
+
+    Args:
+        path: The file. None reads the prompts that come with edgespec.
+
+    Raises:
+        OptionError: The file cannot be read or holds no prompts, or a line is invalid.
     """
     file = Path(path) if path is not None else models_folder() / "eval_prompts.jsonl"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise OptionError(f"the prompts in {file} cannot be read: {error}", "check the path") from error
+        raise OptionError(f"cannot read prompts from {file}: {error}", "check the path") from error
     numbered = enumerate(text.splitlines(), 1)
     prompts = [_prompt(line, number, file) for number, line in numbered if line.strip()]
     if not prompts:
-        raise OptionError(f"{file} holds no prompts", 'write one a line, such as {"prompt": "Hello"}')
+        raise OptionError(f"{file} holds no prompts", 'write one per line, such as {"prompt": "Hello"}')
     return prompts
 
 
@@ -57,10 +66,10 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
             messages = (Message("user", entry["prompt"]),)
         broken = [m for m in messages if str(m.role) not in _ROLES or not str.strip(m.content)]
         if broken or not messages or messages[-1].role != "user":
-            raise ValueError("the last message must be the user's, and none may be empty")
+            raise ValueError("the last message must have the role user, and no message may be empty")
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f"line {number} of {file} is no prompt: {error!r}",
+            f"line {number} of {file} is not a valid prompt: {error!r}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
         ) from error
     name = str(entry.get("id", f"line {number}"))
@@ -69,7 +78,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
 
 
 def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:
-    """A prompt as this runtime's target reads it; a model without a chat template gets the texts alone."""
+    """Return the tokens of a prompt. Without a chat template, the message texts are joined by newlines."""
     if runtime.template is None:
         text = "\n".join(message.content for message in prompt.messages)
         return runtime.vocabulary.tokenize(text, special=True, start=True)

@@ -1,4 +1,4 @@
-"""What a proof found."""
+"""The result of `verify`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ Verdict = Literal["near_tie", "violation"]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a reply left the plain one.
+    """The first difference between a reply and the reply of plain decoding.
 
-    position: of the token in the reply. gap: between the two contenders, in logits, temperature and noise
-    included; None where one reply just ended. cross_width_error: the largest difference between the
-    logits of single steps and of passes as wide as the method's, over the same tokens. A token is None
-    where a reply had ended.
+    Attributes:
+        prompt: Name of the prompt.
+        temperature: Temperature of both replies.
+        draft_length: Draft length of the method.
+        position: Index of the token in the reply.
+        gap: Difference of the two tokens' scores in logits, with temperature and noise. None if one of the
+            replies ended here.
+        cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
+            as the method's, over the same tokens. None if one of the replies ended here.
+        plain_token: Token of plain decoding. None if its reply had ended.
+        other_token: Token of the method. None if its reply had ended.
+        verdict: `near_tie` if the error explains the difference, else `violation`.
     """
 
     prompt: str
@@ -33,12 +41,22 @@ class Divergence:
 
 @dataclass(slots=True)
 class MethodResult:
-    """What was found for one method.
+    """The results of one method.
 
-    Every prompt counts once, by its worst reply: identical + near_tie + violations == prompts. `replies`
-    is how many were compared or, in rejection mode, drawn; what was drafted and accepted is of all of them.
-    `smallest_corrected_p_value` is Holm's, over all statistical tests of the method; None when none was
-    made. note: what its drafters said of themselves after the last reply, or why there are none.
+    Every prompt counts once, by its worst reply: identical + near_tie + violations == prompts.
+
+    Attributes:
+        prompts: Number of prompts.
+        replies: Number of replies that were compared, or sampled in rejection mode.
+        drafted_tokens: Drafted tokens in all replies.
+        accepted_tokens: Accepted tokens in all replies.
+        identical: Prompts whose replies are identical to plain decoding.
+        near_tie: Prompts with differences that rounding explains.
+        violations: Prompts with differences that rounding does not explain.
+        divergences: The first difference of each reply that differs.
+        smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
+            correction. None without tests.
+        note: Remark of the drafters after the last reply, or the reason why there was no drafter.
     """
 
     prompts: int = 0
@@ -55,7 +73,14 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The evidence for one pair, by method."""
+    """The results for one model pair.
+
+    Attributes:
+        target: Name of the target.
+        draft: Name of the draft model, if any.
+        acceptance: The acceptance rule: `invariant` or `rejection`.
+        methods: Results by method.
+    """
 
     target: str
     draft: str | None
@@ -64,16 +89,16 @@ class Report:
 
     @property
     def violations(self) -> int:
-        """Prompts whose reply is not the plain one, rounding excused, over all methods."""
+        """Number of violations over all methods."""
         return sum(result.violations for result in self.methods.values())
 
     @property
     def nothing_drafted(self) -> tuple[str, ...]:
-        """Methods but `none` that drafted nothing in any reply: identical replies prove nothing of them."""
+        """Speculative methods that drafted no tokens. Their identical replies prove nothing."""
         return tuple(
             name for name, result in self.methods.items() if name != "none" and not result.drafted_tokens
         )
 
     def to_json(self) -> dict[str, object]:
-        """The report as the contract for scripts has it."""
+        """Return the report as the object that `verify --json` prints."""
         return asdict(self) | {"nothing_drafted": list(self.nothing_drafted)}

@@ -1,13 +1,14 @@
-"""Was it rounding? The first divergence of two replies, scored again at both widths.
+"""Decide whether rounding explains the first difference of two replies.
 
-Quantised kernels give slightly different logits for passes of different widths, so that a near-tie can
-flip. How different is measured on the very tokens, and only a choice that this much decides is excused.
+Quantised kernels give slightly different logits for passes of different widths, so two nearly equal tokens
+can swap. The error is measured on the tokens of the reply. Only a difference within that error is a near-tie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +20,23 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["LARGEST_ROUNDING", "Rescored", "is_near_tie", "rescore", "score_gap"]
+__all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
 
-# Rounding of a healthy kernel stays far below one logit: a larger difference between widths is a fault
-# of its own, and must not excuse what it caused.
-LARGEST_ROUNDING = 1.0
-_MOST_ROWS = 64
+# Largest rounding error, in logits, that may explain a difference. Correct kernels stay far below it. A
+# larger error is a bug by itself. Chosen.
+MAX_ROUNDING_ERROR = 1.0
+# Rows over which the rounding error is measured. Chosen.
+_MAX_ROWS = 64
 
 
 class Rescored:
-    """The logits of one position: by single steps, by wide passes, and how far rows like it lay apart."""
+    """The logits of one position, computed in several ways.
+
+    Attributes:
+        plain: Logits of a single-token pass, float32 [vocab].
+        wide: Logits of the other passes, each float32 [vocab].
+        error: Largest difference between them over the last rows of the reply.
+    """
 
     def __init__(self, plain: NDArray[np.float32], wide: list[NDArray[np.float32]], error: float) -> None:
         self.plain = plain
@@ -42,50 +50,57 @@ def rescore(
     reply: Sequence[int],
     widths: Sequence[int],
     *,
-    pieces: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (),
 ) -> Rescored:
-    """Score the token after `prompt` and `reply` by single steps and by passes of each width.
+    """Compute the logits after a prompt and a reply by single-token passes and by wider passes.
 
-    pieces: of so many tokens the prompt is read, too, with single steps after it: a text that was kept was
-    read, and in part written, in other passes than the longest ones.
+    The model's cache is overwritten. As in decoding, the prompt is prefilled without its last token.
 
-    The error is the largest difference over the rows of the reply (the last 64 of them). The prompt's
-    last token is the first to be run in passes, as in decoding. The model's cache is overwritten.
+    Args:
+        model: The model.
+        prompt: Tokens of the prompt.
+        reply: Tokens of the reply before the position.
+        widths: Widths of the verify passes to compare with single-token passes.
+        batch_sizes: Batch sizes of the prefill to compare with, followed by single-token passes. A cached
+            prefix may have been computed in such batches.
+
+    Returns:
+        The logits after the last token, and the largest difference over the last 64 rows of the reply.
     """
     plain = _rows(model, prompt, reply, 1)
     wide = [_rows(model, prompt, reply, min(width, _widest(model, prompt, reply))) for width in widths]
-    wide += [_rows(model, prompt, reply, 1, piece) for piece in pieces]
+    wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
     error = max((float(_distance(plain, rows).max()) for rows in wide), default=0.0)
     return Rescored(plain[-1], [rows[-1] for rows in wide], error)
 
 
 def _widest(model: LanguageModel, prompt: Sequence[int], reply: Sequence[int]) -> int:
-    """The widest pass that still fits the context after the last token."""
+    """Return the width of the widest pass that fits into the context after the last token."""
     return max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
 
 
 def _rows(
-    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int, piece: int = 0
+    model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int, batch: int = 0
 ) -> NDArray[np.float32]:
-    """The logits after the prompt's last token and after each token of the reply: float32 [n, vocab]."""
+    """Return the logits after the prompt's last token and each token of the reply, float32 [n, vocab]."""
     model.truncate(0)
-    for start in range(0, len(prompt) - 1, piece or len(prompt)):
-        model.prefill(prompt[start : min(start + (piece or len(prompt)), len(prompt) - 1)])
+    for start in range(0, len(prompt) - 1, batch or len(prompt)):
+        model.prefill(prompt[start : min(start + (batch or len(prompt)), len(prompt) - 1)])
     tokens = [prompt[-1], *reply]
     everything = np.arange(model.facts.vocab_size)
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        # The last pass is filled up: a narrower one would not show the error of the method's width.
+        # Pad the last pass. A narrower pass would not have the rounding error of the method's width.
         logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
-        del rows[:-_MOST_ROWS]
+        del rows[:-_MAX_ROWS]
         model.commit(tuple(range(1, len(real))))
     return np.stack(rows)
 
 
 def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """|a - b|, zero where both are the same infinity, infinite where something is not a number."""
+    """Return |a - b|, with 0 for equal infinities and infinity for NaN."""
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, np.float32(0), np.abs(a - b))
     return np.where(np.isnan(distance), np.float32(np.inf), distance)
@@ -94,20 +109,28 @@ def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.floa
 def is_near_tie(
     rescored: Rescored, params: SamplingParams, seed: int, history: Sequence[int], plain: int, other: int
 ) -> bool:
-    """True when rounding alone decides between two tokens.
+    """Return whether the measured rounding error explains that two replies differ.
 
-    The sampler chain is run again, filters and noise included, on logits moved by no more than the measured
-    error: once in favour of each token. A wide row that picks `other` by itself is such logits, too.
+    The whole sampling chain runs on logits that are moved by the error, once in favour of each token. Both
+    tokens must be reachable. It also counts if the logits of a wide pass select `other` without being moved.
+
+    Args:
+        rescored: The logits at the first difference.
+        params: Sampling settings.
+        seed: Seed of the replies.
+        history: Tokens of the prompt and the common part of the replies.
+        plain: Token of plain decoding.
+        other: Token of the other reply.
     """
-    if not rescored.error <= LARGEST_ROUNDING:
+    if not rescored.error <= MAX_ROUNDING_ERROR:
         return False
 
-    def choice(row: NDArray[np.float32]) -> int:
+    def sampled(row: NDArray[np.float32]) -> int:
         return Sampler(params, seed, history).token(HostLogits(row[None]), 0)
 
-    favours_plain = choice(_moved(rescored.plain, plain, other, rescored.error)) == plain
-    favours_other = choice(_moved(rescored.plain, other, plain, rescored.error)) == other
-    return favours_plain and (favours_other or any(choice(row) == other for row in rescored.wide))
+    favours_plain = sampled(_moved(rescored.plain, plain, other, rescored.error)) == plain
+    favours_other = sampled(_moved(rescored.plain, other, plain, rescored.error)) == other
+    return favours_plain and (favours_other or any(sampled(row) == other for row in rescored.wide))
 
 
 def _moved(row: NDArray[np.float32], up: int, down: int, error: float) -> NDArray[np.float32]:
@@ -120,10 +143,10 @@ def _moved(row: NDArray[np.float32], up: int, down: int, error: float) -> NDArra
 def score_gap(
     row: NDArray[np.float32], params: SamplingParams, seed: int, history: Sequence[int], a: int, b: int
 ) -> float:
-    """How far two tokens lie apart in what decides between them, in logits; the filters left out."""
+    """Return the difference of two tokens' scores in logits, with penalties and noise but without filters."""
     temperature = params.temperature or 1.0
-    open_params = replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
-    sampler = Sampler(open_params, seed, history)
+    unfiltered: Any = SamplingParams.disabled_filters()
+    sampler = Sampler(replace(params, temperature=temperature, **unfiltered), seed, history)
     tokens, scores = sampler.scores(HostLogits(row[None]), 0)
     if params.temperature == 0:
         scores = scores - gumbel(seed, Stream.TOKEN, sampler.position, tokens)

@@ -1,4 +1,4 @@
-"""Do drawn tokens follow a law? The G-test with Monte-Carlo p-values, and Holm's correction."""
+"""Goodness-of-fit tests for sampled tokens: the G-test with simulated p-values, and Holm's correction."""
 
 from __future__ import annotations
 
@@ -12,28 +12,39 @@ from edgespec.engine.distribution import Distribution
 
 __all__ = ["Sample", "holm", "p_value"]
 
-# Tokens drawn independently from one law (conditional on what came before), and that law.
+# Counts of tokens that were drawn independently after one prefix, and their expected distribution.
 Sample = tuple[Counter[int], Distribution]
 
-_FIRST_TRIALS, _TRIALS, _BATCH = 2_000, 100_000, 10_000
-# Below this first p-value the trials go on until it is known well enough to be corrected.
-_SUSPICIOUS = 0.02
+# Simulated trials at first, at most, and per further batch. Chosen.
+_FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
+# P-values below this are refined with further trials, so that Holm's correction can decide. Chosen.
+_SUSPICIOUS_P_VALUE = 0.02
 
 
 def p_value(samples: Iterable[Sample], seed: int = 0) -> float | None:
-    """How likely counts at least this far from their laws are; None when every law leaves no choice.
+    """Return the p-value of the hypothesis that all samples follow their expected distributions.
 
-    The G statistics of the samples are added up. Tokens expected less than once share a bin. The p-value
-    is by simulation, because expected counts are far too small for the chi-square limit.
+    The test statistic is the sum of the samples' G statistics. Tokens with an expected count below 1 share
+    one bin. The p-value is simulated, because the expected counts are too small for the chi-square
+    approximation.
+
+    Args:
+        samples: The samples.
+        seed: Seed of the simulation.
+
+    Returns:
+        The p-value, or None if every distribution has only one possible bin.
     """
-    binned = [pair for pair in (_binned(counts, law) for counts, law in samples) if len(pair[0]) > 1]
+    binned = [
+        pair for pair in (_binned(counts, expected) for counts, expected in samples) if len(pair[0]) > 1
+    ]
     if not binned:
         return None
     observed = float(sum(_statistic(counts, probs) for counts, probs in binned))
     random = np.random.default_rng(seed)
     beyond, trials = 0, 0
-    while trials < _FIRST_TRIALS or (trials < _TRIALS and beyond < _SUSPICIOUS * trials):
-        size = _FIRST_TRIALS if trials == 0 else _BATCH
+    while trials < _FIRST_TRIALS or (trials < _MAX_TRIALS and beyond < _SUSPICIOUS_P_VALUE * trials):
+        size = _FIRST_TRIALS if trials == 0 else _BATCH_TRIALS
         simulated = np.zeros(size)
         for counts, probs in binned:
             drawn = random.multinomial(int(counts.sum()), probs, size)
@@ -43,12 +54,12 @@ def p_value(samples: Iterable[Sample], seed: int = 0) -> float | None:
     return (beyond + 1) / (trials + 1)
 
 
-def _binned(counts: Counter[int], law: Distribution) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Counts and probabilities of the bins: tokens expected at least once, then all others together."""
+def _binned(counts: Counter[int], expected: Distribution) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return counts and probabilities per bin: tokens with an expected count of at least 1, then the rest."""
     total = counts.total()
-    own = law.probs * total >= 1
-    kept, probs = law.tokens[own], law.probs[own]
-    numbers = [counts[int(token)] for token in kept]
+    frequent = expected.probs * total >= 1
+    tokens, probs = expected.tokens[frequent], expected.probs[frequent]
+    numbers = [counts[int(token)] for token in tokens]
     rest_prob, rest_count = max(0.0, 1.0 - float(probs.sum())), total - sum(numbers)
     if rest_prob * total > 1e-9 or rest_count:
         numbers, probs = [*numbers, rest_count], np.append(probs, rest_prob)
@@ -56,7 +67,7 @@ def _binned(counts: Counter[int], law: Distribution) -> tuple[NDArray[np.int64],
 
 
 def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """G = 2 sum O log(O / E) along the last axis; infinite where the impossible was counted."""
+    """Return G = 2 sum O log(O / E) along the last axis. Infinite if an impossible token was drawn."""
     expected = counts.sum(axis=-1, keepdims=True) * probs
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(counts > 0, counts * np.log(counts / expected), 0.0)
@@ -65,7 +76,7 @@ def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for being several (Holm 1979), in the order given."""
+    """Return p-values corrected for multiple testing (Holm 1979), in the given order."""
     corrected = [1.0] * len(p_values)
     highest = 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

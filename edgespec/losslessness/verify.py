@@ -1,4 +1,4 @@
-"""The proof on a user's own pair: every method against plain decoding."""
+"""Comparison of every method with plain decoding on a loaded model pair."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from edgespec.runtime import Runtime
 
 __all__ = ["verify"]
 
-# How many first tokens the statistical test looks at, and how often a beginning must have come up
-# for the token after it to be tested.
-_POSITIONS = 3
-_FEWEST = 5
-_SIGNIFICANT = 0.001
-# A filter's edge would turn rounding into a law of its own: the test is made without filters.
-_OPEN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Statistical tests cover this many first tokens of a reply. Chosen.
+_TESTED_POSITIONS = 3
+# A token is only tested if the tokens before it were drawn at least this often. Chosen.
+_MIN_SAMPLES = 5
+# P-values below this, after Holm's correction, count as a violation. Chosen.
+_SIGNIFICANCE = 0.001
+# Statistical tests run without filters, because rounding can move a token across the bound of a filter.
+_NO_FILTERS = SamplingParams.disabled_filters()
 
 _Progress = Callable[[str, float], bool]
 
@@ -45,37 +46,52 @@ def verify(
     seed: int = 0,
     acceptance: str = "invariant",
     samples: int = 200,
-    rest_seconds: float = 2.0,
+    idle_seconds: float = 2.0,
     progress: _Progress | None = None,
     **sampling: Any,
 ) -> Report:
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
-    Invariant mode, and any mode at temperature 0: the tokens must be equal. A first divergence is scored
-    again at both widths (see `rescore`); what the measured rounding cannot explain is a violation, and where
-    the target was loaded `exact` any divergence is.
+    In invariant mode, and in any mode at temperature 0, the tokens must be equal. The first difference is
+    scored again at both widths (see `rescore`). It is a violation if the rounding error does not explain it,
+    or if the target was loaded with `exact`.
 
-    Rejection mode above temperature 0: the first three tokens of `samples` replies, each with a seed of its
-    own, must follow the law that plain passes give (G-test per position, conditional on the beginning;
-    Holm's correction over all tests of a method; a violation below 0.001).
+    In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
+    of plain decoding. They are tested by a G-test per position, conditional on the tokens before. P-values
+    below 0.001 after Holm's correction over all tests of a method are violations.
 
-    rest_seconds: how long drafters that learn between replies may do so after each (in rejection mode after
-    all samples of a prompt); others are not waited for. What was drafted is in the report: where it is
-    nothing, nothing was proved. A runtime that was loaded `eagerly` drafts whether or not it pays.
+    The report contains the number of drafted tokens. If it is 0, nothing was verified; load the runtime with
+    `always_draft` to draft even where that is slower.
 
-    progress: called with (what, fraction); False cancels with CancelledError. `sampling` as for generate.
-    Raises OptionError for settings that make no sense, and what generating raises.
+    Args:
+        runtime: The loaded models.
+        prompts: The prompts. Their names must differ.
+        methods: The methods to verify.
+        temperatures: The temperatures to verify.
+        draft_lengths: The draft lengths to verify.
+        max_tokens: Maximum number of tokens per reply.
+        seed: Seed of the replies, and of the first sample in rejection mode.
+        acceptance: The acceptance rule: `invariant` or `rejection`.
+        samples: Replies per case in rejection mode, each with its own seed.
+        idle_seconds: Time for online training after each reply (in rejection mode after all samples of a
+            case). Methods without training do not wait.
+        progress: Called with the current case and the fraction done. It cancels by returning False.
+        **sampling: Sampling settings, as for `Runtime.generate`.
+
+    Raises:
+        OptionError: A setting is invalid.
+        CancelledError: `progress` returned False.
     """
     if not prompts or not methods or not temperatures or not draft_lengths:
-        raise OptionError(
-            "there is nothing to verify", "give prompts, methods, temperatures and draft lengths"
-        )
+        raise OptionError("nothing to verify", "give prompts, methods, temperatures and draft lengths")
     check_integer("samples", samples, 1, 1 << 31)
-    if not check_number("rest_seconds", rest_seconds, "from 0 up") >= 0:
-        raise OptionError(f"rest_seconds is {rest_seconds}", "give a number from 0 up")
+    if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
+        raise OptionError(f"idle_seconds is {idle_seconds}", "give a number from 0 up")
     if len({prompt.name for prompt in prompts}) < len(prompts):
-        raise OptionError("two prompts have the same id", "give each its own")
-    proof = _Proof(runtime, max_tokens, seed, acceptance, samples, rest_seconds, progress, sampling)
+        raise OptionError("two prompts have the same id", "give each prompt its own id")
+    verification = _Verification(
+        runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling
+    )
     cases = [
         (method, prompt, temperature, draft_length)
         for prompt in prompts
@@ -83,25 +99,25 @@ def verify(
         for method in methods
         for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
     ]
-    findings: dict[str, _Findings] = {method: _Findings() for method in methods}
+    findings: dict[str, _MethodFindings] = {method: _MethodFindings() for method in methods}
     for done, (method, prompt, temperature, draft_length) in enumerate(cases):
-        proof.begin(f"{prompt.name}, {method}, temperature {temperature:g}", done / len(cases))
-        proof.check(findings[method], method, prompt, temperature, draft_length)
+        verification.start_case(f"{prompt.name}, {method}, temperature {temperature:g}", done / len(cases))
+        verification.check(findings[method], method, prompt, temperature, draft_length)
     if progress:
         progress("done", 1.0)
     draft = runtime.draft.name if runtime.draft else None
-    results = {method: found.result(len(prompts)) for method, found in findings.items()}
+    results = {method: each.result(len(prompts)) for method, each in findings.items()}
     return Report(runtime.target.name, draft, acceptance, results)
 
 
-class _Findings:
-    """What came up for one method while the proof runs."""
+class _MethodFindings:
+    """The results of one method so far."""
 
     def __init__(self) -> None:
         self.replies = self.drafted_tokens = self.accepted_tokens = 0
         self.note = ""
         self.divergences: list[Divergence] = []
-        # (prompt, p-value) of every statistical test.
+        # The prompt and p-value of every statistical test.
         self.tests: list[tuple[str, float]] = []
 
     def count(self, reply: Reply) -> None:
@@ -112,16 +128,16 @@ class _Findings:
 
     def result(self, prompts: int) -> MethodResult:
         corrected = holm([p for _, p in self.tests])
-        wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANT}
+        wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANCE}
         wrong |= {d.prompt for d in self.divergences if d.verdict == "violation"}
-        excused = {d.prompt for d in self.divergences} - wrong
+        near_ties = {d.prompt for d in self.divergences} - wrong
         return MethodResult(
             prompts=prompts,
             replies=self.replies,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
-            identical=prompts - len(wrong) - len(excused),
-            near_tie=len(excused),
+            identical=prompts - len(wrong) - len(near_ties),
+            near_tie=len(near_ties),
             violations=len(wrong),
             divergences=self.divergences,
             smallest_corrected_p_value=min(corrected, default=None),
@@ -129,8 +145,8 @@ class _Findings:
         )
 
 
-class _Proof:
-    """One run of `verify`: the plain replies and laws are made once and compared with many."""
+class _Verification:
+    """One run of `verify`. It caches the replies of plain decoding, which all methods are compared with."""
 
     def __init__(
         self,
@@ -139,7 +155,7 @@ class _Proof:
         seed: int,
         acceptance: str,
         samples: int,
-        rest_seconds: float,
+        idle_seconds: float,
         progress: _Progress | None,
         sampling: dict[str, Any],
     ) -> None:
@@ -148,35 +164,35 @@ class _Proof:
         self._seed = seed
         self._acceptance = acceptance
         self._samples = samples
-        self._rest_seconds = rest_seconds
+        self._idle_seconds = idle_seconds
         self._progress = progress
         self._case = ("", 0.0)
         self._sampling = sampling
         self._tokens: dict[str, list[int]] = {}
         self._plain: dict[tuple[str, float], Reply] = {}
 
-    def begin(self, case: str, fraction: float) -> None:
-        """Say what comes next. Raises CancelledError."""
+    def start_case(self, case: str, fraction: float) -> None:
+        """Report the next case. Raises CancelledError if `progress` returned False."""
         self._case = case, fraction
-        if not self._wanted():
-            raise CancelledError("the proof was cancelled")
+        if not self._should_continue():
+            raise CancelledError("verification was cancelled")
 
-    def _wanted(self) -> bool:
+    def _should_continue(self) -> bool:
         return self._progress is None or self._progress(*self._case)
 
-    def _rest(self) -> None:
-        """Let the drafters of the last reply learn from it, until they have or the time is up."""
-        end = monotonic() + self._rest_seconds
-        self._runtime.run_idle_work(lambda: monotonic() < end and self._wanted())
+    def _run_idle_work(self) -> None:
+        """Let drafters train on the last reply until they are done or the time is up."""
+        end = monotonic() + self._idle_seconds
+        self._runtime.run_idle_work(lambda: monotonic() < end and self._should_continue())
 
     def check(
-        self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int
+        self, findings: _MethodFindings, method: str, prompt: Prompt, temperature: float, draft_length: int
     ) -> None:
-        """One method on one prompt at one temperature and draft length."""
+        """Verify one method on one prompt at one temperature and draft length."""
         if self._acceptance == "rejection" and temperature > 0:
-            self._check_law(found, method, prompt, temperature, draft_length)
+            self._check_distribution(findings, method, prompt, temperature, draft_length)
         else:
-            self._check_equal(found, method, prompt, temperature, draft_length)
+            self._check_tokens(findings, method, prompt, temperature, draft_length)
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         if prompt.name not in self._tokens:
@@ -194,11 +210,11 @@ class _Proof:
         for _ in stream:
             pass
         if stream.reply.finish_reason == "cancelled":
-            raise CancelledError("the proof was cancelled")
+            raise CancelledError("verification was cancelled")
         return stream.reply
 
-    def _check_equal(
-        self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int
+    def _check_tokens(
+        self, findings: _MethodFindings, method: str, prompt: Prompt, temperature: float, draft_length: int
     ) -> None:
         key = (prompt.name, temperature)
         if key not in self._plain:
@@ -207,15 +223,15 @@ class _Proof:
         other = self._reply(
             prompt, temperature, method=method, draft_length=draft_length, acceptance=self._acceptance
         )
-        found.count(other)
-        self._rest()
+        findings.count(other)
+        self._run_idle_work()
         if other.tokens != plain.tokens:
-            found.divergences.append(self._judged(prompt, temperature, draft_length, plain, other))
+            findings.divergences.append(self._divergence(prompt, temperature, draft_length, plain, other))
 
-    def _judged(
+    def _divergence(
         self, prompt: Prompt, temperature: float, draft_length: int, plain: Reply, other: Reply
     ) -> Divergence:
-        """Score the first divergence again and say whether rounding explains it."""
+        """Score the first difference again and decide whether rounding explains it."""
         pairs = zip(plain.tokens, other.tokens, strict=False)
         shorter = min(len(plain.tokens), len(other.tokens))
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -240,75 +256,74 @@ class _Proof:
             prompt.name, temperature, draft_length, at, gap, error, plain_token, other_token, verdict
         )
 
-    def _check_law(
-        self, found: _Findings, method: str, prompt: Prompt, temperature: float, draft_length: int
+    def _check_distribution(
+        self, findings: _MethodFindings, method: str, prompt: Prompt, temperature: float, draft_length: int
     ) -> None:
-        """Draw first tokens many times and test each position against the exact law."""
+        """Sample the first tokens many times and test each position against the exact distribution."""
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         for i in range(self._samples):
-            reply = self._beginning(prompt, temperature, method, draft_length, self._seed + i)
-            found.count(reply)
-            drawn = reply.tokens[:_POSITIONS]
+            reply = self._sample(prompt, temperature, method, draft_length, self._seed + i)
+            findings.count(reply)
+            drawn = reply.tokens[:_TESTED_POSITIONS]
             for position, token in enumerate(drawn):
                 after[drawn[:position]][token] += 1
-        self._rest()
-        known = {prefix: counts for prefix, counts in after.items() if counts.total() >= _FEWEST}
-        laws = self._laws(prompt, temperature, list(known))
-        for position in range(_POSITIONS):
+        self._run_idle_work()
+        known = {prefix: counts for prefix, counts in after.items() if counts.total() >= _MIN_SAMPLES}
+        distributions = self._distributions(prompt, temperature, list(known))
+        for position in range(_TESTED_POSITIONS):
             samples: list[Sample] = [
-                (counts, laws[prefix]) for prefix, counts in known.items() if len(prefix) == position
+                (counts, distributions[prefix]) for prefix, counts in known.items() if len(prefix) == position
             ]
             p = p_value(samples)
             if p is not None:
-                found.tests.append((prompt.name, p))
+                findings.tests.append((prompt.name, p))
 
-    def _beginning(
-        self, prompt: Prompt, temperature: float, method: str, draft_length: int, seed: int
-    ) -> Reply:
-        """A reply that was given up after the first tokens."""
+    def _sample(self, prompt: Prompt, temperature: float, method: str, draft_length: int, seed: int) -> Reply:
+        """Generate the first tokens of a reply in rejection mode."""
         stream = self._runtime.stream_tokens(
             self._prompt_tokens(prompt),
-            max_tokens=max(_POSITIONS, draft_length + 1),
+            max_tokens=max(_TESTED_POSITIONS, draft_length + 1),
             seed=seed,
             temperature=temperature,
             method=method,
             draft_length=draft_length,
             acceptance="rejection",
-            **(self._sampling | _OPEN),
+            **(self._sampling | _NO_FILTERS),
         )
         count = 0
         for piece in stream:
             count += piece.token_count
-            if count >= _POSITIONS:
+            if count >= _TESTED_POSITIONS:
                 break
         else:
             if stream.reply.finish_reason == "cancelled":
-                raise CancelledError("the proof was cancelled")
+                raise CancelledError("verification was cancelled")
         stream.close()
         return stream.reply
 
-    def _laws(
+    def _distributions(
         self, prompt: Prompt, temperature: float, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
-        """The exact law after each beginning, by single steps."""
+        """Return the exact distribution after each prefix, computed by single-token passes."""
         start = self._prompt_tokens(prompt)
-        params = SamplingParams(temperature=temperature, **(self._sampling | _OPEN))
-        laws = {}
+        params = SamplingParams(temperature=temperature, **(self._sampling | _NO_FILTERS))
+        distributions = {}
         with self._runtime.borrowed_target() as target:
             target.prefill(start[:-1])
             for prefix in prefixes:
-                laws[prefix] = _law(target, params, start, prefix)
-        return laws
+                distributions[prefix] = _distribution(target, params, start, prefix)
+        return distributions
 
 
-def _law(
+def _distribution(
     target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
 ) -> Distribution:
+    """Return the distribution after `start` and `prefix`. The cache holds `start` without its last token."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))
         target.commit(())
-    law = Sampler(params, 0, [*start, *prefix]).distribution(target.verify(TokenTree.chain(last)), 0)
+    distribution = Sampler(params, 0, [*start, *prefix]).distribution(target.verify(TokenTree.chain(last)), 0)
     target.truncate(len(start) - 1)
     target.prefill(start[target.length : -1])
-    return law
+    return distribution

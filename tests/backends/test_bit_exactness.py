@@ -53,9 +53,9 @@ class _RoundingModel(TabularModel):
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 def test_the_widest_pass_that_agrees_is_found(width: int) -> None:
     found = find_bit_exact_passes(_RoundingModel(width=width))
-    assert (found.width, found.branches) == (width, width > 3)
+    assert (found.max_width, found.trees) == (width, width > 3)
     # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
-    assert found.reading == (width > 1)
+    assert found.prefill == (width > 1)
 
 
 def test_what_agrees_everywhere_is_found_to_agree() -> None:
@@ -67,7 +67,7 @@ def test_branches_that_round_are_found() -> None:
 
 
 def test_a_model_that_goes_by_how_a_text_was_read_is_found() -> None:
-    assert not find_bit_exact_passes(_RoundingModel(reads=False)).reading
+    assert not find_bit_exact_passes(_RoundingModel(reads=False)).prefill
 
 
 def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
@@ -76,7 +76,7 @@ def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
             self._width = 4 if self.length > 256 else 99
             return super().verify(tree, first)
 
-    assert find_bit_exact_passes(Late()).width == 4
+    assert find_bit_exact_passes(Late()).max_width == 4
 
 
 def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
@@ -104,8 +104,8 @@ def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
             return logits
 
     found = find_bit_exact_passes(Rare())
-    assert found.width < 8
-    assert not found.reading
+    assert found.max_width < 8
+    assert not found.prefill
 
 
 @pytest.mark.parametrize("context_tokens", [64, 256, 320])
@@ -175,5 +175,5 @@ def _found(target: Path | str, **options: Any) -> BitExactPasses:
 
 def test_llama_cpp_has_one_kernel_for_bf16_values_and_several_for_f16() -> None:
     """What the README says of caches, as this processor computes it."""
-    assert _found("demo", kv_type="f16/bf16").reading
-    assert not _found("demo", kv_type="f16").reading
+    assert _found("demo", kv_type="f16/bf16").prefill
+    assert not _found("demo", kv_type="f16").prefill

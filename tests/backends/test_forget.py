@@ -79,6 +79,6 @@ def test_a_table_forgets() -> None:
 def test_who_cannot_says_so_and_changes_nothing() -> None:
     model = table(1, rollback=False)
     model.prefill([0, 1, 2])
-    with pytest.raises(CapabilityError, match="cannot be cut"):
+    with pytest.raises(CapabilityError, match="does not support removing"):
         model.remove_range(0, 1)
     assert model.length == 3

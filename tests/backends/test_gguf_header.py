@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.gguf_header import Texts, TruncatedHeader, parse_header, read_header
+from edgespec.backends.gguf_header import StringArray, TruncatedHeader, parse_header, read_header
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ModelFileError
 from tests.backends.tiny_models import write_llama
@@ -27,7 +27,7 @@ def test_it_is_what_the_gguf_package_reads() -> None:
     assert set(header.metadata) == set(fields)
     for key, wanted in fields.items():
         found = header.metadata[key]
-        if isinstance(found, Texts):
+        if isinstance(found, StringArray):
             assert [text.decode() for text in found] == wanted
         elif isinstance(found, np.ndarray):
             assert found.tolist() == wanted
@@ -71,7 +71,7 @@ def test_damage_is_an_error_and_never_anything_else(tail: bytes, kept: int) -> N
 def test_what_is_no_header_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
-    with pytest.raises(ModelFileError, match=r"model\.gguf is no whole GGUF file"):
+    with pytest.raises(ModelFileError, match=r"model\.gguf is not a complete GGUF file"):
         read_header(path)
     with pytest.raises(ModelFileError, match="cannot be read"):
         read_header(tmp_path)

@@ -78,7 +78,7 @@ class History:
         self.inner.stop_after = None
         assert self.model.length == len(self.kept)
         assert self.model.free_tokens == self.model.facts.context_tokens - len(self.kept)
-        assert len(self.model._ladder) <= MAX_CHECKPOINTS
+        assert len(self.model._checkpoints) <= MAX_CHECKPOINTS
 
     def draft(self, act: Act, tokens: list[int]) -> None:
         if len(tokens) > self.model.free_tokens:
@@ -202,11 +202,11 @@ class TestCosts:
         rejecting(model, 1, width=5)
         assert inner.checkpoints == 2
 
-    def test_a_long_prefill_keeps_a_ladder(self) -> None:
+    def test_a_long_prefill_keeps_the_maximum_of_checkpoints(self) -> None:
         inner = StateModel(context_tokens=20_000)
         model = replayed_table(inner)
         model.prefill([1] * 16_000)
-        assert len(model._ladder) == MAX_CHECKPOINTS
+        assert len(model._checkpoints) == MAX_CHECKPOINTS
         model.truncate(8000)
         assert 3000 <= model.length <= 8000
 

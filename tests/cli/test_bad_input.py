@@ -19,7 +19,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
     [
         (["--temperature", "-1"], "temperature is -1.0; give a number from 0 to 100"),
         (["--temperature", "nan"], "temperature is nan"),
-        (["--temperature", "warm"], "'warm' is not a valid float"),
+        (["--temperature", "warm"], "'warm' is not a number"),
         (["--top-k", "-4"], "top_k is -4"),
         (["--top-p", "7"], "top_p is 7.0"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
@@ -37,7 +37,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["-n", "0"], "'0' is not a whole number from 1 up"),
         (["--context", "0"], "'0' is not a whole number from 1 up"),
-        (["--stop", ""], "texts of at least one character"),
+        (["--stop", ""], "strings of at least one character"),
         (["--light"], "no such option --light"),
     ],
 )
@@ -100,7 +100,7 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     result = run("generate", "--draft", str(other), "hello", "-n", "8", "--draft-branches", "2")
     assert result.exit_code == 0, result.output
     with edgespec.load("demo", str(other), threads=1) as runtime:
-        assert "of demo's tokens, under other ids: only those are drafted" in runtime.target.notice
+        assert "of demo's tokens, under other ids, and drafts only those" in runtime.target.notice
         plain = runtime.generate("hello", method="none", max_tokens=8, temperature=0.0)
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 

@@ -115,7 +115,7 @@ def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.Mo
     assert (
         "model: drafted nothing, so nothing was proved: it looks for layers[2J" in result.stdout.splitlines()
     )
-    assert (result.exit_code, verified.asked["rest_seconds"]) == (1, 0.5)
+    assert (result.exit_code, verified.asked["idle_seconds"]) == (1, 0.5)
 
 
 @pytest.mark.parametrize(("p_value", "status"), [(0.0002, 1), (0.4, 0), (None, 0)])
@@ -138,7 +138,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     assert "auto, layerskip, lowbit, swift and lookahead run only if named" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
-    assert (asked["seed"], asked["acceptance"], asked["rest_seconds"]) == (5, "invariant", 2)
+    assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)
     skills = [prompt.name.rpartition("-")[0] for prompt in asked["prompts"]]
     assert {"howto", "code", "math"} <= set(skills)
     assert max(map(skills.count, skills)) == 2

@@ -1,4 +1,4 @@
-"""Prompt lookup: the longest match wins, then the latest; nothing is guessed without one."""
+"""Prompt lookup drafts after the longest match, and of equal matches after the latest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shorte
 
 
 def by_searching(tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2) -> list[int]:
-    """The same by looking at every place."""
+    """Return the draft by exhaustive search."""
     for length in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
             if len(tokens) > length and list(tokens[at - length : at]) == list(tokens[-length:]):
@@ -40,13 +40,13 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.integers(1, 9))
-def test_it_finds_what_a_search_finds(tokens: list[int], draft_length: int) -> None:
+def test_drafts_match_an_exhaustive_search(tokens: list[int], draft_length: int) -> None:
     assert guess(tokens, draft_length) == by_searching(tokens, draft_length)
 
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
-def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[list[int]]) -> None:
+def test_committing_in_steps_equals_one_prompt(start: list[int], rounds: list[list[int]]) -> None:
     drafter = NgramDrafter()
     drafter.begin(start)
     tokens = list(start)
@@ -59,7 +59,7 @@ def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[
 
 @settings(max_examples=100, deadline=None)
 @given(texts, texts)
-def test_another_text_is_learnt_from_its_beginning(first: list[int], second: list[int]) -> None:
+def test_a_new_prompt_replaces_the_old_one(first: list[int], second: list[int]) -> None:
     drafter = NgramDrafter()
     drafter.begin(first)
     drafter.begin(second)
@@ -69,7 +69,9 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
-def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
+def test_the_end_of_a_very_long_sequence_is_kept(
+    start: list[int], rounds: list[list[int]], most: int
+) -> None:
     grown = TokenBuffer(most)
     grown.set_tokens(start)
     everything = list(start)
@@ -94,7 +96,7 @@ def test_examples() -> None:
     assert guess([7, 7, 7, 7]) == [7, 7, 7, 7]
 
 
-def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
+def test_cost_is_reported_and_memory_is_bounded() -> None:
     drafter = NgramDrafter()
     assert NgramDrafter().cost.microseconds_per_token is None
     text = [*range(300_000), 7, 8]
@@ -106,5 +108,5 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     drafter.commit((9, 10))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
-    assert drafter.note() == "ngram costs 12 µs a token"
+    assert drafter.note() == "ngram takes 12 µs per token"
     assert 0 < drafter.memory_use.other_bytes < 2_000_000

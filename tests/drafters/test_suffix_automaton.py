@@ -1,4 +1,4 @@
-"""The suffix automaton: every substring with how often it stood there, however the text came about."""
+"""The suffix automaton counts every substring, in whatever steps the sequence was appended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth
 
 
 def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: int) -> None:
-    """Every ending that stood there is found, with what followed it."""
+    """Check that every suffix that occurred is found, with its continuations."""
     text = automaton.tokens.tolist()
     found = dict(automaton.suffixes(state, length))
     assert list(found) == sorted(found, reverse=True)
@@ -43,10 +43,10 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
         check_following(automaton, recent[len(recent) - length :], state, 3)
 
 
-class TestItsOwnText:
+class TestOwnSequence:
     @settings(max_examples=150, deadline=None)
     @given(texts)
-    def test_all_endings_that_stood_there_before(self, text: Text) -> None:
+    def test_finds_all_repeated_suffixes(self, text: Text) -> None:
         automaton = growing(text)
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
         found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
@@ -54,7 +54,7 @@ class TestItsOwnText:
 
     @settings(max_examples=100, deadline=None)
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
-    def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(
+    def test_appending_in_steps_keeps_the_end_of_a_long_sequence(
         self, start: Text, rounds: list[Text], most: int
     ) -> None:
         automaton = SuffixAutomaton(capacity_tokens=most)
@@ -70,7 +70,7 @@ class TestItsOwnText:
 
     @settings(max_examples=100, deadline=None)
     @given(texts, texts, st.booleans(), st.integers(5, 100))
-    def test_a_text_that_goes_on_is_not_read_again(
+    def test_a_continued_sequence_is_not_indexed_again(
         self, first: Text, more: Text, goes_on: bool, most: int
     ) -> None:
         second = [*first, *more] if goes_on else more
@@ -87,7 +87,7 @@ class TestItsOwnText:
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
 
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
-    def test_a_loop_is_counted_right(self, period: int) -> None:
+    def test_counts_in_a_loop(self, period: int) -> None:
         text = [9, *(list(range(period)) * (1200 // period))]
         automaton = growing(text)
         state, length = automaton.longest_repeated_suffix()
@@ -97,7 +97,7 @@ class TestItsOwnText:
         for length, state in matches[:3] + matches[-3:]:
             check_following(automaton, text[-length:], state, 2)
 
-    def test_deep_after_a_long_match_counts_are_still_exact(self) -> None:
+    def test_counts_are_exact_far_after_a_long_match(self) -> None:
         random = np.random.default_rng(3)
         phrase = random.integers(0, 9, MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS + 10).tolist()
         text: Text = []
@@ -117,7 +117,7 @@ class TestItsOwnText:
 
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 1000), st.sampled_from([0.05, 0.1, 0.3]))
-    def test_among_many_continuations_no_frequent_one_is_missed(self, seed: int, rarest: float) -> None:
+    def test_no_frequent_continuation_is_missed_among_many(self, seed: int, rarest: float) -> None:
         # After 0 come many tokens, and which are frequent changes.
         random = np.random.default_rng(seed)
         automaton = SuffixAutomaton(rarest)
@@ -140,10 +140,12 @@ class TestItsOwnText:
             assert [branch[:3] for branch in branches][: len(frequent)] == frequent
 
 
-class TestAnotherText:
+class TestMatcher:
     @settings(max_examples=150, deadline=None)
     @given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=4))
-    def test_its_endings_are_followed(self, documents: list[Text], start: Text, rounds: list[Text]) -> None:
+    def test_follows_the_suffixes_of_another_sequence(
+        self, documents: list[Text], start: Text, rounds: list[Text]
+    ) -> None:
         automaton = SuffixAutomaton()
         for document in documents:
             automaton.extend([*document, SEPARATOR])
@@ -160,7 +162,7 @@ class TestAnotherText:
             }
             assert followed <= set(range(1, follower.length + 1))
 
-    def test_nothing_is_found_across_texts(self) -> None:
+    def test_nothing_matches_across_separators(self) -> None:
         automaton = SuffixAutomaton()
         for document in ([1, 2, 3], [4, 5, 6]):
             automaton.extend([*document, SEPARATOR])
@@ -186,7 +188,7 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("letters", [2, 5, 300, 1 << 20])
-def test_what_it_takes_is_counted(letters: int) -> None:
+def test_size_bytes_is_close_to_the_real_size(letters: int) -> None:
     text = (np.random.default_rng(1).integers(0, letters, 10_000) + 1000).tolist()
     tracemalloc.start()
     try:

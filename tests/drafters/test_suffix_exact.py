@@ -1,4 +1,4 @@
-"""Suffix decoding in rejection mode, in exact arithmetic: trees of certain guesses keep the target's law."""
+"""Suffix decoding in rejection mode keeps the target's distribution, in exact arithmetic."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def suffix(rule: SuffixConfig, vocab_size: int) -> SuffixDrafter:
 def law_of(
     target: Table, make: Any, *, block_verification: bool, depth: int, max_tokens: int
 ) -> tuple[dict[Path, Fraction], int]:
-    """The law of what several rounds emit, and the widest tree of them."""
+    """Return the distribution of the emitted tokens and the width of the largest tree."""
     chance = AllChances()
     widest = 0
 
@@ -81,7 +81,7 @@ def test_several_rounds(seed: int) -> None:
     assert_law(emitted, target, ROOT, 2)
 
 
-def test_beside_a_draft_model() -> None:
+def test_combined_with_a_draft_model() -> None:
     target, draft = random_table(5, 2, zeros=0), random_table(6, 2, zeros=0)
 
     def both() -> CombinedDrafter:

@@ -107,6 +107,6 @@ def test_no_second_is_lost_and_only_booked_rounds_count() -> None:
         hand.seconds += 2.0**i
         clock.lap(phase)
     assert phases(stats) == (0.0,) * 5
-    clock.book(stats, overlapped_seconds=0.5, waited_seconds=1.0)
+    clock.finish(stats, overlapped_seconds=0.5, waited_seconds=1.0)
     assert phases(stats) == (8.5, 3.5, 3.0, 32.0, 80.0)
     assert stats.decode_seconds == hand.seconds - began

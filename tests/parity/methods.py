@@ -20,7 +20,8 @@ from edgespec.costs.target_costs import TargetCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import SELF_DRAFTS, DrafterSet, parse_method
+from edgespec.method_names import SELF_DRAFTS, parse_method
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
@@ -245,7 +246,7 @@ def check_draft(runtime: Runtime, row: Row) -> None:
     notice = runtime.target.notice
     assert (f"sees the first {_SINKS} and the last {row.window} tokens" in notice) == bool(row.window)
     assert ("under other ids" in notice) == (row.draft == "renamed" and not row.text)
-    assert ("its text is put into the target's tokens" in notice) == row.text
+    assert ("Its text is tokenized again" in notice) == row.text
 
 
 def check_partly_right(replies: Sequence[Reply]) -> None:

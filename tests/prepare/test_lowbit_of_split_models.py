@@ -1,4 +1,4 @@
-"""A model that was prepared for early exit gets a copy with fewer bits too, with its own file and without."""
+"""Low-bit copies of split models, with and without the original file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
-from edgespec.prepare.gguf_parts import GgufModel
+from edgespec.prepare.gguf_parts import GgufModel, merged_file
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prepare_lowbit
 from edgespec.prepare.store import PreparedModel, check_prepared, store_folder
-from edgespec.prepare.whole import merged_file
 from tests.backends.contract import step, tokens_for
 from tests.backends.tiny_models import write_gemma3, write_llama
 
@@ -41,7 +40,7 @@ def halves(source: Path) -> PreparedModel:
 
 @pytest.fixture
 def demo(tmp_path: Path, demo_target: Path) -> Path:
-    """The halves of the demo target, which is not there any more."""
+    """Return a split model whose original file was deleted."""
     source = Path(shutil.copy(demo_target, tmp_path / "demo.gguf"))
     folder = prepare_layerskip(source, 4).folder
     source.unlink()
@@ -49,7 +48,7 @@ def demo(tmp_path: Path, demo_target: Path) -> Path:
 
 
 def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, bytes]]]:
-    """What a GGUF file says, and its tensors' types and bytes."""
+    """Return the metadata of a GGUF file with the types and bytes of its tensors."""
     model = GgufModel([path])
     said = {key: field.contents() for key, field in model._fields.items() if not key.startswith("GGUF.")}
     return said, {
@@ -62,7 +61,7 @@ def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, byt
     ("write", "exit_layer"),
     [(partial(write_llama, layers=5), 2), (partial(write_llama, layers=4), 2), (write_gemma3, 6)],
 )
-def test_halves_together_are_the_file_they_were(
+def test_the_merged_file_equals_the_original(
     tmp_path: Path, write: Callable[[Path], Path], exit_layer: int
 ) -> None:
     source = write(tmp_path / "model.gguf")
@@ -76,7 +75,7 @@ def test_halves_together_are_the_file_they_were(
     assert not path.exists()
 
 
-def test_the_copy_is_the_one_of_the_file(source: Path, halves: PreparedModel) -> None:
+def test_the_copy_equals_that_of_the_original(source: Path, halves: PreparedModel) -> None:
     expected = prepare_lowbit(source, "Q2_K")
     bytes_of_it = contents(lowbit_file(expected))
     shutil.rmtree(expected.folder)
@@ -97,7 +96,7 @@ def test_the_copy_is_the_one_of_the_file(source: Path, halves: PreparedModel) ->
     model.close()
 
 
-def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: PreparedModel) -> None:
+def test_the_original_is_used_if_it_exists(source: Path, halves: PreparedModel) -> None:
     made = prepare_lowbit(halves.folder)
     assert made.source == source
     assert prepare_lowbit(source) == made
@@ -113,7 +112,7 @@ def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: Prep
     assert find_lowbit(halves.folder) == again
 
 
-def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves: PreparedModel) -> None:
+def test_a_copy_of_a_changed_original_is_not_used(source: Path, halves: PreparedModel) -> None:
     data = source.read_bytes()
     source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     prepare_lowbit(source)
@@ -123,7 +122,7 @@ def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves:
     assert find_lowbit(halves.folder) == made
 
 
-def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
+def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "halves"
     prepare_layerskip(source, 1, to=folder)
     source.unlink()
@@ -131,36 +130,38 @@ def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     prepare_layerskip(write_llama(source, layers=4), 1, to=folder)
     source.unlink()
-    with pytest.raises(ModelFileError, match="no longer the file"):
+    with pytest.raises(ModelFileError, match="has changed since"):
         check_lowbit(made, folder)
     check_lowbit(prepare_lowbit(folder), folder)
 
 
-def test_damaged_halves(source: Path, halves: PreparedModel) -> None:
+def test_a_damaged_split_model_is_an_error(source: Path, halves: PreparedModel) -> None:
     source.unlink()
     os.truncate(halves.path("upper.gguf"), 1000)
     with pytest.raises(ModelFileError, match=r"upper\.gguf is damaged"):
         prepare_lowbit(halves.folder)
 
 
-def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_make", None)
+def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "_build", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
         prepare_lowbit(demo, "Q8_0")
     with pytest.raises(CapabilityError, match="needs an importance matrix"):
         prepare_lowbit(demo, "IQ2_XXS")
 
 
-def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the halves put together, and for the copy."""
+def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is needed for the merged file and for the copy."""
     free = shutil.disk_usage(demo)._replace(free=15 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ModelFileError, match=r"\d\d\.\d MiB are needed .* and 15\.0 MiB are free; free some"):
+    with pytest.raises(
+        ModelFileError, match=r"needs \d\d\.\d MiB of free space and has 15\.0 MiB; free disk"
+    ):
         prepare_lowbit(demo)
 
 
 @pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
-def test_cancelled_and_made_again(source: Path, halves: PreparedModel, at: str) -> None:
+def test_made_again_after_cancellation(source: Path, halves: PreparedModel, at: str) -> None:
     source.unlink()
     there: list[list[str]] = []
 

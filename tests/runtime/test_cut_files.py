@@ -60,7 +60,7 @@ def test_a_copy_that_drafts_is_looked_at_as_well(
     command = [sys.executable, "-c", COPY, str(copy)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{copy} was cut short while it is in use" in done.stdout
+    assert f"{copy} was truncated while in use" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
@@ -72,7 +72,7 @@ def test_the_next_reply_says_so(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[1::2] == ["True", "True"]
     for line, path in zip(lines[::2], paths, strict=True):
-        assert f"{path} was cut short while it is in use" in line
+        assert f"{path} was truncated while in use" in line
         assert "load the model again" in line
 
 

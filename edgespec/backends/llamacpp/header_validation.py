@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.backends.gguf_header import GgufHeader, Texts, read_header
+from edgespec.backends.gguf_header import GgufHeader, StringArray, read_header
 from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
@@ -145,7 +145,7 @@ def _epsilon_problem(header: GgufHeader) -> str:
 def _vocabulary_problem(header: GgufHeader) -> str:
     """Return what is wrong with the vocabulary, or ""."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, Texts):
+    if not isinstance(tokens, StringArray):
         return ""
     if duplicates := _duplicate_count(tokens):
         return f"its vocabulary has {duplicates:,} duplicate tokens"
@@ -158,12 +158,12 @@ def _vocabulary_problem(header: GgufHeader) -> str:
     return ""
 
 
-def _token_texts(tokens: Texts) -> Iterator[bytes]:
+def _token_texts(tokens: StringArray) -> Iterator[bytes]:
     """Yield the tokens as llama.cpp reads them: up to a zero byte, and without the empty ones it renames."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 
-def _duplicate_count(tokens: Texts) -> int:
+def _duplicate_count(tokens: StringArray) -> int:
     """Return the number of tokens that repeat an earlier one."""
     # Comparing hashes takes much less memory than a set of all tokens.
     hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))

@@ -1,7 +1,8 @@
-"""Drafts whose vocabulary is not the target's: how much is shared, and two ways to use them.
+"""Drafting with a model that has another vocabulary than the target.
 
-Source: "Accelerating LLM inference with lossless speculative decoding for heterogeneous vocabularies"
-(arXiv 2502.05202).
+Implements both methods of Timor et al. 2025 (arXiv 2502.05202): token-level intersection (TLI), where ids of
+shared tokens are translated, and drafting of text that is tokenized again for the target, as in Universal
+Assisted Generation (UAG).
 """
 
 from edgespec.drafters.vocabularies.comparison import VocabularyComparison, compare_vocabularies

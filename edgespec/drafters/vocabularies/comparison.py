@@ -1,4 +1,4 @@
-"""Two vocabularies, token by token."""
+"""Compare the vocabularies of a target and a draft model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from edgespec.errors import VocabularyMismatchError
 
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
-# From this share of the target's tokens on a draft's ids are translated; below it, its text is.
+# From this share of shared tokens on, token ids are translated; below it, text is tokenized again. Chosen.
 _MIN_TRANSLATED_FRACTION = 0.5
-# Below this share the user is told to expect less of the draft.
-_POOR_BELOW = 0.9
+# Below this share, the user is warned of a lower acceptance rate. Chosen.
+_MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """How a draft's vocabulary relates to the target's.
+    """Result of comparing a draft's vocabulary with the target's.
 
-    first_difference: in words; empty when ids mean the same in both. shared_fraction: of the target's tokens,
-    those that the draft has too, under whatever id. translation: None when ids mean the same in both.
+    Attributes:
+        target_name: Name of the target.
+        draft_name: Name of the draft model.
+        first_difference: The first difference in words; empty if all ids mean the same.
+        shared_fraction: Share of the target's tokens that the draft has, under any id.
+        translation: Maps token ids; None if all ids mean the same.
     """
 
     target_name: str
@@ -35,68 +39,71 @@ class VocabularyComparison:
 
     @property
     def mapping(self) -> MappingKind:
-        """How the draft can be used: as it is, with its ids translated, or its text tokenized again."""
+        """How to use the draft: with the same ids, with translated ids, or by tokenizing its text again."""
         if self.translation is None:
             return "same"
         return "translated" if self.shared_fraction >= _MIN_TRANSLATED_FRACTION else "retokenised"
 
     @property
     def explanation(self) -> str:
-        """One line about what the difference means; empty when there is none."""
+        """One line for the user about the consequences; empty if all ids mean the same."""
         if self.translation is None:
             return ""
-        share = _share(self.translation, self.target_name)
+        share = _share_text(self.translation, self.target_name)
         if self.mapping == "retokenised":
             return (
-                f"{self.draft_name} has only {share}: its text is put into the target's tokens, so expect"
-                " fewer of them to be accepted than of a draft of the same family"
+                f"{self.draft_name} has only {share}. Its text is tokenized again, and"
+                " fewer of its tokens will be accepted than of a draft model of the same family"
             )
-        less = ", so expect less of it than of a draft of the same family"
+        warning = ". Fewer tokens will be accepted than of a draft model of the same family"
         return (
-            f"{self.draft_name} has {share}, under other ids: only those are drafted"
-            f"{less if self.shared_fraction < _POOR_BELOW else ''}"
+            f"{self.draft_name} has {share}, under other ids, and drafts only those"
+            f"{warning if self.shared_fraction < _MIN_GOOD_FRACTION else ''}"
         )
 
 
-def _share(translation: TokenTranslation, target_name: str) -> str:
-    """How many of the target's tokens a draft has; never rounded to all of them, or to none."""
-    shared, total = len(translation.targets), translation.target_tokens
+def _share_text(translation: TokenTranslation, target_name: str) -> str:
+    """Return the share of common tokens in words, never rounded to all tokens or to none."""
+    shared, total = len(translation.target_ids), translation.target_token_count
     percent = round(100 * shared / total)
-    said = f"{percent} %"
+    share = f"{percent} %"
     if percent == 100 and shared < total:
-        said = f"all but {total - shared:,}"
+        share = f"all but {total - shared:,}"
     elif percent == 0:
-        said = f"{shared:,}"
-    return f"{said} of {target_name}'s tokens"
+        share = f"{shared:,}"
+    return f"{share} of {target_name}'s tokens"
 
 
 def compare_vocabularies(
     target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str
 ) -> VocabularyComparison:
-    """Compare two vocabularies. Raises VocabularyMismatchError when they have no token in common.
+    """Compare the vocabularies of a target and a draft model.
 
-    One may be longer than the other by some padding; ids only one of them knows are never drafted.
+    Sizes may differ by a few padding tokens. Ids that only one vocabulary has are never drafted.
+
+    Raises:
+        VocabularyMismatchError: The vocabularies have no token in common.
     """
     difference = _first_difference(target, draft, target_name, draft_name)
     if not difference:
         return VocabularyComparison(target_name, draft_name, "", 1.0, None)
     translation = TokenTranslation(target, draft)
-    if not len(translation.targets):
+    if not len(translation.target_ids):
         raise VocabularyMismatchError(
             f"{draft_name} cannot draft for {target_name}: they have no token in common, {difference}",
-            "choose a draft of the same family, or --draft none",
+            "choose a draft model of the same family, or --draft none",
         )
-    share = len(translation.targets) / translation.target_tokens
-    return VocabularyComparison(target_name, draft_name, difference, share, translation)
+    fraction = len(translation.target_ids) / translation.target_token_count
+    return VocabularyComparison(target_name, draft_name, difference, fraction, translation)
 
 
 def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> str:
     for token in range(min(target.size, draft.size)):
-        mine, its = target.raw_piece(token), draft.raw_piece(token)
-        if mine != its:
+        target_piece, draft_piece = target.raw_piece(token), draft.raw_piece(token)
+        if target_piece != draft_piece:
             return (
-                f"token {token} is {mine.decode('utf-8', 'replace')!r} in {target_name}"
-                f" and {its.decode('utf-8', 'replace')!r} in {draft_name}"
+                f"token {token} is {target_piece.decode('utf-8', 'replace')!r} in {target_name}"
+                f" and {draft_piece.decode('utf-8', 'replace')!r} in {draft_name}"
             )
     if abs(target.size - draft.size) > MAX_VOCAB_PADDING:
         return f"{target_name} has {target.size} tokens and {draft_name} has {draft.size}"

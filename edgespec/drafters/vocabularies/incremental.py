@@ -1,4 +1,4 @@
-"""The text so far in the tokens of a draft, as it grows."""
+"""Tokenize a growing sequence for a draft model with another vocabulary."""
 
 from __future__ import annotations
 
@@ -10,80 +10,85 @@ from edgespec.engine.prefix import common_prefix_length
 
 __all__ = ["IncrementalRetokeniser"]
 
-# The end of the text is tokenized again as it grows: at least so many bytes, at most the larger number.
-_OPEN_BYTES, _MOST_OPEN_BYTES = 64, 256
+# The end of the text is tokenized again whenever it grows, because its tokens may change: at least the first
+# number of bytes, at most about the second. Chosen.
+_MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
 class IncrementalRetokeniser:
-    """The draft's tokens of the text.
+    """The draft's tokens of a growing sequence of the target's tokens.
 
-    Control tokens cut the text in parts that are tokenized on their own. Of the last part, the end may
-    still change with what follows it; what lies further back is settled.
+    Control tokens split the text into parts that are tokenized on their own. The end of the last part is
+    open, because its tokens may change with the text that follows. The tokens before it are final.
 
-    tokens: all of them; the first `_settled` stay. unread: the begun bytes of a character, which no tokenizer
-    takes yet.
+    Attributes:
+        tokens: All tokens. The first `_final_tokens` of them never change.
+        incomplete_bytes: The first bytes of a character at the end, which are not tokenized yet.
     """
 
     def __init__(self, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
         self._vocabulary = vocabulary
         self._translation = translation
-        self.tokens: list[int] = list(translation.draft_start)
-        self.unread = b""
-        self._settled = len(self.tokens)
-        self._open = b""
-        self._unchanged = 0
+        self.tokens: list[int] = list(translation.draft_start_tokens)
+        self.incomplete_bytes = b""
+        self._final_tokens = len(self.tokens)
+        self._open_text = b""
+        self._unchanged_tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """The target's text goes on with these tokens."""
+        """Append tokens of the target."""
         for token in tokens:
             piece = self._vocabulary.piece(token)
             if piece:
-                self._open += piece
+                self._open_text += piece
                 continue
-            self._end_with(self._translation.draft_text.spell(self._open))
-            self._open = b""
-            spelled = self._translation.spell(token, first=False)
-            # The text begins once, whether or not the target says so.
-            if self.tokens != list(self._translation.draft_start) or list(spelled) != self.tokens:
-                self.tokens += spelled
-            self._settled = len(self.tokens)
+            self._replace_open_tokens(self._translation.draft_tokenizer.tokenize(self._open_text))
+            self._open_text = b""
+            translated = self._translation.translate(token, first=False)
+            # A start token of the target does not repeat the draft's own start tokens.
+            only_start = self.tokens == list(self._translation.draft_start_tokens)
+            if not only_start or list(translated) != self.tokens:
+                self.tokens += translated
+            self._final_tokens = len(self.tokens)
         self._tokenize()
 
     def take_unchanged(self) -> int:
-        """How many of the first tokens are what they were when this was called last."""
-        unchanged, self._unchanged = self._unchanged, len(self.tokens)
+        """Return the number of first tokens that have not changed since the last call."""
+        unchanged, self._unchanged_tokens = self._unchanged_tokens, len(self.tokens)
         return unchanged
 
     def _tokenize(self) -> None:
-        begun = _begun(self._open)
-        self.unread = self._open[len(self._open) - begun :]
-        text = self._open[: len(self._open) - begun]
-        found = self._translation.draft_text.spell(text)
-        self._end_with(found)
-        if len(text) > _MOST_OPEN_BYTES:
-            self._settle(found)
+        incomplete = _incomplete_byte_count(self._open_text)
+        complete = len(self._open_text) - incomplete
+        text, self.incomplete_bytes = self._open_text[:complete], self._open_text[complete:]
+        tokens = self._translation.draft_tokenizer.tokenize(text)
+        self._replace_open_tokens(tokens)
+        if len(text) > _MAX_OPEN_BYTES:
+            self._finalize(tokens)
 
-    def _end_with(self, found: Sequence[int]) -> None:
-        """Let these tokens follow those that are settled."""
-        kept = self._settled + common_prefix_length(self.tokens[self._settled :], found)
-        self._unchanged = min(self._unchanged, kept)
-        self.tokens[kept:] = found[kept - self._settled :]
+    def _replace_open_tokens(self, tokens: Sequence[int]) -> None:
+        """Replace the tokens after the final ones."""
+        final = self._final_tokens
+        unchanged = final + common_prefix_length(self.tokens[final:], tokens)
+        self._unchanged_tokens = min(self._unchanged_tokens, unchanged)
+        self.tokens[unchanged:] = tokens[unchanged - final :]
 
-    def _settle(self, found: list[int]) -> None:
-        """What ends before a space, or far enough from the end, will not change."""
-        at, places = 0, [(0, 0)]
-        for place, token in enumerate(found):
-            raw = self._translation.draft_bytes(token)
-            if raw[:1].isspace() or at + _MOST_OPEN_BYTES < len(self._open):
-                places.append((place, at))
-            at += len(raw)
-        place, at = max((p for p in places if p[1] + _OPEN_BYTES <= len(self._open)), default=(0, 0))
-        self._settled += place
-        self._open = self._open[at:]
+    def _finalize(self, open_tokens: list[int]) -> None:
+        """Make tokens final up to a space, or up to any token that is far enough from the end."""
+        position, boundaries = 0, [(0, 0)]
+        for count, token in enumerate(open_tokens):
+            raw = self._translation.draft_token_bytes(token)
+            if raw[:1].isspace() or position + _MAX_OPEN_BYTES < len(self._open_text):
+                boundaries.append((count, position))
+            position += len(raw)
+        last_position = len(self._open_text) - _MIN_OPEN_BYTES
+        count, position = max((one for one in boundaries if one[1] <= last_position), default=(0, 0))
+        self._final_tokens += count
+        self._open_text = self._open_text[position:]
 
 
-def _begun(text: bytes) -> int:
-    """How many bytes at the end are the beginning of a character."""
+def _incomplete_byte_count(text: bytes) -> int:
+    """Return the number of bytes at the end that begin a UTF-8 character without completing it."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:

@@ -1,7 +1,4 @@
-"""A draft model of another vocabulary, heard through its text (arXiv 2502.05202, section 4).
-
-The text so far is read to the draft in its own tokens; what it goes on with is put into the target's.
-"""
+"""Draft with a model of another vocabulary by tokenizing its text for the target."""
 
 from __future__ import annotations
 
@@ -19,19 +16,29 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
 
-# So many of the last tokens are tokenized again together with what follows them.
+# Last tokens of the sequence that are tokenized again together with the draft's text. Chosen.
 _CONTEXT_TOKENS = 8
-# So few of the draft's tokens are run as a part of the next guess.
-_WITH_A_GUESS = 16
+# Up to this many missing tokens are run as a part of the next proposal, without a prefill. Chosen.
+_MAX_TOKENS_WITH_PROPOSAL = 16
 
 
 class RetokenisedDrafter(BudgetedDrafter):
-    """Drafts chains for certain: the draft's best text, in the target's tokens.
+    """Drafts chains of the target's tokens from the text that a draft model continues with.
 
-    Of each proposal the draft runs as many of its own tokens as were asked for. The cache of the draft
-    model holds the beginning of `_run`, its tokens of an earlier moment, of which the first `_read` were the
-    reading's. The reading begins with the text, or with its end where that is all there is time to read.
-    min_confidence: stop after a token of the draft of less probability.
+    Implements drafting for disjoint vocabularies of Timor et al. 2025 (arXiv 2502.05202, section 4). The
+    sequence is tokenized for the draft, which continues it greedily. Its text is tokenized for the target.
+    Drafts carry no draft probabilities.
+
+    If there is no budget to prefill the whole sequence, the draft model sees only its end.
+
+    Args:
+        model: The draft model.
+        vocabulary: The target's vocabulary.
+        translation: Maps between the vocabularies.
+        min_confidence: Stop after a token of the draft with a smaller probability.
+
+    Raises:
+        CapabilityError: The model cannot roll back.
     """
 
     name = "model"
@@ -50,11 +57,17 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        self._begin_reading()
-        self._run: list[int] = []
-        self._read = 0
-        # Of the reading's tokens so many are not run, the last one not counted.
-        self._behind = 0
+        # The sequence in the draft's tokens, which is complete unless only its end was tokenized.
+        self._new_input()
+        # Tokens in the draft's KV cache. The first `_matching` are known to equal the input.
+        self._cached: list[int] = []
+        self._matching = 0
+        # Input tokens that are not in the KV cache, without the last one.
+        self._lag = 0
+
+    def _new_input(self) -> None:
+        self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
+        self._is_complete = True
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -62,123 +75,120 @@ class RetokenisedDrafter(BudgetedDrafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
-        if not self._whole or self._tokens != list(tokens[:known]):
-            self._begin_reading()
+        if not self._is_complete or self._tokens != list(tokens[:known]):
+            self._new_input()
             known = 0
-        self._reading.add(tokens[known:])
+        self._input.add(tokens[known:])
         self._tokens = list(tokens)
-        self._behind = len(self._lag())
-
-    def _begin_reading(self) -> None:
-        self._reading, self._whole = IncrementalRetokeniser(self._vocabulary, self._translation), True
+        self._lag = len(self._missing_tokens())
 
     @property
     def pending_tokens(self) -> int:
-        return self._behind if self._behind > _WITH_A_GUESS else 0
+        return self._lag if self._lag > _MAX_TOKENS_WITH_PROPOSAL else 0
 
     @property
     def full_pending_tokens(self) -> int:
-        return self.pending_tokens if self._whole else len(self._tokens)
+        return self.pending_tokens if self._is_complete else len(self._tokens)
 
     def prefill(self, max_tokens: int) -> None:
-        if not self._whole and max_tokens >= self.full_pending_tokens:
-            self._begin_reading()
-            self._reading.add(self._tokens)
+        if not self._is_complete and max_tokens >= self.full_pending_tokens:
+            self._new_input()
+            self._input.add(self._tokens)
         elif self.pending_tokens > max_tokens:
-            share = max_tokens / len(self._reading.tokens)
-            self._begin_reading()
-            self._reading.add(self._tokens[-max(1, int(share * len(self._tokens))) :])
-            self._whole = False
+            share = max_tokens / len(self._input.tokens)
+            self._new_input()
+            self._input.add(self._tokens[-max(1, int(share * len(self._tokens))) :])
+            self._is_complete = False
         self._catch_up()
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        self._reading.add(tokens)
+        self._input.add(tokens)
         self._tokens += tokens
-        self._behind = len(self._lag())
+        self._lag = len(self._missing_tokens())
 
-    def _lag(self) -> list[int]:
-        """What the draft has to run of its reading but the last token; what it holds of that is kept."""
-        wanted = self._reading.tokens
-        if not wanted:
+    def _missing_tokens(self) -> list[int]:
+        """Truncate the KV cache to its common prefix with the input, and return the missing tokens."""
+        tokens = self._input.tokens
+        if not tokens:
             return []
-        # Only what was said or read since is compared: a text may be long.
-        self._read = min(self._read, self._reading.take_unchanged())
-        same = min(self._read, self._model.length)
-        same += common_prefix_length(self._run[same : self._model.length], wanted[same:])
-        self._model.truncate(min(same, len(wanted) - 1))
-        self._read = held = self._model.length
-        del self._run[held:]
-        return wanted[held:-1]
+        # Only tokens that changed since the last call are compared, because the sequence may be long.
+        self._matching = min(self._matching, self._input.take_unchanged())
+        same = min(self._matching, self._model.length)
+        same += common_prefix_length(self._cached[same : self._model.length], tokens[same:])
+        self._model.truncate(min(same, len(tokens) - 1))
+        self._matching = cached = self._model.length
+        del self._cached[cached:]
+        return tokens[cached:-1]
 
     def _catch_up(self) -> bool:
-        """Bring the draft's cache to its reading of the text but the last token; False when it cannot."""
-        lag = self._lag()
-        if not self._reading.tokens or len(lag) >= self._model.free_tokens:
+        """Prefill the input without its last token; return False if it exceeds the draft's context."""
+        missing = self._missing_tokens()
+        if not self._input.tokens or len(missing) >= self._model.free_tokens:
             return False
-        if lag:
-            self._model.prefill(lag)
-            self._run += lag
-            self._read = len(self._run)
-        self._behind = 0
+        if missing:
+            self._model.prefill(missing)
+            self._cached += missing
+            self._matching = len(self._cached)
+        self._lag = 0
         return True
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         last = self._tokens[-1]
         if not self._catch_up():
             return TokenTree.chain(last)
-        said, ends = self._say(draft_length)
-        return TokenTree.chain(last, self._heard(said, ends)[:draft_length])
+        text, ended = self._generate(draft_length)
+        return TokenTree.chain(last, self._target_tokens(text, ended)[:draft_length])
 
-    def _say(self, count: int) -> tuple[bytes, bool]:
-        """What the draft goes on with for up to `count` of its tokens, and whether it ended its reply."""
-        said, ended = b"", False
-        chain = [self._reading.tokens[-1]]
-        most = min(count, self._model.free_tokens, self._model.facts.capabilities.max_width)
-        for done in range(most):
-            self._model.run_ahead(done + 1 < most)
+    def _generate(self, max_tokens: int) -> tuple[bytes, bool]:
+        """Continue with up to `max_tokens` of the draft; return the text and whether the reply ended."""
+        text, ended = b"", False
+        chain = [self._input.tokens[-1]]
+        count = min(max_tokens, self._model.free_tokens, self._model.facts.capabilities.max_width)
+        for done in range(count):
+            self._model.run_ahead(done + 1 < count)
             logits = self._model.verify(TokenTree.chain(chain[0], chain[1:]), done)
             token = logits.best(0, 1)[0][0]
             piece = self._model.vocabulary.piece(token)
             ended = self._model.vocabulary.is_end(token)
             if ended or not piece:
                 break
-            said += piece
+            text += piece
             chain.append(token)
             if not is_confident(logits, 0, token, self._min_confidence):
                 break
-        if most:
+        if count:
             self._model.commit(tuple(range(1, done + 1)))
-            self._run += chain[: done + 1]
-        return said, ended
+            self._cached += chain[: done + 1]
+        return text, ended
 
-    def _heard(self, said: bytes, ended: bool) -> list[int]:
-        """What the draft said, in tokens of the target that go on from its last ones."""
-        begun = self._reading.unread
-        if not said.startswith(begun):
-            return []  # not how the character goes on that the target is in the middle of
-        said = _whole(said[len(begun) :], begun)
-        tokens = self._in_context(said) if said else []
-        if ended and self._translation.target_end is not None:
-            tokens.append(self._translation.target_end)
+    def _target_tokens(self, text: bytes, ended: bool) -> list[int]:
+        """Return the draft's text in tokens of the target."""
+        incomplete = self._input.incomplete_bytes
+        if not text.startswith(incomplete):
+            return []  # the draft does not complete the character that the target has begun
+        text = _complete_characters(text[len(incomplete) :], incomplete)
+        tokens = self._tokenize_in_context(text) if text else []
+        if ended and self._translation.target_end_token is not None:
+            tokens.append(self._translation.target_end_token)
         return tokens
 
-    def _in_context(self, said: bytes) -> list[int]:
-        """Tokenized together with the last tokens, where those come out as they were."""
-        spell = self._translation.target_text.spell
-        before: list[int] = []
+    def _tokenize_in_context(self, text: bytes) -> list[int]:
+        """Tokenize `text` after the last tokens of the sequence, provided that those do not change."""
+        tokenize = self._translation.target_tokenizer.tokenize
+        context: list[int] = []
         for token in reversed(self._tokens[-_CONTEXT_TOKENS:]):
             if not self._vocabulary.piece(token):
                 break
-            before.insert(0, token)
-        whole = spell(b"".join(map(self._vocabulary.raw_piece, before)) + said)
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
-        return spell(said)
+            context.insert(0, token)
+        tokens = tokenize(b"".join(map(self._vocabulary.raw_piece, context)) + text)
+        if tokens[: len(context)] == context:
+            return tokens[len(context) :]
+        return tokenize(text)
 
     def reset(self) -> None:
         self._model.truncate(0)
-        self._tokens, self._run, self._read = [], [], 0
-        self._begin_reading()
+        self._tokens, self._cached, self._matching = [], [], 0
+        self._new_input()
 
     def interrupt(self, enabled: bool) -> None:
         self._model.interrupt(enabled)
@@ -187,13 +197,13 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._model.close()
 
 
-def _whole(said: bytes, begun: bytes) -> bytes:
-    """`said` up to the last character that is there as a whole; `begun` is the start of its first one."""
+def _complete_characters(text: bytes, begin: bytes) -> bytes:
+    """Return `text` without an incomplete last character; `begin` holds the first bytes of its first one."""
     for cut in range(4):
-        kept = said[: len(said) - cut]
+        complete = text[: len(text) - cut]
         try:
-            (begun + kept).decode()
+            (begin + complete).decode()
         except UnicodeDecodeError:
             continue
-        return kept
-    return said
+        return complete
+    return text

@@ -1,4 +1,4 @@
-"""A draft model spoken to in the target's token ids (token-level intersection, arXiv 2502.05202)."""
+"""Use a draft model with another vocabulary under the target's token ids."""
 
 from __future__ import annotations
 
@@ -17,22 +17,28 @@ __all__ = ["TranslatedModel"]
 
 
 class TranslatedModel(BaseModel):
-    """A LanguageModel in the target's vocabulary over a draft model with another one.
+    """A LanguageModel with the target's vocabulary on top of a draft model with another one.
 
-    A token of the target is one token of the draft where they share it, else the draft's spelling of its
-    bytes, so that the inner cache always holds the beginning of the translated text. What it does not
-    hold yet is run before the next pass. Logits are of shared tokens only. Nothing is run
-    ahead: the draft's best token may be one that the target lacks.
+    Implements token-level intersection (TLI) of Timor et al. 2025 (arXiv 2502.05202). A shared token is
+    translated to one token of the draft; other tokens of the target are spelled with the draft's tokens. The
+    inner KV cache holds a prefix of the translated sequence, and missing tokens are run before the next pass.
+    Only shared tokens have logits. `run_ahead` has no effect, because the target may lack the draft's best
+    token.
+
+    Args:
+        model: The draft model.
+        vocabulary: The target's vocabulary.
+        translation: Maps between the vocabularies.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
         self._model = model
         self._translation = translation
         self.vocabulary = vocabulary
-        able = model.facts.capabilities
-        # The root and the token before it, which a drafter may run with it, can take several tokens each.
-        self._longest = max(1, min(MAX_SPELLING_TOKENS, able.max_width // 4))
-        self._margin = 2 * (self._longest - 1)
+        capabilities = model.facts.capabilities
+        self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
+        # A pass begins with the root and at most one token before it. Each may need several draft tokens.
+        self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts: ModelFacts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
@@ -40,57 +46,60 @@ class TranslatedModel(BaseModel):
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
             capabilities=replace(
-                able, max_width=able.max_width - self._margin, partial_truncate=False, trainable=False
+                capabilities,
+                max_width=capabilities.max_width - self._margin,
+                partial_truncate=False,
+                trainable=False,
             ),
         )
-        # The text in both vocabularies; the first i tokens of the target are `_ends[i]` of the draft.
-        self._text: list[int] = []
+        # The sequence in both vocabularies. The first i target tokens are the first `_ends[i]` draft tokens.
+        self._tokens: list[int] = []
         self._translated: list[int] = []
         self._ends: list[int] = [0]
         self._round: tuple[int, ...] = ()
-        # The draft's tree of the open round, and the last node there of each of the target's.
-        self._inner = TreeBuilder()
-        self._last: list[int] = []
+        # The draft's tree of the current round. `_inner_nodes[i]` is the last draft node of target node i.
+        self._inner_tree = TreeBuilder()
+        self._inner_nodes: list[int] = []
 
     @property
     def length(self) -> int:
-        return len(self._text)
+        return len(self._tokens)
 
     @property
     def free_tokens(self) -> int:
-        """What is left if what follows is shared, but for the first two tokens."""
+        """See `LanguageModel.free_tokens`. All but the next two tokens are assumed to be shared."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
-        return max(0, min(self.facts.context_tokens - len(self._text), left))
+        return max(0, min(self.facts.context_tokens - len(self._tokens), left))
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """See the Protocol. Tokens whose spelling is too long for the inner context leave no room."""
+        """See `LanguageModel.prefill`. If the spelling exceeds the inner context, `free_tokens` becomes 0."""
         self._check(len(tokens))
-        before = len(self._text)
+        before = len(self._tokens)
         self._add(tokens)
         try:
             if len(self._translated) - self._model.length <= self._model.free_tokens:
-                self._bring_up(progress)
+                self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                self.truncate(max(before, self._whole(self._model.length)))
+                self.truncate(max(before, self._whole_tokens(self._model.length)))
             raise
 
     def _add(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self._translated += self._spell(token, first=not self._text)
-            self._text.append(token)
+            self._translated += self._translate_token(token, first=not self._tokens)
+            self._tokens.append(token)
             self._ends.append(len(self._translated))
 
-    def _spell(self, token: int, first: bool) -> tuple[int, ...]:
-        return self._translation.spell(token, first)[-self._longest :]
+    def _translate_token(self, token: int, first: bool) -> tuple[int, ...]:
+        return self._translation.translate(token, first)[-self._max_spelling_tokens :]
 
-    def _whole(self, held: int) -> int:
-        """How many of the target's tokens the first `held` of the draft are, at least."""
-        return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= held)
+    def _whole_tokens(self, inner_length: int) -> int:
+        """Return the number of target tokens that the first `inner_length` draft tokens cover completely."""
+        return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= inner_length)
 
-    def _bring_up(self, progress: Progress | None = None) -> None:
-        """Run what the inner cache lacks of the text."""
+    def _update_inner_cache(self, progress: Progress | None = None) -> None:
+        """Prefill the translated tokens that the inner KV cache lacks."""
         lag = self._translated[self._model.length :]
         if lag:
             self._model.prefill(lag, progress)
@@ -99,85 +108,85 @@ class TranslatedModel(BaseModel):
         try:
             self._check(tree.width)
             if first == 0:
-                self._forget_round()
-                self._bring_up()
-            begun = len(self._inner)
-            self._translate(tree, first)
-            logits = self._model.verify(self._inner.build(), begun)
+                self._clear_round()
+                self._update_inner_cache()
+            first_inner = len(self._inner_tree)
+            self._translate_tree(tree, first)
+            logits = self._model.verify(self._inner_tree.build(), first_inner)
         except BaseException:
             self._end_round()
             raise
         self._round = tree.tokens
-        rows = [node - begun for node in self._last[first:]]
+        rows = [node - first_inner for node in self._inner_nodes[first:]]
         return TranslatedLogits(logits, rows, self._translation, self.facts.vocab_size)
 
-    def _translate(self, tree: TokenTree, first: int) -> None:
-        """Add nodes from `first` on to the draft's tree, each as a chain."""
+    def _translate_tree(self, tree: TokenTree, first: int) -> None:
+        """Add the nodes from `first` on to the draft's tree, each as a chain of draft tokens."""
         for node in range(first, tree.width):
             parent = tree.parents[node]
-            place = -1 if parent < 0 else self._last[parent]
-            for token in self._spell(tree.tokens[node], first=parent < 0 and not self._text):
-                place = self._inner.add(place, token)
-            self._last.append(place)
+            inner_node = -1 if parent < 0 else self._inner_nodes[parent]
+            for token in self._translate_token(tree.tokens[node], first=parent < 0 and not self._tokens):
+                inner_node = self._inner_tree.add(inner_node, token)
+            self._inner_nodes.append(inner_node)
 
-    def _forget_round(self) -> None:
+    def _clear_round(self) -> None:
         self._round = ()
-        self._inner, self._last = TreeBuilder(), []
+        self._inner_tree, self._inner_nodes = TreeBuilder(), []
 
     def _end_round(self) -> None:
-        self._forget_round()
+        self._clear_round()
         if not self._closed:
             self._model.truncate(self._model.length)
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        self._model.commit(self._inner.path(self._last[path[-1] if path else 0]))
+        self._model.commit(self._inner_tree.path(self._inner_nodes[path[-1] if path else 0]))
         self._add([self._round[i] for i in (0, *path)])
-        self._forget_round()
+        self._clear_round()
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._forget_round()
-        del self._text[length:]
-        del self._ends[len(self._text) + 1 :]
+        self._clear_round()
+        del self._tokens[length:]
+        del self._ends[len(self._tokens) + 1 :]
         del self._translated[self._ends[-1] :]
         self._model.truncate(min(self._model.length, len(self._translated)))
 
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
-        start, end = min(start, len(self._text)), min(end, len(self._text))
+        start, end = min(start, len(self._tokens)), min(end, len(self._tokens))
         begin, stop = self._ends[start], self._ends[end]
-        self._forget_round()
+        self._clear_round()
         self._model.remove_range(begin, min(stop, self._model.length))
-        rest = self._text[end:]
+        rest = self._tokens[end:]
         ends = [at - (stop - begin) for at in self._ends[end + 1 :]]
         del self._translated[begin:stop]
-        self._text[start:], self._ends[start + 1 :] = rest, ends
+        self._tokens[start:], self._ends[start + 1 :] = rest, ends
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
-        self._forget_round()
+        self._clear_round()
         inner = self._model.snapshot()
-        about = json.dumps({"text": self._text, "held": inner.length}).encode()
-        return Snapshot(len(self._text), about + b"\n" + inner.data)
+        header = json.dumps({"text": self._tokens, "held": inner.length}).encode()
+        return Snapshot(len(self._tokens), header + b"\n" + inner.data)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
         self.truncate(0)
-        about, _, data = snapshot.data.partition(b"\n")
+        header, _, data = snapshot.data.partition(b"\n")
         try:
-            saved = json.loads(about)
-            text, held = list(map(int, saved["text"])), int(saved["held"])
+            saved = json.loads(header)
+            tokens, inner_length = list(map(int, saved["text"])), int(saved["held"])
         except (ValueError, KeyError, TypeError) as error:
-            raise BackendError("the saved state does not fit this model", "compute it again") from error
-        if len(text) != snapshot.length or len(text) > self.facts.context_tokens:
-            raise BackendError("the saved state does not fit this context", "compute it again")
-        self._model.restore(Snapshot(held, data))
-        self._add(text)
+            raise BackendError("the snapshot does not fit this model", "prefill the tokens again") from error
+        if len(tokens) != snapshot.length or len(tokens) > self.facts.context_tokens:
+            raise BackendError("the snapshot does not fit this context", "prefill the tokens again")
+        self._model.restore(Snapshot(inner_length, data))
+        self._add(tokens)
 
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
-        self._forget_round()
+        self._clear_round()
         self._model.resize(context_tokens + self._margin)
         inner = self._model.facts
         self._now_sized(max(0, inner.context_tokens - self._margin), inner.kv_bytes)

@@ -1,4 +1,4 @@
-"""A draft's logits, read by the target's token ids."""
+"""Logits of a draft model under the target's token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 
 __all__ = ["TranslatedLogits"]
 
-# So many more of the draft's best are asked for than are wanted, for those that the target lacks.
-_MORE = 16
+# Extra tokens to request, because the target lacks some of the draft's best tokens. Chosen.
+_EXTRA_TOKENS = 16
 
 
 class TranslatedLogits:
-    """Rows of a draft's logits with the tokens that the target has too, under the target's ids.
+    """Logits of the shared tokens, under the target's ids. Other tokens have probability 0.
 
-    rows: which of the draft's rows they are. The others of its tokens are as if they were impossible.
+    Args:
+        logits: The draft's logits.
+        rows: Rows of `logits` to use, in order.
+        translation: Maps the token ids.
+        vocab_size: Only target ids below this size are returned.
     """
 
     __slots__ = ("_logits", "_rows", "_translation", "vocab_size")
@@ -50,28 +54,28 @@ class TranslatedLogits:
         return best_on_host(self, row, count, processors, noise)
 
     def top(self, row: int, count: int) -> Candidates:
-        asked = count + _MORE
-        while count > 0 and asked < self._logits.vocab_size:
-            found = self._shared(*self._logits.top(self._rows[row], asked))
-            if len(found[0]) >= count:
-                return found
-            asked *= 8
-        return self._everything(row)
+        requested = count + _EXTRA_TOKENS
+        while count > 0 and requested < self._logits.vocab_size:
+            shared = self._translate(*self._logits.top(self._rows[row], requested))
+            if len(shared[0]) >= count:
+                return shared
+            requested *= 8
+        return self._all_shared(row)
 
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft's largest logit may be of a token that the target lacks.
+        # The draft measures margins from its largest logit, which may belong to a token that is not shared.
         _, best = self._logits.top(self._rows[row], 1)
-        over = float(best.max(initial=-np.inf)) - floor
-        if not np.isfinite(over):
+        draft_margin = float(best.max(initial=-np.inf)) - floor
+        if not np.isfinite(draft_margin):
             return tokens, values
-        tokens, values = self._shared(*self._logits.above(self._rows[row], over))
-        kept = values >= floor
-        return tokens[kept], values[kept]
+        tokens, values = self._translate(*self._logits.above(self._rows[row], draft_margin))
+        above = values >= floor
+        return tokens[above], values[above]
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        ids = self._translation.draft_of[tokens]
+        ids = self._translation.draft_id_of[tokens]
         values = self._logits.at(self._rows[row], np.maximum(ids, 0))
         return np.where(ids >= 0, values, -np.inf)
 
@@ -80,14 +84,14 @@ class TranslatedLogits:
             return self
         return TranslatedLogits(self._logits, self._rows, self._translation, vocab_size)
 
-    def _shared(self, ids: NDArray[np.int64], values: NDArray[np.float64]) -> Candidates:
-        tokens = self._translation.target_of[ids]
-        kept = (tokens >= 0) & (tokens < self.vocab_size)
-        tokens, values = tokens[kept], values[kept]
+    def _translate(self, ids: NDArray[np.int64], values: NDArray[np.float64]) -> Candidates:
+        tokens = self._translation.target_id_of[ids]
+        shared = (tokens >= 0) & (tokens < self.vocab_size)
+        tokens, values = tokens[shared], values[shared]
         order = np.argsort(tokens)
         return tokens[order], values[order]
 
-    def _everything(self, row: int) -> Candidates:
+    def _all_shared(self, row: int) -> Candidates:
         translation = self._translation
-        count = int(np.searchsorted(translation.targets, self.vocab_size))
-        return translation.targets[:count], self._logits.at(self._rows[row], translation.drafts[:count])
+        count = int(np.searchsorted(translation.target_ids, self.vocab_size))
+        return translation.target_ids[:count], self._logits.at(self._rows[row], translation.draft_ids[:count])

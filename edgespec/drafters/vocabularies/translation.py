@@ -1,4 +1,4 @@
-"""From the tokens of one vocabulary to those of another."""
+"""Map tokens of the target's vocabulary to tokens of the draft's."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# A token the draft lacks is read to it as no more than its last so many tokens.
+# A token that the draft lacks is replaced by at most this many of its own tokens, the last ones. Chosen.
 MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """What every token of a vocabulary is: the first id by bytes, text and control tokens apart; the ends.
+    """The tokens of a vocabulary by their bytes.
 
-    alike: all ids of a text that several tokens have.
+    Attributes:
+        text: First id of each text token.
+        control: First id of each control token.
+        duplicates: All ids of text tokens that have the same bytes.
+        ends: Tokens that end a reply.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.text: dict[bytes, int] = {}
         self.control: dict[bytes, int] = {}
-        self.alike: dict[bytes, list[int]] = {}
+        self.duplicates: dict[bytes, list[int]] = {}
         self.ends: list[int] = []
         for token in range(vocabulary.size):
             raw = vocabulary.raw_piece(token)
@@ -31,181 +35,196 @@ class _TokenTable:
                 is_text = bool(vocabulary.piece(token))
                 first = (self.text if is_text else self.control).setdefault(raw, token)
                 if is_text and first != token:
-                    self.alike.setdefault(raw, [first]).append(token)
+                    self.duplicates.setdefault(raw, [first]).append(token)
             if vocabulary.is_end(token):
                 self.ends.append(token)
 
     @property
     def count(self) -> int:
-        """Different tokens that are not padding."""
+        """Number of different tokens, without padding."""
         return len(self.text) + len(self.control)
 
-    def named(self, text: str) -> int | None:
-        """The control token of that text."""
+    def control_token(self, text: str) -> int | None:
+        """Return the control token with this text."""
         return self.control.get(text.encode())
 
 
 class ByteTokenizer:
-    """Writes bytes in the tokens of a vocabulary, as they would be in the middle of a text."""
+    """Tokenizes bytes as in the middle of a text, without start tokens or an added space."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
         self._vocabulary = vocabulary
         self._ids = ids
-        self._longest = max(map(len, ids), default=0)
+        self._max_token_bytes = max(map(len, ids), default=0)
 
-    def spell(self, data: bytes) -> list[int]:
-        """Tokens whose bytes are `data`; bytes that no token has are left out."""
+    def tokenize(self, data: bytes) -> list[int]:
+        """Return tokens whose bytes are `data`. Bytes that no token has are left out."""
         try:
             text = data.decode()
         except UnicodeDecodeError:
-            return self._longest_first(data)
-        # At the very beginning of a text some tokenizers put a space: then not there.
-        for before in ("", "\n", "a"):
-            tokens = self._vocabulary.tokenize(before + text, special=False, start=False)
-            found = self._ending(tokens, data)
-            if found is not None:
-                return found
-        return self._longest_first(data)
+            return self._longest_match(data)
+        # Some tokenizers add a space at the beginning of a text, so it is also tried after other characters.
+        for prefix in ("", "\n", "a"):
+            tokens = self._vocabulary.tokenize(prefix + text, special=False, start=False)
+            suffix = self._suffix_with_bytes(tokens, data)
+            if suffix is not None:
+                return suffix
+        return self._longest_match(data)
 
-    def _ending(self, tokens: list[int], data: bytes) -> list[int] | None:
-        """The last tokens, if their bytes are `data`."""
-        left = data
+    def _suffix_with_bytes(self, tokens: list[int], data: bytes) -> list[int] | None:
+        """Return the shortest suffix of `tokens` whose bytes are `data`, or None if there is none."""
+        remaining = data
         for i in range(len(tokens), -1, -1):
-            if not left:
+            if not remaining:
                 return tokens[i:]
             if not i:
                 break
             raw = self._vocabulary.raw_piece(tokens[i - 1])
-            if not left.endswith(raw):
+            if not remaining.endswith(raw):
                 break
-            left = left[: len(left) - len(raw)]
+            remaining = remaining[: len(remaining) - len(raw)]
         return None
 
-    def _longest_first(self, data: bytes) -> list[int]:
+    def _longest_match(self, data: bytes) -> list[int]:
+        """Tokenize greedily, always with the longest token that matches."""
         tokens = []
-        at = 0
-        while at < len(data):
-            for size in range(min(self._longest, len(data) - at), 0, -1):
-                token = self._ids.get(data[at : at + size])
+        position = 0
+        while position < len(data):
+            for size in range(min(self._max_token_bytes, len(data) - position), 0, -1):
+                token = self._ids.get(data[position : position + size])
                 if token is not None:
                     tokens.append(token)
                     break
             else:
                 size = 1
-            at += size
+            position += size
         return tokens
 
 
 class TokenTranslation:
-    """The tokens that two vocabularies share, by their bytes, and how the others are read to the draft.
+    """Translation of tokens between the vocabularies of a target and a draft model.
 
-    Text is matched with text, control tokens with control tokens, and the token that ends a reply in one
-    with that of the other. targets, drafts: int64 [n] ids of the shared tokens, ascending by target.
-    draft_of, target_of: int64, the id in the other vocabulary by id; -1 where it is not shared.
-    target_tokens: how many different tokens the target has. target_end: what ends a reply of it.
-    target_text, draft_text: write bytes in tokens of either. draft_start: what the draft wants a text to
-    begin with; empty where it wants nothing.
+    Text tokens match by their bytes, control tokens by their text. The token that ends a reply of one model
+    matches that of the other.
+
+    Attributes:
+        target_ids: Ids of the shared tokens in the target, int64 [n], ascending.
+        draft_ids: Ids of the same tokens in the draft, int64 [n].
+        draft_id_of: Draft id of each target id, int64; -1 for tokens that are not shared.
+        target_id_of: Target id of each draft id, int64; -1 for tokens that are not shared.
+        target_token_count: Number of different tokens of the target.
+        target_end_token: The token that ends a reply of the target.
+        target_tokenizer: Tokenizes bytes for the target.
+        draft_tokenizer: Tokenizes bytes for the draft.
+        draft_start_tokens: Tokens that the draft expects at the beginning of a sequence; may be empty.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
         self._target = target
         self._draft = draft
-        mine, its = _TokenTable(target), _TokenTable(draft)
-        self.target_tokens = mine.count
-        self.target_text = ByteTokenizer(target, mine.text)
-        self.draft_text = ByteTokenizer(draft, its.text)
-        pairs = dict(_pairs(mine.control, its.control))
-        pairs |= dict(self._text_pairs(mine, its))
-        self._instead: dict[int, int] = {}
-        self._join_ends(pairs, mine, its)
-        self.draft_start = tuple(draft.tokenize("", special=True, start=True))
-        self._join_starts(mine, its)
-        self.targets = np.array(sorted(pairs), np.int64)
-        self.drafts = np.array([pairs[token] for token in sorted(pairs)], np.int64)
-        self.draft_of = np.full(target.size, -1, np.int64)
-        self.draft_of[self.targets] = self.drafts
-        self.target_of = np.full(draft.size, -1, np.int64)
-        self.target_of[self.drafts] = self.targets
-        self._spelled: dict[int, tuple[int, ...]] = {}
+        target_table, draft_table = _TokenTable(target), _TokenTable(draft)
+        self.target_token_count = target_table.count
+        self.target_tokenizer = ByteTokenizer(target, target_table.text)
+        self.draft_tokenizer = ByteTokenizer(draft, draft_table.text)
+        control = target_table.control.items()
+        pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
+        pairs |= dict(self._text_pairs(target_table, draft_table))
+        # Control tokens that the draft lacks, and the draft's tokens of the same function.
+        self._substitutes: dict[int, int] = {}
+        self._match_ends(pairs, target_table, draft_table)
+        self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))
+        self._match_starts(target_table, draft_table)
+        self.target_ids = np.array(sorted(pairs), np.int64)
+        self.draft_ids = np.array([pairs[token] for token in sorted(pairs)], np.int64)
+        self.draft_id_of = np.full(target.size, -1, np.int64)
+        self.draft_id_of[self.target_ids] = self.draft_ids
+        self.target_id_of = np.full(draft.size, -1, np.int64)
+        self.target_id_of[self.draft_ids] = self.target_ids
+        self._translations: dict[int, tuple[int, ...]] = {}
 
-    def _text_pairs(self, mine: _TokenTable, its: _TokenTable) -> list[tuple[int, int]]:
-        """Where several tokens have the same bytes, the ones that the tokenizers use."""
+    def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> list[tuple[int, int]]:
+        """Match text tokens; of several ids with the same bytes, the ones that the tokenizers produce."""
         pairs = []
-        for raw, token in mine.text.items():
-            other = its.text.get(raw)
-            if other is not None:
-                ids, others = mine.alike.get(raw, [token]), its.alike.get(raw, [other])
-                pairs.append((_used(self._target, raw, ids), _used(self._draft, raw, others)))
+        for raw, target_id in target_table.text.items():
+            draft_id = draft_table.text.get(raw)
+            if draft_id is not None:
+                target_ids = target_table.duplicates.get(raw, [target_id])
+                draft_ids = draft_table.duplicates.get(raw, [draft_id])
+                pairs.append(
+                    (_produced_id(self._target, raw, target_ids), _produced_id(self._draft, raw, draft_ids))
+                )
         return pairs
 
-    def _join_ends(self, pairs: dict[int, int], mine: _TokenTable, its: _TokenTable) -> None:
-        """What ends a reply of one ends one of the other."""
-        self.target_end = _reply_end(self._target, mine.ends)
-        end = _reply_end(self._draft, its.ends)
-        if end is None or self.target_end is None:
+    def _match_ends(self, pairs: dict[int, int], target_table: _TokenTable, draft_table: _TokenTable) -> None:
+        """Match the tokens that end a reply."""
+        self.target_end_token = _reply_end(self._target, target_table.ends)
+        draft_end = _reply_end(self._draft, draft_table.ends)
+        if draft_end is None or self.target_end_token is None:
             return
-        if self.target_end not in pairs and end not in pairs.values():
-            pairs[self.target_end] = end
-        self._instead |= {token: end for token in mine.ends if token not in pairs}
+        if self.target_end_token not in pairs and draft_end not in pairs.values():
+            pairs[self.target_end_token] = draft_end
+        self._substitutes |= {token: draft_end for token in target_table.ends if token not in pairs}
 
-    def _join_starts(self, mine: _TokenTable, its: _TokenTable) -> None:
-        """A text begins with the draft's start, whatever the target begins it with."""
-        start = mine.named(self._target.bos_text)
-        its_start = its.named(self._draft.bos_text)
-        if start is not None and its_start is not None:
-            self._instead.setdefault(start, its_start)
+    def _match_starts(self, target_table: _TokenTable, draft_table: _TokenTable) -> None:
+        """Replace the target's start token by the draft's."""
+        target_start = target_table.control_token(self._target.bos_text)
+        draft_start = draft_table.control_token(self._draft.bos_text)
+        if target_start is not None and draft_start is not None:
+            self._substitutes.setdefault(target_start, draft_start)
 
-    def spell(self, token: int, first: bool) -> tuple[int, ...]:
-        """What the draft reads for a token of the target, at least one token of its own.
+    def translate(self, token: int, first: bool) -> tuple[int, ...]:
+        """Return the draft's tokens for a token of the target, at least one.
 
-        first: the text begins with it.
+        Args:
+            token: Token of the target.
+            first: The token is the first one of the sequence, so the draft's start tokens are added.
         """
-        spelled = self._spelled.get(token)
-        if spelled is None:
-            spelled = self._spelled[token] = self._spell(token)
-        if first and self.draft_start and spelled[:1] != self.draft_start[:1]:
-            return (*self.draft_start, *spelled)
-        return spelled
+        translated = self._translations.get(token)
+        if translated is None:
+            translated = self._translations[token] = self._translate(token)
+        start = self.draft_start_tokens
+        if first and start and translated[:1] != start[:1]:
+            return (*start, *translated)
+        return translated
 
-    def draft_bytes(self, token: int) -> bytes:
-        """A token of the draft as it stands in its vocabulary."""
+    def draft_token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token of the draft."""
         return self._draft.raw_piece(token)
 
-    def _spell(self, token: int) -> tuple[int, ...]:
-        if not 0 <= token < len(self.draft_of):
+    def _translate(self, token: int) -> tuple[int, ...]:
+        if not 0 <= token < len(self.draft_id_of):
             return (0,)
-        if self.draft_of[token] >= 0:
-            return (int(self.draft_of[token]),)
-        if token in self._instead:
-            return (self._instead[token],)
-        return tuple(self.draft_text.spell(self._target.raw_piece(token))[-MAX_SPELLING_TOKENS:]) or (0,)
+        if self.draft_id_of[token] >= 0:
+            return (int(self.draft_id_of[token]),)
+        if token in self._substitutes:
+            return (self._substitutes[token],)
+        spelling = self.draft_tokenizer.tokenize(self._target.raw_piece(token))
+        return tuple(spelling[-MAX_SPELLING_TOKENS:]) or (0,)
 
 
-def _pairs(mine: Mapping[bytes, int], its: Mapping[bytes, int]) -> list[tuple[int, int]]:
-    return [(token, its[raw]) for raw, token in mine.items() if raw in its]
-
-
-def _used(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
-    """Of tokens with the same bytes the one that the tokenizer uses, as far as it can be asked."""
+def _produced_id(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
+    """Return the id that the tokenizer produces for these bytes, or the first id if that cannot be found."""
     if len(ids) == 1:
         return ids[0]
     try:
         text = raw.decode()
     except UnicodeDecodeError:
         return ids[0]
-    for before in ("", "a", "\n"):
-        tokens = vocabulary.tokenize(before + text, special=False, start=False)
+    for prefix in ("", "a", "\n"):
+        tokens = vocabulary.tokenize(prefix + text, special=False, start=False)
         if tokens and tokens[-1] in ids:
             return tokens[-1]
     return ids[0]
 
 
 def _reply_end(vocabulary: Vocabulary, ends: list[int]) -> int | None:
-    """The token a reply in a chat ends with: the last one that the template writes."""
+    """Return the token that ends a reply in a chat: the last end token in the chat template."""
     template = vocabulary.chat_template or ""
-    places = {token: template.rfind(vocabulary.raw_piece(token).decode("utf-8", "replace")) for token in ends}
-    written = [token for token in ends if places[token] >= 0]
-    if written:
-        return max(written, key=places.__getitem__)
+    positions = {
+        token: template.rfind(vocabulary.raw_piece(token).decode("utf-8", "replace")) for token in ends
+    }
+    in_template = [token for token in ends if positions[token] >= 0]
+    if in_template:
+        return max(in_template, key=positions.__getitem__)
     named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.eos_text.encode()]
     return next(iter([*named, *ends]), None)
