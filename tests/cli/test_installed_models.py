@@ -151,7 +151,7 @@ class TestNamesOfOnesOwn:
         file.parent.mkdir(parents=True)
         file.write_text('aliases = {mine = "demo"}\n')
         line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
-        assert "is written in a form that is left to you; change mine under [aliases] there" in line
+        assert "because of how it is written there; change it under [aliases] in an editor" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
     def test_several_at_once_lose_nothing(self, start: Start, file: Path) -> None:
