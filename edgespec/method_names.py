@@ -20,10 +20,11 @@ def parse_method(method: str) -> tuple[str, ...]:
     """Return the drafters that a method names: for `auto` those it may use, for `none` none.
 
     Raises:
-        OptionError: A name is unknown or repeated, or two of the drafters share the target's KV cache.
+        OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two
+            drafters that need the target's cache.
     """
     if not isinstance(method, str):
-        raise OptionError(f"method is {method!r}", "give a text such as model+ngram")
+        raise OptionError(f"method {method!r} is not a string", "give a method such as 'model+ngram'")
     if method == "none":
         return ()
     if method == "auto":
@@ -38,11 +39,11 @@ def parse_method(method: str) -> tuple[str, ...]:
                 f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
             )
     if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} names a drafter twice", "name each once")
-    own_drafts = [name for name in names if name in SELF_DRAFTS]
-    if len(own_drafts) > 1:
+        raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")
+    self_drafts = [name for name in names if name in SELF_DRAFTS]
+    if len(self_drafts) > 1:
         raise OptionError(
-            f"method {method!r} drafts on the target's KV cache in {len(own_drafts)} ways",
-            f"name one of {', '.join(own_drafts)}",
+            f"method {method!r} names {len(self_drafts)} drafters that need the target's own cache",
+            f"name one of {', '.join(self_drafts)}",
         )
     return names

@@ -46,6 +46,7 @@ __all__ = [
     "ReplyArguments",
     "check_load_arguments",
     "check_names",
+    "documentation",
     "options_table",
     "unread_options",
 ]
@@ -545,11 +546,36 @@ def unread_options(methods: Iterable[str]) -> list[str]:
     ]
 
 
+_PAGE = """# Options
+
+On the command line an option is written `--draft-window`, in Python and in the settings file
+`draft_window`. The environment variable of a setting is its name in capitals after `EDGESPEC_`.
+
+## Loading a model
+
+`edgespec.load(target, draft, ...)` and `edgespec.plan(target, draft, ...)` take these options.
+
+{load}
+## Replies
+
+`Runtime.generate(prompt, ...)` and the other methods that write a reply take these options.
+
+{reply}"""
+
+
+def documentation() -> str:
+    """Return the page of the documentation that lists every option (`docs/options.md`)."""
+    load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
+    return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
+
+
 def options_table(options: Mapping[str, Option]) -> str:
     """Return a Markdown table of options: name, default, what they do, and which methods read them."""
     lines = ["| option | default | what it does | read by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
-        default = option.default_text or ("none" if option.default in (None, (), {}) else str(option.default))
+        default = option.default_text or (
+            "none" if option.default in (None, (), {}) else str(option.default).lower()
+        )
         readers = ", ".join(option.read_by) or "every method"
         lines.append(f"| `{name}` | {default} | {option.help} | {readers} |".replace("|N", "\\|N"))
     return "\n".join(lines) + "\n"

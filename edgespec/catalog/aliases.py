@@ -1,4 +1,4 @@
-"""The aliases and the draft pairs that a user defines: validation, and the draft model set for a target."""
+"""User-defined aliases and draft pairs: checks new ones, and finds the draft model set for a target."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ModelEntry:
 
     @property
     def file_format(self) -> FileFormat:
-        """What its backend can do with files of this format."""
+        """The record of its file format in the registry of backends."""
         return format_of(self.format)
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.base import Progress
 from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.catalog.hub_files import (
     HubFile,
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
 __all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
-
-Progress = Callable[[str, float], bool]
-"""Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel."""
 
 _CHUNK_BYTES = 1 << 18
 # Characters of an ETag that is a git hash, and of one that is a SHA-256 checksum.

@@ -1,4 +1,4 @@
-"""How often a draft's guesses came true is counted, kept, and chosen by; and forgotten when asked."""
+"""Tests of measured acceptance rates: counting, saving, use by `auto`, and deletion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pair(tmp_path: Path) -> tuple[Model, Model]:
     return (paths[0], "gguf"), (paths[1], "gguf")
 
 
-def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Model], data: Path) -> None:
+def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[Model, Model], data: Path) -> None:
     record = AcceptanceRecorder(*pair)
     assert AcceptanceHistory().rate(*pair) is None
     record.count(199, 100)
@@ -49,7 +49,7 @@ def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Mo
     assert not data.exists()
 
 
-def test_it_is_bounded_and_what_came_last_counts_most(
+def test_the_history_is_bounded_and_favours_recent_replies(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
     monkeypatch.setattr("edgespec.catalog.acceptance_history._MAX_PAIRS", 2)
@@ -62,7 +62,7 @@ def test_it_is_bounded_and_what_came_last_counts_most(
         kept.add(one, one, 10_000, 9_000)
     assert kept.rate(one, one) == pytest.approx(0.9, abs=0.01)
     record = AcceptanceRecorder(one, other)
-    record.count(2000, 500)  # so much is written before the end
+    record.count(2000, 500)  # This count is saved before the run ends.
     assert kept.rate(one, other) == 0.25
     one[0].unlink()
     record.count(500, 5)
@@ -86,7 +86,7 @@ def test_it_is_bounded_and_what_came_last_counts_most(
     ],
     ids=range(9),
 )
-def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_history_counts_as_empty(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
@@ -95,7 +95,7 @@ def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
     assert AcceptanceHistory(path).rate(draft, draft) == 0.25
 
 
-def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
+def test_auto_uses_measured_acceptance_rates(own_home: Path, data: Path) -> None:
     folder = own_home / ".lmstudio" / "models" / "maker"
     for name, file in (("Large", "target"), ("Small", "draft")):
         add_to_lmstudio(folder, f"{name}-GGUF/{name}.gguf", models_folder() / f"demo-{file}-q8_0.gguf")
@@ -116,7 +116,7 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
     assert option.acceptance_rate == true / guesses
     why = choose_draft(target).reason
     assert f"(measured: {true / guesses:.0%} of its drafted tokens are accepted)" in why
-    # One that hardly ever guesses right is no longer taken.
+    # A draft model with a very low acceptance rate is no longer taken.
     path = folder / "Small-GGUF" / "Small.gguf"
     AcceptanceHistory().add((target.path, "gguf"), (path, "gguf"), 15_000, 0)
     choice = choose_draft(target)

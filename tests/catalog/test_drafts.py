@@ -1,4 +1,4 @@
-"""Which models can draft for a target, and which of them `auto` takes: by tokens, sizes and memory."""
+"""Tests of draft models: which can draft for a target, and which one `auto` takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target
 
 @pytest.fixture
 def lmstudio(own_home: Path) -> Path:
-    """LM Studio has the demo pair under other names, a model of other tokens, and one that is too large."""
+    """Fill LM Studio with the demo pair under other names, a model with other tokens, and a too large one."""
     folder = own_home / ".lmstudio" / "models"
     add_to_lmstudio(folder, "maker/Large-GGUF/large-Q8_0.gguf", TARGET)
     add_to_lmstudio(folder, "maker/Small-GGUF/small-Q8_0.gguf", DRAFT)
@@ -50,7 +50,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_large(path: Path, parameters: int) -> None:
-    """A model with the demo's tokens and so many parameters, of which the disk holds only the header."""
+    """Write the header of a model with the demo's tokens and a given number of parameters."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     tokens = list(read_header(TARGET).metadata["tokenizer.ggml.tokens"])
@@ -73,15 +73,15 @@ def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
     return choose_draft(resolve(reference, allow_download=False), memory_bytes)
 
 
-def test_tokens_decide_and_not_names(lmstudio: Path) -> None:
+def test_drafts_are_matched_by_tokens(lmstudio: Path) -> None:
     (option,) = drafts_of("maker/Large-GGUF")
     assert option.reference == "maker/Small-GGUF"
     assert (option.shared_token_fraction, option.tokens, option.source) == (1.0, "the same tokens", "tokens")
-    assert drafts_of("maker/Small-GGUF") == []  # a larger one never drafts
+    assert drafts_of("maker/Small-GGUF") == []  # A larger model never drafts.
     assert drafts_of("maker/Small-Like-GGUF") == []
 
 
-def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
+def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
@@ -92,7 +92,7 @@ def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF") == choice
 
 
-def test_the_loaded_runtime_says_why_and_replies_as_without(lmstudio: Path) -> None:
+def test_the_runtime_reports_the_draft_and_replies_are_unchanged(lmstudio: Path) -> None:
     with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
         assert runtime.draft is not None
         assert "maker/Small-GGUF drafts: it has the same tokens" in runtime.target.notice
@@ -101,7 +101,7 @@ def test_the_loaded_runtime_says_why_and_replies_as_without(lmstudio: Path) -> N
         assert runtime.generate("How do I list files?", max_tokens=12, seed=3).tokens == reply.tokens
 
 
-def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
+def test_a_draft_beyond_the_memory_limit_is_not_taken(lmstudio: Path) -> None:
     both = TARGET.stat().st_size + DRAFT.stat().st_size + (6144 + 768) * 1024
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
@@ -109,7 +109,7 @@ def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
     assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which do not fit")
 
 
-def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:
+def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> None:
     (lmstudio / "maker/Small-GGUF/small-Q8_0.gguf").unlink()
     add_to_lmstudio(lmstudio, "maker/Small-MLX", models_folder() / "demo-mlx-draft")
     (option,) = drafts_of("maker/Large-GGUF")
@@ -121,7 +121,7 @@ def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> Non
     )
 
 
-def test_a_draft_that_llama_cpp_does_not_know_is_not_taken_unasked(own_home: Path) -> None:
+def test_auto_skips_drafts_of_unknown_architecture(own_home: Path) -> None:
     folder = own_home / ".lmstudio" / "models"
     large = write_llama(own_home / "large.gguf", layers=40)
     for architecture, taken in (("strange", None), ("qwen2", "maker/small")):
@@ -133,18 +133,18 @@ def test_a_draft_that_llama_cpp_does_not_know_is_not_taken_unasked(own_home: Pat
         assert (draft.name if draft else None) == taken
 
 
-def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -> None:
-    """A copy of the target at less than half its size is a draft, too; a dearer one is not taken."""
+def test_auto_takes_the_highest_expected_speedup(lmstudio: Path, own_home: Path) -> None:
+    """A copy of the target below half its size is also a draft; a larger one is not taken."""
     OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
     options = drafts_of("maker/Large-GGUF")
     assert {option.reference for option in options} == {"maker/Small-GGUF", "small:again"}
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
-    assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
+    assert choice.draft.name == "maker/Small-GGUF"  # Equal estimates are ordered by name.
     assert choice.reason.endswith("the best of 2 draft models")
 
 
-def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
+def test_a_draft_that_shares_most_of_the_tokens(own_home: Path) -> None:
     folder = own_home / ".lmstudio" / "models"
     words = tuple(f"▁word{i}" for i in range(1500))
     large = write_llama(own_home / "large.gguf", words=(*WORDS, *words), layers=8)
@@ -164,8 +164,8 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     assert "it has 97.2 % of the target's tokens" in choice.reason
 
 
-class TestTheCataloguesOwn:
-    """Repositories of the catalogue in the cache: the demo's files stand for the real ones."""
+class TestCatalogueDrafts:
+    """Fill the cache with catalogue repositories that hold the demo's files."""
 
     @pytest.fixture
     def llamas(self, cache: Path, tmp_path: Path) -> None:
@@ -175,20 +175,20 @@ class TestTheCataloguesOwn:
             shutil.copyfile(file, source)
             add_to_hub(cache, f"bartowski/{name}-GGUF", source)
 
-    def test_the_recommended_one_is_taken_without_a_word(self, llamas: None) -> None:
+    def test_a_recommended_draft_is_taken_without_a_notice(self, llamas: None) -> None:
         choice = chosen("8b-q4")
         assert choice.draft is not None
         assert choice.draft.entry is not None
         assert (choice.draft.entry.name, choice.is_expected) == ("llama-3.2-1b", True)
 
-    def test_they_stand_beside_what_others_keep(self, llamas: None, lmstudio: Path) -> None:
+    def test_catalogue_drafts_are_listed_with_installed_ones(self, llamas: None, lmstudio: Path) -> None:
         options = {option.reference: option for option in drafts_of("8b-q4")}
         assert {option.source for option in options.values()} == {"tokens", "catalogue"}
         assert options["maker/Small-GGUF"].path is not None
         assert all(option.shared_token_fraction == 1.0 for option in options.values())
 
-    def test_the_tokens_of_a_catalogues_model_bring_its_family(self, llamas: None, lmstudio: Path) -> None:
-        """A large model that nobody lists has the tokens of one that is listed."""
+    def test_a_model_with_known_tokens_gets_drafts_of_its_family(self, llamas: None, lmstudio: Path) -> None:
+        """A large model outside the catalogue has the tokens of a listed one."""
         large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
         large.parent.mkdir(parents=True)
         write_large(large, parameters=8_000_000_000)
@@ -197,7 +197,9 @@ class TestTheCataloguesOwn:
         assert "llama-3.3-70b" not in here
         assert "qwen3-0.6b" not in here
 
-    def test_where_it_is_not_here_it_is_named_and_not_fetched(self, cache: Path, tmp_path: Path) -> None:
+    def test_a_missing_recommended_draft_is_named_but_not_downloaded(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
         source = tmp_path / "Llama-3.3-70B-Instruct-Q4_K_M.gguf"
         shutil.copyfile(TARGET, source)
         add_to_hub(cache, "bartowski/Llama-3.3-70B-Instruct-GGUF", source)
@@ -212,8 +214,8 @@ class TestTheCataloguesOwn:
         )
 
 
-class TestPairsOfTheUser:
-    def test_theirs_wins(self, lmstudio: Path, names: Path) -> None:
+class TestUserPairs:
+    def test_the_users_pair_wins(self, lmstudio: Path, names: Path) -> None:
         names.write_text('[pairs]\n"maker/large-gguf" = "demo-draft"\n')
         for reference in (
             "maker/Large-GGUF",
@@ -225,12 +227,12 @@ class TestPairsOfTheUser:
             assert choice.draft.path == DRAFT
             assert choice.reason.startswith("you chose demo-draft for ")
 
-    def test_none_is_a_choice(self, names: Path) -> None:
+    def test_a_pair_may_be_none(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
         assert (choice.draft, choice.reason) == (None, "you chose no draft model for demo")
 
-    def test_one_that_is_not_here_is_not_fetched(self, names: Path) -> None:
+    def test_a_missing_draft_of_a_pair_is_not_downloaded(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
@@ -239,20 +241,20 @@ class TestPairsOfTheUser:
         )
 
 
-def test_the_demo_has_its_own() -> None:
+def test_the_demo_has_its_own_draft() -> None:
     choice = chosen("demo")
     assert choice.draft is not None
     assert (choice.draft.name, choice.is_expected) == ("demo-draft", True)
 
 
-class TestExpectation:
-    def test_larger_drafts_are_assumed_to_guess_better(self) -> None:
+class TestSpeedupEstimate:
+    def test_larger_drafts_have_higher_estimated_acceptance(self) -> None:
         assert [estimate_acceptance_rate(share) for share in (0.01, 0.1, 1.0)] == pytest.approx(
             [0.70, 0.78, 0.86]
         )
 
     @given(st.floats(1e-4, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 1.0))
-    def test_more_cost_or_fewer_tokens_never_bring_more(
+    def test_higher_cost_or_fewer_shared_tokens_never_raise_the_speedup(
         self, size: float, cost: float, shared: float
     ) -> None:
         best = estimate_speedup(size, cost)

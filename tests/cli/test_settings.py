@@ -232,7 +232,6 @@ def test_a_variable_that_is_wrong(
         ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
         ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
-        ("threads = 5000", "threads is 5000 (threads is set in {file}); give a whole number from 1 to 1024"),
     ],
 )
 def test_what_only_loading_finds_wrong_is_told_with_its_place(

@@ -241,7 +241,7 @@ async def test_a_long_chat_slides_and_says_so(demo: Load, tmp_path: Path) -> Non
         for turn in range(5):
             await d.say(f"{turn}: explain this list of words: {words}")
         assert len(d.chat.current_chat.entries) == 10
-        assert "6 earlier messages no longer fit the context and are not seen by the model" in d.transcript()
+        assert "the model no longer sees the 6 messages above" in d.transcript()
         assert d.chat.query_one(StatusLine).facts.dropped_messages == 6
         column = list(d.chat.transcript.query_one("#messages").children)
         line = next(place for place, widget in enumerate(column) if widget.has_class("unseen"))
@@ -276,12 +276,12 @@ async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: L
         options.highlighted = options.get_option_index(str(good))
         d.chat.query_one("#sidebar").query_one(OptionList).focus()
         await d.press("delete")
-        await d.sees("Remove “")
+        await d.sees("Delete “")
         await d.press("escape")
         await until(d.pilot, lambda: d.app.screen is d.chat)
         assert good.exists()
         await d.press("delete")
-        await d.sees("Remove “")
+        await d.sees("Delete “")
         await d.press("y")
         await until(d.pilot, lambda: not good.exists() and not d.chat.current_chat.entries)
 

@@ -1,4 +1,4 @@
-"""Serialisation of the caches of a model for snapshots: a line of JSON, then the raw arrays."""
+"""Serialisation of a model's caches for snapshots, as a line of JSON followed by the raw arrays."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 class _LayerProxy:
     """Replaces a layer temporarily and forwards attributes to it.
 
-    This is no `nn.Module`, because it has no weights of its own.
+    It is not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, layer: Any) -> None:

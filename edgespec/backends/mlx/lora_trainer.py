@@ -27,7 +27,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MlxTrainer"]
 
-# Chosen: usual values for LoRA of small models.
+# Hyperparameters, chosen: common values for LoRA adapters of small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4

@@ -1,4 +1,4 @@
-"""`MlxModel`: an MLX model behind the LanguageModel Protocol, and the view of it that drafts for itself."""
+"""MLX models that implement the LanguageModel Protocol, and views of them that draft for themselves."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Characters of an exception's text that an error message shows. Chosen.
+# Maximum characters of an exception's text in an error message. Chosen.
 _MAX_DETAIL_CHARACTERS = 300
 
 

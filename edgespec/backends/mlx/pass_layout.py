@@ -99,7 +99,7 @@ class _TreeRope:
     """A rotary embedding that gives each token of a tree its own position.
 
     `mx.fast.rope` takes one offset for each sequence of a batch, so tokens are folded into the batch.
-    This is no `nn.Module`, because mlx must not load, save or count it as a layer.
+    It is not an `nn.Module`, because mlx must not load, save or count it as a layer.
     """
 
     def __init__(self, rope: Any, layout: PassLayout) -> None:

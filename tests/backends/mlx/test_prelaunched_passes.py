@@ -1,4 +1,4 @@
-"""What an MLX model begins before it is asked, and the threads it may be called from."""
+"""Tests of passes that are launched early, and of calls from several threads."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ histories = st.lists(
 
 
 class TestRunAhead:
-    """Steps begun before they are asked for change nothing, whatever is asked for instead."""
+    """Prelaunched steps change no result, whatever call comes instead."""
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(histories)
-    def test_any_history_is_the_same_with_and_without(
+    def test_any_history_is_the_same_with_and_without_run_ahead(
         self, llama: LanguageModel, history: list[tuple[str, int]]
     ) -> None:
         np.testing.assert_array_equal(self.play(llama, history, False), self.play(llama, history, True))
@@ -79,7 +79,7 @@ class TestRunAhead:
         seen.append(row(model, TokenTree.chain(4)))
         return np.stack(seen)
 
-    def test_it_stops_at_the_end_of_the_context(self, llama: LanguageModel) -> None:
+    def test_run_ahead_stops_at_the_end_of_the_context(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill([5] * 510)
         llama.run_ahead(True)
@@ -92,13 +92,13 @@ class TestRunAhead:
         llama.run_ahead(False)
 
 
-class TestFollowing:
-    """The target's pass may begin while the last guess is still being computed."""
+class TestPipelining:
+    """The verify pass may be launched while the last drafted token is still being computed."""
 
     @pytest.fixture
     def pair(self, folder: Path) -> Iterator[tuple[Any, Any]]:
         write_checkpoint(folder / "pair target", "llama")
-        # The same model, coarser: often right, and not always.
+        # The same model at fewer bits: its drafts are often accepted, but not always.
         write_checkpoint(folder / "pair draft", "llama", quantisation=("affine", 4, 32))
         target = mlx.load(str(folder / "pair target"), "target", LoadOptions(context_tokens=256))
         draft = mlx.load(str(folder / "pair draft"), "draft", LoadOptions(context_tokens=256))
@@ -145,10 +145,10 @@ class TestFollowing:
         assert said == plain
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
         if not min_confidence:
-            assert len(runs) == 1 + stats.target_passes  # and one for the prompt
+            assert len(runs) == 1 + stats.target_passes  # One more for the prompt.
         assert min(stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds) >= 0
 
-    def test_what_was_begun_in_vain_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
+    def test_a_discarded_prelaunched_pass_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair
         target.prefill([5, 6, 7])
         expected = row(target, TokenTree.chain(9, [10]), 1)
@@ -173,7 +173,7 @@ class TestFollowing:
 
 
 def count_forwards(model: Any) -> list[int]:
-    """A list that grows by one for each pass the model runs."""
+    """Return a list to which every pass of the model appends its width."""
     runs: list[int] = []
     passes = model._runner
     forward = passes._forward
@@ -188,10 +188,8 @@ def count_forwards(model: Any) -> list[int]:
 
 class TestThreads:
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
-    def test_a_model_may_be_loaded_used_and_closed_in_different_ones(
-        self, tmp_path: Path, dtype: str
-    ) -> None:
-        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+    def test_load_use_and_close_in_different_threads(self, tmp_path: Path, dtype: str) -> None:
+        """MLX evaluates an array only in the thread that created it, so no array may stay lazy."""
         models: list[LanguageModel] = []
         rows: list[NDArray[np.float64]] = []
 
@@ -204,7 +202,7 @@ class TestThreads:
             plain_step()
 
         def plain_step() -> None:
-            # What this one begins is asked for in the next thread.
+            # This thread launches a pass that the next thread asks for.
             logits = models[0].verify(TokenTree.chain(last[0]))
             last[:] = logits.best(0, 1, build_processors(SamplingParams(), []), Noise(1, 1))[0]
             rows.append(logits.at(0, np.arange(models[0].vocabulary.size)))
@@ -226,7 +224,7 @@ class TestThreads:
                 raise failures[0]
 
         path = write_checkpoint(tmp_path, "llama", dtype=dtype)
-        # With so little memory halves are not widened.
+        # The memory limit prevents widening to float32.
         little = (path / "model.safetensors").stat().st_size * 3 // 2
         options = LoadOptions(context_tokens=64, memory_bytes=little)
         in_thread(lambda: models.append(mlx.load(str(path), "llama", options)))

@@ -1,4 +1,4 @@
-"""An MLX model that drafts for itself: the reply does not notice, whatever the draft left out."""
+"""Tests of MLX models that draft for themselves: replies equal plain decoding for every method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from edgespec.prepare.exit_table import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-# Long enough for the windows of the tiny models to move.
+# Long enough for the sliding windows of the tiny models to drop rows.
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -46,7 +46,7 @@ def reply(
     draft_length: int = 4,
     prompt: Sequence[int] = PROMPT,
 ) -> tuple[list[int], Stats]:
-    """What the model says after the prompt, and what was counted."""
+    """Return the reply to the prompt and its statistics."""
     model.truncate(0)
     model.prefill(prompt[:-1])
     if drafter:
@@ -70,7 +70,7 @@ def reply(
 
 
 def loaded(folder: Path, kind: str, **more: Any) -> Any:
-    """A tiny model that is ready for every self-draft it can do."""
+    """Load a tiny model with every self-draft method that it supports."""
     options = LoadOptions(context_tokens=512, low_bits=True, kv_type=more.pop("kv_type", "auto"))
     return mlx.load(str(write_checkpoint(folder / kind, kind, **more)), kind, options)
 
@@ -101,7 +101,7 @@ class TestReplies:
         model.close()
 
     @pytest.mark.parametrize("way", WAYS)
-    def test_they_are_those_of_plain_decoding(self, model: Any, way: str) -> None:
+    def test_replies_equal_plain_decoding(self, model: Any, way: str) -> None:
         view = model.self_draft(WAYS[way])
         chains, trees = (
             ModelDrafter(view, model.facts.vocab_size, branches=branches, name=way)
@@ -116,16 +116,18 @@ class TestReplies:
         assert accepted > 0
         assert chains.memory_use.cache_bytes == 0
 
-    def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
+    def test_rejection_mode_at_temperature_0_gives_the_same_tokens(self, model: Any) -> None:
         plain, _ = reply(model, None)
         for how in WAYS.values():
             drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size)
             assert reply(model, drafter, rule=Rejection(RandomDraws(1)))[0] == plain
 
 
-class TestEveryKind:
+class TestArchitectures:
     @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
-    def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
+    def test_each_architecture_drafts_for_itself_or_states_the_reason(
+        self, tmp_path: Path, kind: str
+    ) -> None:
         model = loaded(tmp_path, kind)
         can = model.facts.capabilities.self_draft_methods
         if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
@@ -135,7 +137,7 @@ class TestEveryKind:
             with pytest.raises(CapabilityError):
                 model.self_draft(EarlyExit(1))
         else:
-            assert can == {"layerskip", "lowbit"}  # two layers leave none to skip
+            assert can == {"layerskip", "lowbit"}  # With two layers none can be skipped.
             with pytest.raises(CapabilityError, match="no layers between"):
                 model.self_draft(SkippedLayers((1,)))
             plain, _ = reply(model, None)
@@ -146,7 +148,7 @@ class TestEveryKind:
 
 
 class TestDemo:
-    """The embedded model: 8 bits, twelve layers."""
+    """Tests with the embedded model, which has 8-bit weights and twelve layers."""
 
     @pytest.fixture(scope="class", params=["auto", "q8_0"])
     def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -155,7 +157,7 @@ class TestDemo:
         yield model
         model.close()
 
-    def test_replies_are_the_same_and_drafts_are_often_right(self, demo: Any) -> None:
+    def test_replies_are_the_same_and_drafts_are_accepted(self, demo: Any) -> None:
         prompt = demo.vocabulary.tokenize("Once upon a time there was", special=False, start=True)
         plain, _ = reply(demo, None, prompt=prompt)
         shares = {}
@@ -166,7 +168,7 @@ class TestDemo:
             shares[type(how)] = stats.accepted_tokens / stats.drafted_tokens
         assert min(shares.values()) > 0.2
 
-    def test_what_the_lower_layers_computed_is_not_computed_again(self, demo: Any) -> None:
+    def test_verification_does_not_rerun_the_lower_layers(self, demo: Any) -> None:
         rows: dict[int, int] = {0: 0, 11: 0}
         for layer in rows:
             count_rows(demo.caches.attention[layer], rows, layer)
@@ -185,7 +187,7 @@ class TestDemo:
         plain = demo.verify(TokenTree.chain(9, [10, 11, 12]))
         np.testing.assert_array_equal(got, plain.at(3, np.arange(demo.vocabulary.size)))
 
-    def test_a_chain_is_waited_for_once_a_token_and_the_next_step_is_begun_early(self, demo: Any) -> None:
+    def test_drafting_waits_once_per_token_and_launches_the_next_step(self, demo: Any) -> None:
         demo.truncate(0)
         demo.prefill(PROMPT)
         view = demo.self_draft(EarlyExit(6))
@@ -198,7 +200,7 @@ class TestDemo:
 
 
 def count_rows(cache: Any, rows: dict[int, int], layer: int) -> None:
-    """Count what is appended to a cache from now on."""
+    """Count the rows appended to a cache from now on."""
     append = cache.update_and_fetch
     rows[layer] = 0
 
@@ -223,7 +225,7 @@ actions = st.lists(
 
 
 class TestHistories:
-    """Rounds of the views and of the target in any order: the target is as if it had been alone."""
+    """Runs rounds of views and of the target in any order, and checks the target's logits."""
 
     @pytest.fixture(scope="class")
     def models(self, folder: Path) -> Iterator[list[Any]]:
@@ -237,7 +239,7 @@ class TestHistories:
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(0, 1), actions)
-    def test_its_logits_are_those_of_a_fresh_prefill(
+    def test_logits_equal_those_of_a_fresh_prefill(
         self, models: list[Any], which: int, history: list[tuple[str, SelfDraft, int]]
     ) -> None:
         model = models[which]
@@ -291,7 +293,7 @@ class TestHistories:
 
 
 class TestViews:
-    def test_layers_that_are_not_there_or_must_stay_are_refused(self, folder: Path) -> None:
+    def test_invalid_exit_and_skipped_layers_are_rejected(self, folder: Path) -> None:
         model = loaded(folder, "llama", config={"num_hidden_layers": 4})
         for how in (
             EarlyExit(0),
@@ -305,7 +307,7 @@ class TestViews:
         assert model.layer_count == 4
         model.close()
 
-    def test_a_view_has_no_memory_of_its_own(self, llama: LanguageModel) -> None:
+    def test_a_view_has_no_cache_of_its_own(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill(PROMPT)
         view = llama.self_draft(EarlyExit(1))
@@ -326,7 +328,7 @@ class TestViews:
         assert np.isfinite(row(llama, TokenTree.chain(9))).all()
         llama.truncate(0)
 
-    def test_a_round_that_the_target_ended_is_over(self, llama: LanguageModel) -> None:
+    def test_a_draft_cannot_continue_a_round_that_the_target_ended(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill(PROMPT)
         view, other = llama.self_draft(EarlyExit(1)), llama.self_draft(EarlyExit(1))
@@ -337,8 +339,8 @@ class TestViews:
         llama.commit(())
         assert llama.length == len(PROMPT)
 
-    def test_rounds_may_go_on_in_another_thread(self, llama: LanguageModel) -> None:
-        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+    def test_a_round_may_continue_in_another_thread(self, llama: LanguageModel) -> None:
+        """MLX evaluates an array only in the thread that created it, so no array may stay lazy."""
         llama.truncate(0)
         llama.prefill(PROMPT)
         expected = row(llama, TokenTree.chain(9, [10, 11]), 2)
@@ -352,9 +354,9 @@ class TestViews:
         llama.truncate(0)
 
 
-class TestInterrupted:
+class TestInterrupt:
     @pytest.mark.parametrize("way", [EarlyExit(2), LowBit(), SkippedLayers((2,))])
-    def test_a_pass_cut_short_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
+    def test_an_interrupted_pass_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
         model = loaded(folder, "qwen2", config={"num_hidden_layers": 4})
         model.prefill(PROMPT)
         tree = TokenTree.chain(9, [10, 11])
@@ -378,7 +380,7 @@ class TestInterrupted:
 
 
 def interrupt_at(cache: Any) -> None:
-    """Let Ctrl-C come when rows have just been appended to a cache."""
+    """Raise KeyboardInterrupt right after rows were appended to a cache."""
     append = cache.update_and_fetch
 
     def stopped(keys: Any, values: Any) -> None:
@@ -389,7 +391,7 @@ def interrupt_at(cache: Any) -> None:
 
 
 class TestAgreement:
-    def test_it_is_that_of_the_two_best_tokens_and_leaves_the_memory_alone(self, folder: Path) -> None:
+    def test_top1_agreement_compares_best_tokens_and_leaves_the_cache_unchanged(self, folder: Path) -> None:
         model = loaded(folder, "llama_sliding", config={"num_hidden_layers": 5, "layer_types": None})
         tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
         model.prefill(tokens)
@@ -413,7 +415,7 @@ class TestAgreement:
 
 
 class TestExits:
-    def test_the_best_exit_is_found_and_the_memory_left_alone(self) -> None:
+    def test_measure_exits_finds_the_best_exit_and_leaves_the_cache_unchanged(self) -> None:
         model: Any = mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=512))
         text = "The river ran down from the hills and through the old town, where the market was."
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
@@ -433,7 +435,7 @@ class TestExits:
         assert agreements[4] == np.mean(np.array(early) == np.array(whole))
         model.close()
 
-    def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
+    def test_the_verdict_for_a_model_not_trained_for_early_exit(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
         table = exit_table(*measure_exits(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.is_faster

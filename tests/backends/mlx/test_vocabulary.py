@@ -1,4 +1,4 @@
-"""The tokens of a checkpoint are those llama.cpp has for the same model: bytes, control tokens and ends."""
+"""Tests that MLX vocabularies equal llama.cpp's for the same model: bytes, control tokens and end tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.backends.tiny_models import WORDS, write_llama
 
 _TYPES = {"control": gguf.TokenType.CONTROL, "user": gguf.TokenType.USER_DEFINED}
 
-# What chat templates, keyboards and careless programs put into a text.
+# Unusual text of chat templates, keyboards and faulty programs.
 _TRICKY = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "_end|>", "</s>", "<s>", "<unk>", "<0x41>"),
     *(" ", "  ", "\n", "\r\n", "\t", "\x00", "\ufeff", "\u00a0", "\u2028", "▁", "Ġ", "\ud800", "\udfff"),
@@ -57,7 +57,7 @@ def _of(folder: Path, vocab_size: int, ends: list[int] | None = None) -> MlxVoca
 
 
 def _write_gguf(path: Path, folder: Path, size: int, types: dict[str, str]) -> Path:
-    """The vocabulary of a byte-level tokenizer.json as llama.cpp's converter writes it."""
+    """Write a byte-level tokenizer.json as GGUF metadata, as llama.cpp's converter does."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     texts = {token: text for text, token in tokenizer["model"]["vocab"].items()}
     texts |= {entry["id"]: entry["content"] for entry in tokenizer["added_tokens"]}
@@ -80,7 +80,7 @@ def _write_gguf(path: Path, folder: Path, size: int, types: dict[str, str]) -> P
 
 
 def _llama_vocabulary(path: Path) -> tuple[LlamaVocabulary, Any]:
-    """Of a file that holds nothing else; with what must be freed."""
+    """Return llama.cpp's vocabulary of a file without weights, and what to free afterwards."""
     lib = library()
     params = lib.llama_model_default_params()
     params.vocab_only = True
@@ -107,14 +107,14 @@ def _assert_same_reading(ours: Vocabulary, theirs: Vocabulary, text: str) -> Non
 
 @pytest.fixture(scope="module")
 def demo(demo_target: Path) -> Iterator[tuple[Vocabulary, Vocabulary]]:
-    """The embedded model, by mlx and by llama.cpp."""
+    """Return the vocabulary of the embedded model on MLX and on llama.cpp."""
     folder = models_folder() / "demo-mlx"
     theirs = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=256))
     yield _of(folder, 8192, [1, 2]), theirs.vocabulary
     theirs.close()
 
 
-def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary]) -> None:
+def test_the_demo_has_the_same_tokens_on_both_backends(demo: tuple[Vocabulary, Vocabulary]) -> None:
     ours, theirs = demo
     _assert_same_tokens(ours, theirs)
     assert ours.chat_template == theirs.chat_template
@@ -126,16 +126,16 @@ def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary
 @example("")
 @example(" a")
 @example("<|im_start|>user\nhi<|im_end|>\n")
-def test_the_demo_reads_the_same_on_both(demo: tuple[Vocabulary, Vocabulary], text: str) -> None:
+def test_the_demo_tokenizes_the_same_on_both_backends(demo: tuple[Vocabulary, Vocabulary], text: str) -> None:
     _assert_same_reading(*demo, text)
 
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vocabulary, Vocabulary]]:
-    """A byte-level vocabulary with added tokens of every sort and padding after them."""
+    """Return a byte-level vocabulary with all kinds of added tokens and padding, on both backends."""
     folder = write_tokenizer(tmp_path_factory.mktemp("bpe"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Two that nobody called special: one looks it, one is for users to write; and gpt-oss's marks.
+    # Added tokens not marked as special, of which one looks like a control token, and gpt-oss's marks.
     tokenizer.add_tokens([AddedToken("<|looks|>", normalized=False), AddedToken("<think>", normalized=False)])
     tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
     tokenizer.add_special_tokens(["<|channel|>", "<|return|>", "<|call|>", "<|end|>", "<|fim_pad|>", "日"])
@@ -173,12 +173,12 @@ def test_byte_level_tokens_are_the_same(byte_level: tuple[Vocabulary, Vocabulary
 
 @SETTINGS
 @given(st.lists(st.one_of(TEXTS, st.sampled_from(["<|looks|>", "<think>", "<|channel|>", "<|end|>", "日"]))))
-def test_byte_level_reads_the_same(byte_level: tuple[Vocabulary, Vocabulary], parts: list[str]) -> None:
+def test_byte_level_tokenizes_the_same(byte_level: tuple[Vocabulary, Vocabulary], parts: list[str]) -> None:
     _assert_same_reading(*byte_level, "".join(parts))
 
 
 def _write_sentencepiece(folder: Path) -> Path:
-    """The vocabulary of `write_llama`, as a tokenizer.json."""
+    """Return the vocabulary of `write_llama` as a tokenizer.json, on both backends."""
     folder.mkdir()
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocab = {text: i for i, text in enumerate(texts)}
@@ -216,7 +216,7 @@ def test_sentencepiece_tokens_are_the_same(sentencepiece: tuple[Vocabulary, Voca
 
 @SETTINGS
 @given(TEXTS)
-def test_sentencepiece_reads_the_same(sentencepiece: tuple[Vocabulary, Vocabulary], text: str) -> None:
+def test_sentencepiece_tokenizes_the_same(sentencepiece: tuple[Vocabulary, Vocabulary], text: str) -> None:
     _assert_same_reading(*sentencepiece, text)
 
 
@@ -225,7 +225,7 @@ def tiny(tmp_path: Path) -> MlxVocabulary:
     return _of(write_tokenizer(tmp_path), ROWS)
 
 
-def test_control_tokens_are_text_unless_asked_for(tiny: MlxVocabulary) -> None:
+def test_control_tokens_are_plain_text_by_default(tiny: MlxVocabulary) -> None:
     (control,) = tiny.tokenize("<|im_start|>", special=True, start=False)
     assert tiny.piece(control) == b""
     assert tiny.raw_piece(control) == b"<|im_start|>"
@@ -236,13 +236,13 @@ def test_control_tokens_are_text_unless_asked_for(tiny: MlxVocabulary) -> None:
 
 @SETTINGS
 @given(text=TEXTS)
-def test_plain_text_comes_back(tiny: MlxVocabulary, text: str) -> None:
+def test_plain_text_round_trips(tiny: MlxVocabulary, text: str) -> None:
     tokens = tiny.tokenize(text, special=False, start=False)
     said = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
     assert b"".join(tiny.piece(token) for token in tokens) == said
 
 
-def test_a_token_beyond_the_model_is_text_or_an_error(tmp_path: Path) -> None:
+def test_a_token_beyond_the_logits_is_plain_text_or_an_error(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     without = _of(folder, TOKENS - 1)
     tokens = without.tokenize("a<|im_end|>", special=True, start=False)
@@ -252,7 +252,7 @@ def test_a_token_beyond_the_model_is_text_or_an_error(tmp_path: Path) -> None:
         _of(folder, 20).tokenize("the list", special=False, start=False)
 
 
-def test_tokens_that_do_not_exist_are_refused(tiny: MlxVocabulary) -> None:
+def test_unknown_token_ids_are_rejected(tiny: MlxVocabulary) -> None:
     for token in (-1, ROWS):
         with pytest.raises(BackendError, match=f"there is no token {token} in a vocabulary of {ROWS}"):
             tiny.raw_piece(token)
@@ -267,14 +267,14 @@ def _configured(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_ends_of_all_the_files_count(tmp_path: Path) -> None:
+def test_end_tokens_come_from_all_configuration_files(tmp_path: Path) -> None:
     vocabulary = _of(write_tokenizer(tmp_path), ROWS, [65])
     ends = {token for token in range(ROWS) if vocabulary.is_end(token)}
     texts = {vocabulary.raw_piece(token) for token in ends}
     assert texts == {b"<|im_end|>", b"<|endoftext|>", vocabulary.raw_piece(65)}
 
 
-def test_templates_of_every_form(tmp_path: Path) -> None:
+def test_every_form_of_chat_template(tmp_path: Path) -> None:
     assert _of(write_tokenizer(tmp_path / "one"), ROWS).chat_template == CHATML
     assert _of(write_tokenizer(tmp_path / "none", template=None), ROWS).chat_template is None
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
@@ -285,7 +285,7 @@ def test_templates_of_every_form(tmp_path: Path) -> None:
     assert _of(folder, ROWS).chat_template == "from a file"
 
 
-def test_threads_do_not_mix_up_each_others_control_tokens(tiny: MlxVocabulary) -> None:
+def test_concurrent_calls_do_not_mix_up_control_tokens(tiny: MlxVocabulary) -> None:
     texts = [(text * 20, special) for text in ("<|im_end|>", "the list") for special in (True, False)]
     expected = {case: tiny.tokenize(case[0], special=case[1], start=False) for case in texts}
     wrong: list[object] = []
@@ -302,7 +302,7 @@ def test_threads_do_not_mix_up_each_others_control_tokens(tiny: MlxVocabulary) -
     assert not wrong
 
 
-def test_closed_while_another_thread_reads(tiny: MlxVocabulary) -> None:
+def test_close_while_another_thread_tokenizes(tiny: MlxVocabulary) -> None:
     outcomes: list[type[BaseException]] = []
     begun = threading.Event()
 

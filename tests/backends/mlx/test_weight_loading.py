@@ -1,4 +1,4 @@
-"""Checkpoints: every kind loads and writes, and everything wrong with a folder is said in one line."""
+"""Tests of loading weights: every architecture loads, and damaged folders give errors of one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _open(path: Path, progress: Any = None, **options: Any) -> LoadedModel:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns: mlx evaluates only in the thread that made an array, so anything lazy raises."""
+    """Run `work` in another thread. MLX evaluates an array only in its own thread, so lazy arrays raise."""
     done: list[Any] = []
 
     def run() -> None:
@@ -67,12 +67,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(llama: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """Return the folder of a model that a test may damage."""
     return Path(shutil.copytree(llama, tmp_path / "broken"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_loads_in_one_thread_and_writes_in_another(kind: str, tmp_path: Path) -> None:
+def test_every_architecture_loads_in_one_thread_and_runs_in_another(kind: str, tmp_path: Path) -> None:
     checkpoint = _open(write_checkpoint(tmp_path, kind))
     assert checkpoint.architecture == configuration(kind)["model_type"]
     assert checkpoint.trained_context_tokens == 512
@@ -91,7 +91,7 @@ def test_every_kind_loads_in_one_thread_and_writes_in_another(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_kept_of_a_token_are_those_in_the_caches(kind: str, tmp_path: Path) -> None:
+def test_kv_elements_per_token_match_the_caches(kind: str, tmp_path: Path) -> None:
     checkpoint = _open(write_checkpoint(tmp_path, kind))
     caches = make_prompt_cache(checkpoint.model)
     checkpoint.model(mx.array([[65]]), cache=caches)
@@ -118,8 +118,8 @@ def _dense_llama(tmp_path: Path) -> dict[str, Any]:
     return dict(weights)
 
 
-def test_mixed_quantisation_names_what_most_weights_have(tmp_path: Path) -> None:
-    # mlx-lm keeps the routers of experts at 8 bits.
+def test_mixed_quantisation_names_the_most_common_kind(tmp_path: Path) -> None:
+    # mlx-lm quantises the routers of experts to 8 bits.
     path = write_checkpoint(tmp_path, "qwen3_moe", quantisation=("affine", 4, 32))
     assert _open(path).quantisation == "4-bit affine, group 32 (mixed)"
 
@@ -130,7 +130,7 @@ def _with_config(folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def test_halves_stay_halves_where_widening_does_not_fit(tmp_path: Path) -> None:
+def test_16_bit_weights_are_not_widened_beyond_the_memory_limit(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype="float16")
     wide = _open(path)
     assert (wide.quantisation, wide.dtype) == ("float16", mx.float32)
@@ -143,7 +143,7 @@ def test_halves_stay_halves_where_widening_does_not_fit(tmp_path: Path) -> None:
     assert _open(path, memory_bytes=wide.weight_bytes + context_bytes).dtype == mx.float32
 
 
-def test_too_large_for_the_budget_is_said_before_loading(
+def test_a_model_beyond_the_memory_limit_fails_before_loading(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights: Any = mx.load(str(llama / "model.safetensors"))
@@ -153,7 +153,7 @@ def test_too_large_for_the_budget_is_said_before_loading(
         _open(llama, memory_bytes=size - 1)
 
 
-def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_goes_from_0_to_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     seen: list[tuple[str, float]] = []
 
@@ -171,7 +171,7 @@ def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3])
-def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+def test_progress_returning_false_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
     monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     asked: list[float] = []
 
@@ -184,7 +184,7 @@ def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: 
     assert asked[-1] < 0.9
 
 
-def test_an_adapter_changes_what_the_model_says(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_logits(llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", llama)
     plain, adapted = _open(llama), _open(llama, adapter=str(adapter))
     assert adapted.weight_bytes > plain.weight_bytes
@@ -193,7 +193,7 @@ def test_an_adapter_changes_what_the_model_says(llama: Path, tmp_path: Path) -> 
     assert moved.max() > 0.1
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path, llama: Path) -> None:
+def test_an_adapter_of_another_model_is_rejected(tmp_path: Path, llama: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", write_checkpoint(tmp_path / "lfm2", "lfm2"))
     with pytest.raises(ModelFileError, match="adapter could not be loaded"):
         _open(llama, adapter=str(adapter))
@@ -217,7 +217,7 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
         _open(llama, adapter=str(llama))
 
 
-# Folders that are no checkpoint. Each breaks one thing and is told so in one line.
+# Damaged model folders and the expected error messages.
 
 
 def _gguf(folder: Path) -> Path:
@@ -328,7 +328,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_what_is_wrong_is_said_in_one_line(trouble: str, folder: Path) -> None:
+def test_damaged_folders_give_errors_of_one_line(trouble: str, folder: Path) -> None:
     breaking, message = TROUBLES[trouble]
     path = breaking(folder) or folder
     with pytest.raises(ModelFileError, match=message) as caught:
@@ -344,7 +344,7 @@ def test_missing_shards_are_counted(folder: Path) -> None:
         _open(folder)
 
 
-def test_a_tokenizer_that_wants_its_own_program_is_refused(folder: Path) -> None:
+def test_a_tokenizer_with_its_own_code_is_rejected(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "vocab.json")
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -364,12 +364,12 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.weight_loading import load_model
 load_model(sys.argv[1], "tiny", LoadOptions(), None)
-# mlx-lm would have made them 2048 and 4096, or failed where it may not.
+# mlx-lm would set these limits to 2048 and 4096, or fail without the permission.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
 
 
-def test_loading_says_nothing_asks_no_network_and_leaves_the_limits(tmp_path: Path) -> None:
+def test_loading_is_silent_offline_and_leaves_the_limits(tmp_path: Path) -> None:
     # A padding token beyond the vocabulary makes transformers warn.
     path = write_checkpoint(tmp_path, "llama", config={"pad_token_id": 10**6})
     ran = subprocess.run(
@@ -393,7 +393,7 @@ except BackendMissingError as error:
 
 
 @pytest.mark.parametrize("module", ["mlx.core", "mlx_lm.utils"])
-def test_without_the_libraries_the_error_names_the_extra(module: str, llama: Path) -> None:
+def test_without_mlx_the_error_names_the_extra(module: str, llama: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _WITHOUT, module, str(llama)],
         capture_output=True,
