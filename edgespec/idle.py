@@ -1,4 +1,4 @@
-"""What is done between replies in a thread of its own: drafters improve, memory is watched."""
+"""A background thread that runs drafters' idle work between replies and then watches memory."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Called with what tells whether it is still wanted; a watch says whether it is to be called again.
-_Rest: TypeAlias = Callable[[Callable[[], bool]], None]
+# Both are called with `should_continue`. A watch returns whether to call it again.
+_IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Replies of a script follow one another at once, and a command ends after its reply: neither is a rest.
+# Idle time before work begins. Scripts start their next reply sooner than this, and commands end. Chosen.
 QUIET_SECONDS = 0.3
-# Then it is looked so often whether other programs need memory.
+# Interval between two calls of the watch. Chosen.
 WATCH_SECONDS = 2.0
 
 
 def drafters_with_idle_work(drafter: Drafter | None) -> tuple[Drafter, ...]:
-    """The drafters in this one that use a rest."""
+    """Return the parts of a drafter that have idle work."""
     return tuple(part for part in drafter.parts if part.has_idle_work) if drafter else ()
 
 
 class IdleWorker:
-    """A rest after each reply, in a thread: it is used once, then memory is watched, until `stop`.
+    """Runs work in a background thread after each reply. One instance belongs to one session.
 
-    trouble: why a drafter rests no more, by its name.
+    Attributes:
+        failures: Why the idle work of a drafter failed, by the drafter's name. It is not run again.
     """
 
     def __init__(self) -> None:
@@ -39,55 +40,65 @@ class IdleWorker:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, rest: _Rest, watch: _Watch) -> None:
-        """Call `rest(wanted)` in the background after a quiet moment; `wanted` turns false with `stop`.
+    def start(self, work: _IdleWork, watch: _Watch) -> None:
+        """Start a thread that runs `work` once after `QUIET_SECONDS`, and then calls `watch` repeatedly.
 
-        Then `watch(wanted)` now and then, until it is false: a method, whose owner is not kept for it.
+        Args:
+            work: Called with `should_continue`, which returns False after `stop`.
+            watch: A method that is called every `WATCH_SECONDS` until it returns False. Its object is held by
+                a weak reference, so that the thread does not keep it alive.
         """
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(
-            target=_use_quiet, args=(stopped, [rest], WeakMethod(watch)), name="edgespec-idle", daemon=True
+            target=_run, args=(stopped, [work], WeakMethod(watch)), name="edgespec-idle", daemon=True
         )
-        with suppress(RuntimeError):  # the process ends: nobody will ask again
+        with suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
             thread.start()
             self._thread = thread
 
     def stop(self) -> None:
-        """The rest is over, from any thread; what runs ends with its present step."""
+        """Let the thread end after its current step. May be called from any thread."""
         self._stopped.set()
 
     def join(self) -> None:
-        """Wait until nothing runs; after `stop`."""
+        """Wait for the thread to end. Call `stop` first."""
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def run_drafters(self, parts: Sequence[Drafter], wanted: Callable[[], bool]) -> bool:
-        """Let each drafter rest once; False when one failed, which then rests no more."""
-        fine = True
-        for part in parts:
-            if not wanted():
+    def run_drafters(self, drafters: Sequence[Drafter], should_continue: Callable[[], bool]) -> bool:
+        """Run the idle work of each drafter once.
+
+        Returns:
+            False if the idle work of a drafter failed. The reason is in `failures`.
+        """
+        succeeded = True
+        for drafter in drafters:
+            if not should_continue():
                 break
-            if part.name in self.failures:
+            if drafter.name in self.failures:
                 continue
             try:
-                part.run_idle_work(wanted)
+                drafter.run_idle_work(should_continue)
             except CancelledError:
                 break
             except Exception as error:
-                fine = False
-                what = error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
-                self.failures[part.name] = f"{part.name} learns no more: {' '.join(what.split())}"
-        return fine
+                succeeded = False
+                reason = (
+                    error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
+                )
+                self.failures[drafter.name] = f"{drafter.name} stopped learning: {' '.join(reason.split())}"
+        return succeeded
 
 
-def _use_quiet(stopped: threading.Event, rests: list[_Rest], watching: WeakMethod[_Watch]) -> None:
-    def wanted() -> bool:
+def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: WeakMethod[_Watch]) -> None:
+    def should_continue() -> bool:
         return not stopped.is_set()
 
     if stopped.wait(QUIET_SECONDS):
         return
-    rests.pop()(wanted)  # from here on nothing of it is held
-    while (watch := watching()) and watch(wanted):
+    # The work is removed from the list, so that no reference to it remains while the watch runs.
+    pending_work.pop()(should_continue)
+    while (watch := weak_watch()) and watch(should_continue):
         watch = None
         if stopped.wait(WATCH_SECONDS):
             return

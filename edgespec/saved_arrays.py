@@ -1,4 +1,4 @@
-"""What was learnt about a model, kept from one run to the next: private files, written in one step."""
+"""Named arrays, such as trained weights and measurements, saved in private files for later runs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,22 @@ from edgespec.files import (
 __all__ = ["SavedArrays", "delete_saved_arrays", "models_fingerprint"]
 
 VERSION = 1
-_MOST_BYTES = 512 * 2**20
-_WEIGHTS = (".safetensors", ".gguf", ".npz")
+_MAX_BYTES = 512 * 2**20
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 
 
 class SavedArrays:
-    """Arrays by name in one file, tied to what they were learnt about.
+    """Named arrays in one file that belongs to certain models.
 
-    kind: such as `swift`. identity: of the models, see `models_fingerprint`; files of others are never read.
-    notice: what could not be read or written. Nothing is raised: what is lost is learnt again.
+    No method raises because of the file: problems are reported in `notice`, and the data is created anew.
+
+    Args:
+        kind: Kind of data, such as `swift`.
+        identity: Identifies the models, see `models_fingerprint`. Files of other models are not read.
+        folder: Folder of the file; by default one in the user's data folder.
+
+    Attributes:
+        notice: What could not be read or written, for the user; empty without a problem.
     """
 
     def __init__(self, kind: str, identity: str, folder: Path | None = None) -> None:
@@ -46,55 +53,68 @@ class SavedArrays:
         self._header = f"{kind} {VERSION} {digest}"
 
     def load(self) -> Mapping[str, NDArray[Any]]:
-        """What was saved last; nothing where there is nothing or it cannot be read."""
+        """Return the saved arrays, or an empty mapping if there are none or they cannot be read."""
         try:
-            if regular_file_bytes(self.path) > _MOST_BYTES:
-                raise ValueError("it is too large")
-            # Read at once, so that the file is not held open.
+            if regular_file_bytes(self.path) > _MAX_BYTES:
+                raise ValueError("the file is too large")
+            # The file is read at once, because an open file cannot be replaced on Windows.
             with np.load(io.BytesIO(read_regular_file(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:
             return {}
         except OSError as error:
-            self.notice = f"what was learnt cannot be read from {self.path}: {error_reason(error)}"
+            self.notice = f"saved data cannot be read from {self.path}: {error_reason(error)}"
             return {}
         except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError):
-            self.notice = f"what was learnt is not readable in {self.path}; it is learnt again"
+            self.notice = f"the saved data in {self.path} is damaged and will be replaced"
             return {}
         header = values.pop("header", None)
         if header is None or header.dtype.kind != "U" or header.shape != () or str(header) != self._header:
-            self.notice = f"{self.path} was written for something else; it is learnt again"
+            self.notice = f"the saved data in {self.path} belongs to another model and will be replaced"
             return {}
         return values
 
     def save(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Keep these in the place of what was there."""
+        """Replace the saved arrays by `values`."""
         payload = io.BytesIO()
-        named: dict[str, Any] = {**values, "header": np.array(self._header)}
-        np.savez(payload, **named)
+        arrays: dict[str, Any] = {**values, "header": np.array(self._header)}
+        np.savez(payload, **arrays)
         try:
             make_private_folder(self.path.parent)
             write_private_file(self.path, payload.getvalue())
             self.notice = ""
         except OSError as error:
-            self.notice = f"what was learnt is not kept in {self.path}: {error_reason(error)}"
+            self.notice = f"data cannot be saved in {self.path}: {error_reason(error)}"
 
 
 def delete_saved_arrays(folder: Path | None = None) -> int:
-    """Delete what was learnt, about every model. Gives the bytes that were freed. Raises OSError."""
+    """Delete the saved arrays of all models.
+
+    Returns:
+        The number of freed bytes.
+
+    Raises:
+        OSError: A file cannot be deleted.
+    """
     folder = folder or _default_folder()
     return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
 
 def models_fingerprint(*models: ModelFacts) -> str:
-    """A hash that other models, or other weights of the same shape, would not have; the order counts.
+    """Return a hash that identifies models, in the given order, including their weights.
 
-    A few blocks of every file of weights are read. A file that cannot be read counts by its name.
+    A few blocks of each weight file are read. Of files that cannot be read, only the name counts.
     """
     digest = hashlib.sha256()
     for facts in models:
-        told = (facts.architecture, facts.quantisation, facts.parameters, facts.file_bytes, facts.vocab_size)
-        digest.update(repr(told).encode())
+        properties = (
+            facts.architecture,
+            facts.quantisation,
+            facts.parameters,
+            facts.file_bytes,
+            facts.vocab_size,
+        )
+        digest.update(repr(properties).encode())
         for path in _weight_files(Path(facts.path)):
             digest.update(path.name.encode())
             with suppress(OSError):
@@ -109,4 +129,4 @@ def _default_folder() -> Path:
 def _weight_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    return sorted(one for one in path.iterdir() if one.suffix in _WEIGHTS)
+    return sorted(one for one in path.iterdir() if one.suffix in _WEIGHT_SUFFIXES)

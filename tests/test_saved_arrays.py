@@ -46,7 +46,7 @@ def test_another_models_file_is_not_read(tmp_path: Path) -> None:
     assert other.load() == {}
     one.path.rename(other.path)
     assert other.load() == {}
-    assert "something else" in other.notice
+    assert "belongs to another model" in other.notice
     assert SavedArrays("swift", "one", tmp_path).path != one.path
 
 
@@ -69,7 +69,7 @@ def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "learnt").write_text("a file where a folder should be")
     file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
-    assert "is not kept" in file.notice
+    assert "cannot be saved" in file.notice
 
 
 def test_the_identity_of_models(tmp_path: Path) -> None:
@@ -98,6 +98,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path)
     os.mkfifo(file.path)
     assert file.load() == {}
-    assert file.notice == f"what was learnt cannot be read from {file.path}: it is not a regular file"
+    assert file.notice == f"saved data cannot be read from {file.path}: it is not a regular file"
     file.save(VALUES)
     assert set(file.load()) == set(VALUES)

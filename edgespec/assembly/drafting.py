@@ -231,7 +231,7 @@ class _Maker:
             table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
         finally:
             self._model.truncate(0)
-        if not table.pays:
+        if not table.is_faster:
             raise CapabilityError(
                 f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
             )

@@ -81,7 +81,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
             ("EXIT LAYER", "SAME TOKEN", "DRAFT LENGTH", "SPEED-UP"), [_exit_row(found) for found in exits]
         )
     found = measured_exit(prepared)
-    if found and not found.pays:
+    if found and not found.is_faster:
         note(f"This model {found.shortfall}.")
     _print_result(
         prepared, f"exit after layer {prepared.settings['exit_layer']} of {prepared.facts['layer_count']}"

@@ -1,4 +1,4 @@
-"""What a drafter has learnt, from one run to the next."""
+"""Interface of the store that keeps a drafter's learned state between runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ __all__ = ["ArrayStore"]
 
 
 class ArrayStore(Protocol):
-    """Where something learnt is kept. Neither call raises: see `notice`, which is for people."""
+    """Store of named arrays. Failures raise nothing and set `notice`.
+
+    Attributes:
+        notice: Why the last call failed, for the user; empty if it did not.
+    """
 
     notice: str
 
     def load(self) -> Mapping[str, NDArray[Any]]:
-        """What was saved last, by name; nothing where there is nothing or it cannot be read."""
+        """Return the arrays saved last; an empty mapping if there are none or they are unreadable."""
 
     def save(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Keep these in the place of what was there."""
+        """Replace the saved arrays."""

@@ -1,4 +1,4 @@
-"""What every drafter is."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ class MemoryUse:
 
 
 class Drafter(ABC):
-    """Guesses tokens. Whatever it proposes, the reply stays the same; only the speed changes.
+    """Proposes tokens for the target to verify. Drafts affect the speed of a reply, never its tokens.
 
-    A round is `propose`, the target's pass, `observe`, the target's commit, `commit`. A round may begin
-    without `propose`, and a proposal may be cut or joined with others before it is verified.
-    has_idle_work: `run_idle_work` has something to do.
+    The order of calls in a round is `propose`, the target's `verify`, `observe`, the target's `commit`,
+    `commit`. A round may omit `propose`. A draft may be cut, or merged with others, before it is verified.
 
     Attributes:
+        name: Name of the method in options and reports.
         is_lookup: Drafts are looked up without running a model. Any part of such a draft may be verified
             without the rest.
         chooses_length: The drafter chooses the draft length itself, up to the limit given to `propose`.
+        has_idle_work: `run_idle_work` does something.
     """
 
     name: str
@@ -67,24 +68,34 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """A reply begins after `tokens` (all of the prompt). What is already known is not computed again."""
+        """Begin a reply. State of a common prefix with the last sequence is reused.
+
+        Args:
+            tokens: The whole prompt, including earlier turns of the chat.
+        """
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """A tree of up to `draft_length` levels whose root is the last token; the root alone when no guess.
+        """Return a draft: a tree whose root is the last token, or the root alone without a draft.
 
-        `sampler` stands after the last token; it is left as it was found.
+        Args:
+            sampler: The target's sampler after the last token. Its state is the same after the call.
+            acceptance: Acceptance rule, which also draws the tokens of drafts with probabilities.
+            draft_length: Largest depth of the tree.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """See what the target said of the tree it verified, before that is gone; row i is node i's.
+        """Receive the target's logits before its next pass overwrites them.
 
-        `sampler` stands after the last token; it is left as it was found.
+        Args:
+            tree: The tree that was verified.
+            logits: The target's logits; row i belongs to node i.
+            sampler: The target's sampler after the last token. Its state is the same after the call.
         """
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """These tokens were emitted after the last proposal (or without one)."""
+        """Append the tokens that were emitted in this round."""
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -93,14 +104,14 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters it is put together from. Rests go to these, not to the whole."""
+        """The drafters that this drafter combines, or itself. Idle work is run for each of them."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027
         """Do slow one-time work now, such as loading an index, so that no reply waits for it."""
 
     def note(self) -> str:
-        """One line on what it has learnt, or why it does not draft; empty when there is nothing to say."""
+        """Return one line for the user on the drafter's state, or why it does not draft; may be empty."""
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
@@ -111,13 +122,17 @@ class Drafter(ABC):
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Give up what is held of the last text, but not what was learnt: the next reply reads its own."""
+        """Drop all state of the last sequence, but keep trained weights and statistics."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Stop a running proposal with CancelledError, from any thread; False allows new ones."""
+        """Abort a running `propose` with CancelledError, or allow new calls. May be called from any thread.
+
+        Args:
+            enabled: True to abort, False to allow new calls.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Free everything the drafter owns."""
+        """Free all resources of the drafter."""
 
 
 class BudgetedDrafter(Drafter):
@@ -171,9 +186,13 @@ class BudgetedDrafter(Drafter):
 
 
 def check_rollback(model: LanguageModel) -> None:
-    """Raises CapabilityError where a model cannot take back what it drafted."""
+    """Check that a model can roll back, as a draft model must.
+
+    Raises:
+        CapabilityError: It cannot.
+    """
     if not model.facts.capabilities.rollback:
         raise CapabilityError(
-            f"{model.facts.name} cannot be a draft: {model.facts.capabilities.reason}",
-            "choose a draft whose cache can be rolled back, or --draft none",
+            f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",
+            "choose a draft model with rollback, or --draft none",
         )

@@ -1,4 +1,4 @@
-"""A draft model's tree while it grows: what is drafted, and the part of it that the draft model runs."""
+"""The token tree of a draft model while it grows."""
 
 from __future__ import annotations
 
@@ -14,59 +14,75 @@ __all__ = ["DraftTree"]
 
 
 class DraftTree:
-    """What is drafted after the last token, in the order it was drawn, and what the draft model runs of it.
+    """A draft while it grows, and the part of it that the draft model runs.
 
-    lag: the tokens the draft model has not run yet, the last one included.
-    drafted: what was drawn; node 0 is the root. values: the chance of each node to be accepted, in [0, 1],
-    as the growth judges it.
-    ran: the tree the draft model is given: the lag, then what grows from there. done: how many of its nodes
-    the model has run. places: where each node of `drafted` stands in it; None for one that grows no further.
-    looked_at: the draft's largest probabilities after a node, and the tokens drawn there.
+    The draft model runs only nodes that get children, and before them the tokens that its cache lacks.
+
+    Args:
+        last_token: The last emitted token, which is the root of the draft.
+        lag: Tokens that the draft model's cache lacks, ending with `last_token`.
+
+    Attributes:
+        drafted: The draft. Node 0 is the root.
+        path_probs: Per drafted node, the estimated probability that its path is accepted.
+        model_tree: The tree that the draft model runs: the lag, then the nodes that get children.
+        model_tree_run: Nodes of `model_tree` that the model has run.
+        model_nodes: Per drafted node, its node in `model_tree`; None if it gets no children.
+        draws: By node, the draft model's largest probabilities after it and the tokens drawn there.
     """
 
     def __init__(self, last_token: int, lag: Sequence[int]) -> None:
         self.drafted = TreeBuilder([last_token])
-        self.values = [1.0]
-        self.ran = TreeBuilder(lag)
-        self.done = 0
-        self.places: list[int | None] = [len(lag) - 1]
-        self.looked_at: dict[int, tuple[NDArray[np.float64], list[int]]] = {}
-        self._lag = len(lag)
+        self.path_probs = [1.0]
+        self.model_tree = TreeBuilder(lag)
+        self.model_tree_run = 0
+        self.model_nodes: list[int | None] = [len(lag) - 1]
+        self.draws: dict[int, tuple[NDArray[np.float64], list[int]]] = {}
+        self._lag_tokens = len(lag)
 
-    def add(self, parent: int, token: int, law: Distribution | None, value: float, runs: bool) -> int:
-        """Draft a token below `parent`, drawn from `law`; which node it is.
+    def add(
+        self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
+    ) -> int:
+        """Add a drafted token and return its node.
 
-        value: the chance that it is accepted, all its ancestors included. runs: the draft model is to run
-        it, which it can only below a node that it runs.
+        Args:
+            parent: The parent node.
+            token: The token.
+            probs: The distribution that the token was drawn from; None for greedy drafts.
+            path_prob: Estimated probability that the token and all its ancestors are accepted.
+            expands: Whether the draft model is to run the token, which requires that it runs the parent.
         """
-        above = self.places[parent]
-        self.places.append(self.ran.add(above, token) if runs and above is not None else None)
-        self.values.append(value)
-        return self.drafted.add(parent, token, law)
+        model_parent = self.model_nodes[parent]
+        model_node = None
+        if expands and model_parent is not None:
+            model_node = self.model_tree.add(model_parent, token)
+        self.model_nodes.append(model_node)
+        self.path_probs.append(path_prob)
+        return self.drafted.add(parent, token, probs)
 
     def path_tokens(self, node: int) -> list[int]:
-        """The tokens after the root down to `node`."""
-        return [self.drafted.tokens[at] for at in self.drafted.path(node)]
+        """Return the tokens from below the root down to `node`."""
+        return [self.drafted.tokens[each] for each in self.drafted.path(node)]
 
     def walk(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The drafted nodes on the way down `tokens`, the root first."""
+        """Return the drafted nodes along `tokens`, beginning with the root."""
         return self.drafted.build().walk(tokens)
 
-    def ran_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """What the model has run: its lag after the first token, then these nodes up to one it lacks."""
-        path = list(range(1, self._lag))
+    def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Return the nodes of `model_tree` to commit: the lag after its first token, then the run `nodes`."""
+        path = list(range(1, self._lag_tokens))
         for node in nodes:
-            place = self.places[node]
-            if place is None or place >= self.done:
+            model_node = self.model_nodes[node]
+            if model_node is None or model_node >= self.model_tree_run:
                 break
-            path.append(place)
+            path.append(model_node)
         return tuple(path)
 
     def tree(self, block: bool) -> TokenTree:
-        """What is proposed. Nodes that were to run come first: a target can take over what ran of them.
+        """Return the draft, with the nodes that the model runs first.
 
-        Siblings keep their order, for those that run are the first of them. Where a node stands does not
-        depend on its own token, so it may be cut off by its place.
+        A target that shares computation with the draft model reuses these. Siblings keep their order. A
+        node's place does not depend on its own token, so a draft may be cut at any place.
         """
-        order = sorted(range(len(self.drafted)), key=lambda node: self.places[node] is None)
+        order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] is None)
         return self.drafted.build(block).subtree(order)

@@ -1,4 +1,4 @@
-"""What a drafter that computes on the host costs for each token of a reply."""
+"""CPU time that a lookup drafter takes per token of a reply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ __all__ = ["HostCost"]
 
 
 class HostCost:
-    """Adds up the time spent in `with cost:` blocks, one at a time, and the tokens emitted."""
+    """Measures the time spent in `with cost:` blocks. The blocks must not be nested.
+
+    Attributes:
+        seconds: Time spent in the blocks.
+        tokens: Tokens emitted meanwhile; counted by the drafter.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -23,10 +28,10 @@ class HostCost:
 
     @property
     def microseconds_per_token(self) -> float | None:
-        """Of everything the drafter did, for each emitted token; None before the first."""
+        """Time per emitted token; None before the first token."""
         return 1e6 * self.seconds / self.tokens if self.tokens else None
 
     def note(self, name: str) -> str:
-        """The cost in words; empty before the first token."""
+        """Return the cost as a sentence for the user; empty before the first token."""
         each = self.microseconds_per_token
-        return f"{name} costs {each:.0f} µs a token" if each is not None else ""
+        return f"{name} takes {each:.0f} µs per token" if each is not None else ""

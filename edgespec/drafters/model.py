@@ -134,11 +134,11 @@ class ModelDrafter(BudgetedDrafter):
         tree = self._tree = DraftTree(cache.visible_tokens[-1], lag)
         frontier = [0]
         for depth in range(draft_length):
-            first, tree.done = tree.done, len(tree.ran)
+            first, tree.model_tree_run = tree.model_tree_run, len(tree.model_tree)
             self._model.run_ahead(self._is_chain and depth + 1 < draft_length)
-            logits = self._model.verify(tree.ran.build(), first).limit_vocab(self._vocab_size)
+            logits = self._model.verify(tree.model_tree.build(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(tree, frontier, first, logits, sampler, acceptance)
-            if not frontier or len(tree.ran) > max_width:
+            if not frontier or len(tree.model_tree) > max_width:
                 break
         self._growth.finish_draft()
         return tree.tree(self._block)
@@ -153,14 +153,14 @@ class ModelDrafter(BudgetedDrafter):
         acceptance: Acceptance,
     ) -> list[int]:
         """Add the children of the frontier nodes; return those that get children of their own."""
-        rows = [place - first for node in frontier if (place := tree.places[node]) is not None]
+        rows = [place - first for node in frontier if (place := tree.model_nodes[node]) is not None]
         probs = [_NO_PROBS] * len(rows)
 
         def draft_probs(i: int) -> NDArray[np.float64]:
             probs[i] = np.sort(top_probs(logits, rows[i])[1])[::-1]
             return probs[i]
 
-        values = [tree.values[node] for node in frontier]
+        values = [tree.path_probs[node] for node in frontier]
         expandable = []
         for i, children in enumerate(self._growth.grow_level(values, draft_probs)):
             node, child_count = frontier[i], len(children.path_probs)
@@ -169,7 +169,7 @@ class ModelDrafter(BudgetedDrafter):
                 sampler.push(token)
             draws = acceptance.draw(sampler, logits, rows[i], max(child_count, self._growth.siblings))
             sampler.pop(len(path))
-            tree.looked_at[node] = probs[i], [token for token, _ in draws]
+            tree.draws[node] = probs[i], [token for token, _ in draws]
             drafted = zip(draws, children.path_probs, strict=False)
             for rank, ((token, distribution), path_prob) in enumerate(drafted):
                 expands = rank < children.expand_count
@@ -190,9 +190,9 @@ class ModelDrafter(BudgetedDrafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """See `Drafter.commit`. Emitted tokens that the model has not run are run in the next round."""
-        if self._tree and self._tree.done:
+        if self._tree and self._tree.model_tree_run:
             nodes = self._tree.walk(tokens)
-            self._model.commit(self._tree.ran_path(nodes[1 : len(tokens)]))
+            self._model.commit(self._tree.model_path(nodes[1 : len(tokens)]))
             self._record_outcomes(self._tree, nodes, tokens)
         self._tree = None
         self.cache.extend(tokens)
@@ -200,9 +200,9 @@ class ModelDrafter(BudgetedDrafter):
     def _record_outcomes(self, tree: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
         """Report which child of each node on the emitted path was accepted."""
         for node, token in zip(nodes, tokens, strict=False):
-            if node not in tree.looked_at:
+            if node not in tree.draws:
                 break
-            probs, drawn = tree.looked_at[node]
+            probs, drawn = tree.draws[node]
             self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:

@@ -1,1 +1,1 @@
-"""Files made once from a model: what its drafts need and the model's own file does not give."""
+"""Files derived from a model once, such as a split model for early exit or a copy with fewer bits."""

@@ -1,7 +1,7 @@
-"""Making something for the store: one run at a time, and one that was interrupted is gone on with.
+"""Build prepared models: one process at a time, and interrupted builds are resumed.
 
-A folder is written beside its name and renamed when it is whole, so that one that has its name can be
-used. What an interrupted run had finished is kept for the next one.
+Files are written to a folder with the suffix `.partial`, which is renamed when it is complete. So a folder
+without the suffix can always be used. A journal lists the files that an interrupted build has finished.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ from edgespec.prepare.store import (
     store_folder,
 )
 
-__all__ = ["BuildFolder", "interrupted_settings", "make"]
+__all__ = ["BuildFolder", "build", "interrupted_settings"]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
-_NO_ROOM = (ENOSPC, EDQUOT, EFBIG, EIO)
-_NAME_ANOTHER = "name a folder that is not there"
+_DISK_FULL_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO)
+_USE_NEW_FOLDER = "name a folder that does not exist"
 
 
 class BuildFolder:
-    """The folder of a prepared thing while it is made."""
+    """The folder of a prepared model while it is being built.
+
+    Attributes:
+        folder: The partial folder.
+        source: The model it is built from.
+    """
 
     def __init__(
         self, folder: Path, source: Path, finished: dict[str, FileRecord], save: Callable[[], None]
@@ -55,38 +60,53 @@ class BuildFolder:
         self._save = save
 
     def file(self, name: str, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
-        """The path of the file `name`, which `write` makes unless an earlier run has."""
+        """Return the path of the file `name`, which is written unless an earlier build has finished it.
+
+        Args:
+            name: Name of the file.
+            write: Writes the file to the given path.
+            progress: Reports the hashing of the file.
+        """
         path = self.folder / name
-        known = self._finished.get(name)
-        if known is not None:
+        finished = self._finished.get(name)
+        if finished is not None:
             with suppress(ModelFileError):
-                if hash_files([path], f"checking {name}", progress)[0] == known:
+                if hash_files([path], f"checking {name}", progress)[0] == finished:
                     return path
             del self._finished[name]
-        with replace_when_written(path) as growing:
-            write(growing)
+        with replace_when_written(path) as temporary:
+            write(temporary)
         self._finished[name] = hash_files([path], f"checking {name}", progress)[0]
         self._save()
         return path
 
 
-def make(
+def build(
     kind: PreparedKind,
     source: Path,
     settings: BuildSettings,
-    write: Callable[[BuildFolder], Mapping[str, Any]],
+    write_files: Callable[[BuildFolder], Mapping[str, Any]],
     *,
     needed_bytes: int,
     to: Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedModel:
-    """Prepare something, or return it when it is there and still right.
+    """Build a prepared model, or return it if it exists and is intact.
 
-    write: makes the files on the workbench and returns facts for the manifest. When it raises
-    CapabilityError nothing is left behind; after any other end the finished files are kept, and the next
-    run goes on from there. to: the folder to make; by default one in the store.
-    Raises ModelFileError (the source cannot be read, or the disk is too small), OptionError (`to` is
-    another folder's place) and CancelledError.
+    Args:
+        kind: Kind of the prepared model.
+        source: The model to build from.
+        settings: Settings of the build, which identify it together with the source.
+        write_files: Writes all files and returns facts for the manifest. If it raises CapabilityError, the
+            partial folder is deleted; after any other error, the next build resumes with the finished files.
+        needed_bytes: Free disk space that the build needs.
+        to: Folder to create; by default one in the store.
+        progress: Reports reading and writing.
+
+    Raises:
+        ModelFileError: The source cannot be read, the folder cannot be written or the disk is too small.
+        OptionError: `to` exists and holds something else.
+        CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
     parts = model_files(source)
@@ -94,32 +114,32 @@ def make(
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
         if not folder.exists():
-            raise OptionError(f"{folder} is a link to nothing", "delete it, or name another folder")
+            raise OptionError(f"{folder} is a broken symbolic link", "delete it, or name another folder")
         folder = folder.resolve()
     if not folder.name:
-        raise OptionError(f"{folder} exists and holds something else", _NAME_ANOTHER)
+        raise OptionError(f"{folder} exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A lock that can never be made would be waited for like one that is held.
+        # In a folder that is not writable, the lock below would wait forever. Fail here instead.
         tempfile.TemporaryFile(dir=folder.parent).close()
-        with _alone(folder, progress):
-            prepared = _present(kind, folder, source, settings, progress)
+        with _exclusive(folder, progress):
+            prepared = _existing(kind, folder, source, settings, progress)
             if prepared is None:
-                prepared = _make(kind, folder, parts, source, settings, write, needed_bytes, progress)
+                prepared = _build(kind, folder, parts, source, settings, write_files, needed_bytes, progress)
             if to is not None:
-                _point(kind, prepared)
+                _register(kind, prepared)
             return prepared
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
-            "make room and run it again: it goes on from there; or choose another folder with --to"
-            if error.errno in _NO_ROOM
+            "free disk space and run it again to resume, or choose another folder with --to"
+            if error.errno in _DISK_FULL_ERRORS
             else "choose another folder with --to",
         ) from error
 
 
 def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
-    """The settings of an interrupted run in the store that another one would go on with."""
+    """Return the settings of an interrupted build in the store, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(journal.read_text(encoding="utf-8"))
@@ -128,10 +148,10 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
     return None
 
 
-def _present(
+def _existing(
     kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
-    """What is there already, if it is what was asked for; what is damaged or stale is put away."""
+    """Return the prepared model in `folder` if it is intact; delete it if it is damaged or outdated."""
     if not folder.exists():
         return None
     if not (folder / MANIFEST).exists():
@@ -139,43 +159,45 @@ def _present(
             folder.rmdir()
             return None
         raise OptionError(
-            f"{folder} exists and holds something else",
-            "delete it: edgespec makes its own there" if _in_store(folder) else _NAME_ANOTHER,
+            f"{folder} exists and is not a prepared model",
+            "delete it, because edgespec stores prepared models there"
+            if _in_store(folder)
+            else _USE_NEW_FOLDER,
         )
     try:
-        there = read_prepared(folder)
+        existing = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
-            # Who knows whose it is.
-            raise OptionError(f"{folder} exists, and {error.what}", _NAME_ANOTHER) from error
-        _put_away(folder)
+            # The folder may belong to another program.
+            raise OptionError(f"{folder} exists, and {error.what}", _USE_NEW_FOLDER) from error
+        _delete(folder)
         return None
-    if (there.kind, there.source, dict(there.settings)) != (kind, source, dict(settings)):
+    if (existing.kind, existing.source, dict(existing.settings)) != (kind, source, dict(settings)):
         raise OptionError(
-            f"{folder} holds what was prepared from {there.source} with other settings",
+            f"{folder} was prepared from {existing.source} with other settings",
             "name another folder, or delete this one",
         )
     try:
-        check_prepared(there, source)
+        check_prepared(existing, source)
         states = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("source_states")
-        stale = not _unchanged(model_files(source), there.source_records, states, progress)
+        outdated = not _unchanged(model_files(source), existing.source_records, states, progress)
     except ModelFileError:
-        stale = True
-    if stale:
-        ours = {MANIFEST, *(file.name for file in there.files)}
-        foreign = [path for path in folder.iterdir() if path.name not in ours or path.is_dir()]
+        outdated = True
+    if outdated:
+        own = {MANIFEST, *(file.name for file in existing.files)}
+        foreign = [path for path in folder.iterdir() if path.name not in own or path.is_dir()]
         if foreign and not _in_store(folder):
             raise OptionError(
-                f"{folder} is damaged or stale, and holds {foreign[0].name}, which is not edgespec's",
-                f"move that elsewhere, or {_NAME_ANOTHER}",
+                f"{folder} is damaged or outdated, and {foreign[0].name} in it is not a file of edgespec",
+                f"move that file, or {_USE_NEW_FOLDER}",
             )
-        _put_away(folder)
+        _delete(folder)
         return None
-    return there
+    return existing
 
 
-def _put_away(folder: Path) -> None:
-    """Delete a folder of ours, what says that it is ours last: a run that is killed meanwhile leaves that."""
+def _delete(folder: Path) -> None:
+    """Delete a prepared folder, the manifest last, so that an interrupted deletion can be recognised."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -183,31 +205,31 @@ def _put_away(folder: Path) -> None:
 
 
 def _in_store(folder: Path) -> bool:
-    """Whether nobody but edgespec keeps anything there."""
+    """Return whether the folder is in the store, where only edgespec writes."""
     return folder.is_relative_to(absolute_path(store_folder()))
 
 
-def _make(
+def _build(
     kind: PreparedKind,
     folder: Path,
     parts: list[Path],
     source: Path,
     settings: BuildSettings,
-    write: Callable[[BuildFolder], Mapping[str, Any]],
+    write_files: Callable[[BuildFolder], Mapping[str, Any]],
     needed_bytes: int,
     progress: Progress | None,
 ) -> PreparedModel:
     partial = folder.with_name(f"{folder.name}.partial")
     journal = partial / _JOURNAL
-    states = _states(parts)
-    told = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
-    # Whoever was killed at the very end has left the manifest, which says the same and more.
-    ours = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
-    records, finished = _left_over(ours, parts, told, progress) if ours else (None, {})
+    states = _file_states(parts)
+    header = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
+    # A build that was killed at the very end has left the manifest, which holds all that the journal holds.
+    existing = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
+    records, finished = _resume(existing, parts, header, progress) if existing else (None, {})
     if records is None:
-        foreign = partial.exists() and not ours and not _in_store(folder)
+        foreign = partial.exists() and not existing and not _in_store(folder)
         if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
-            raise OptionError(f"{partial} exists and holds something else", "name another folder")
+            raise OptionError(f"{partial} exists and is not an interrupted build", "name another folder")
         shutil.rmtree(partial, ignore_errors=True)
         finished = {}
     _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
@@ -216,21 +238,23 @@ def _make(
     partial.mkdir(exist_ok=True)
 
     def save() -> None:
-        known = {"source_files": records, "source_states": states, "files": finished.values()}
-        _write_json(journal, told | known)
+        state = {"source_files": records, "source_states": states, "files": finished.values()}
+        _write_json(journal, header | state)
 
     save()
-    bench = BuildFolder(partial, source, finished, save)
+    build_folder = BuildFolder(partial, source, finished, save)
     try:
-        facts = write(bench)
+        facts = write_files(build_folder)
     except CapabilityError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if not _unchanged(parts, records, states, progress):
         shutil.rmtree(partial, ignore_errors=True)
-        raise ModelFileError(f"{source} changed while it was read", "run it again when it is at rest")
+        raise ModelFileError(
+            f"{source} changed while it was read", "run it again when no program writes to it"
+        )
     prepared = PreparedModel(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
-    manifest = told | {"source_files": records, "source_states": states, "files": prepared.files}
+    manifest = header | {"source_files": records, "source_states": states, "files": prepared.files}
     for leftover in partial.iterdir():
         if leftover.name not in finished and leftover != journal:
             leftover.unlink()
@@ -242,51 +266,51 @@ def _make(
     return prepared
 
 
-def _left_over(
-    journal: Path, parts: list[Path], told: Mapping[str, Any], progress: Progress | None
+def _resume(
+    journal: Path, parts: list[Path], header: Mapping[str, Any], progress: Progress | None
 ) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
-    """What an interrupted run knew and had finished; None when it made something else or cannot be read."""
+    """Return the source records and finished files of an interrupted build; (None, {}) if not reusable."""
     try:
         value = json.loads(journal.read_text(encoding="utf-8"))
         records = tuple(map(FileRecord.from_json, value["source_files"]))
         finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
-        same = {name: value[name] for name in told} == told and len(records) == len(parts)
+        same = {name: value[name] for name in header} == header and len(records) == len(parts)
         states = value.get("source_states")
     except (OSError, KeyError, TypeError, ValueError, AttributeError):
         return None, {}
     return (records, finished) if same and _unchanged(parts, records, states, progress) else (None, {})
 
 
-def _states(parts: list[Path]) -> list[list[int]]:
-    """What whoever writes into a file changes of it, and which file it is."""
-    known = [part.stat() for part in parts]
-    return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in known]
+def _file_states(parts: list[Path]) -> list[list[int]]:
+    """Return the identity, size and times of files, which change when a file is replaced or written."""
+    stats = [part.stat() for part in parts]
+    return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 
 
 def _unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Whether a source is what it was; all of it is read again where it may have been written to since."""
+    """Return whether the source is unchanged. It is read again if its files may have been written."""
     if not all(map(matches_record, parts, records)):
         return False
-    if _states(parts) == states:
+    if _file_states(parts) == states:
         return True
-    now = hash_files(parts, "reading the source again", progress)
-    return [one.sha256 for one in now] == [one.sha256 for one in records]
+    current = hash_files(parts, "reading the source again", progress)
+    return [one.sha256 for one in current] == [one.sha256 for one in records]
 
 
 def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ModelFileError(
-            f"{format_bytes(needed_bytes)} are needed in {folder} and {format_bytes(free_bytes)} are free",
-            "free some space, or name a folder on another disk with --to",
+            f"{folder} needs {format_bytes(needed_bytes)} of free space and has {format_bytes(free_bytes)}",
+            "free disk space, or name a folder on another disk with --to",
         )
 
 
 @contextmanager
-def _alone(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """One run at a time makes this folder; others wait."""
+def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
+    """Hold the lock of a folder, so that only one process builds it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -295,8 +319,8 @@ def _alone(folder: Path, progress: Progress | None) -> Iterator[None]:
             lock.acquire(timeout=_WAIT_SECONDS)
             break
         except Timeout:
-            if progress and not progress("waiting for another run that prepares this", 0.0):
-                raise CancelledError("waiting for another run was cancelled") from None
+            if progress and not progress("waiting for another process that prepares this model", 0.0):
+                raise CancelledError("waiting for another process was cancelled") from None
             time.sleep(_WAIT_SECONDS)
     try:
         yield
@@ -304,24 +328,24 @@ def _alone(folder: Path, progress: Progress | None) -> Iterator[None]:
         lock.release()
 
 
-def _point(kind: PreparedKind, prepared: PreparedModel) -> None:
-    """Let `find` find a folder outside the store."""
+def _register(kind: PreparedKind, prepared: PreparedModel) -> None:
+    """Register a folder outside the store, so that `find_prepared` finds it."""
     name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
     entry = store_folder() / kind / name
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with replace_when_written(entry) as growing:
-        growing.write_bytes(os.fsencode(prepared.folder))
+    with replace_when_written(entry) as temporary:
+        temporary.write_bytes(os.fsencode(prepared.folder))
 
 
 def _entry_name(source: Path, settings: BuildSettings) -> str:
-    told = json.dumps([str(source), dict(settings)], sort_keys=True)
+    identity = json.dumps([str(source), dict(settings)], sort_keys=True)
     stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
-    return f"{stem[:60]}-{sha256(told.encode()).hexdigest()[:12]}"
+    return f"{stem[:60]}-{sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     def plain(part: Any) -> Any:
         return part.to_json() if isinstance(part, FileRecord) else list(part)
 
-    with replace_when_written(path) as growing:
-        growing.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")
+    with replace_when_written(path) as temporary:
+        temporary.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")

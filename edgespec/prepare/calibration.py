@@ -1,4 +1,4 @@
-"""A short text to measure a model on: a request, and what the model itself says to it."""
+"""A short prompt and the model's own reply to it, on which models are measured."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from edgespec.errors import TemplateError
 
 __all__ = ["calibration_prompt", "greedy_reply"]
 
-_TEXT = (
+_PROMPT = (
     "Write a short Python function that counts the words of a text file, with a docstring, and explain in"
     " two sentences how it works. Then list three ways in which it could fail, such as a file that is not"
     " there or one that is no text, and say for each of them what the function should do instead."
 )
-_MOST_TOKENS = 128
-_REPLY_TOKENS = 96
+_MAX_PROMPT_TOKENS = 128
+_MAX_REPLY_TOKENS = 96
 
 
 def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
-    """The tokens of a request, in the model's own chat template where it has one; the reply comes next."""
+    """Return the tokens of the calibration prompt, in the model's chat template if it has one."""
     if vocabulary.chat_template:
         try:
             template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
-            text = template.render([Message("user", _TEXT)])
-            return vocabulary.tokenize(text, special=True, start=False)[-_MOST_TOKENS:]
+            text = template.render([Message("user", _PROMPT)])
+            return vocabulary.tokenize(text, special=True, start=False)[-_MAX_PROMPT_TOKENS:]
         except TemplateError:
-            pass  # the bare text tells nearly as much
-    return vocabulary.tokenize(_TEXT, special=False, start=True)[:_MOST_TOKENS]
+            pass  # the prompt without a template is nearly as good
+    return vocabulary.tokenize(_PROMPT, special=False, start=True)[:_MAX_PROMPT_TOKENS]
 
 
-def greedy_reply(model: LanguageModel, request: Sequence[int]) -> list[int]:
-    """What a model with an empty cache says, as far as its context goes; both stay in its cache."""
-    model.prefill(request[:-1])
+def greedy_reply(model: LanguageModel, prompt: Sequence[int]) -> list[int]:
+    """Return the model's greedy reply to a prompt, limited by its context.
+
+    The KV cache must be empty. It holds the prompt and the reply afterwards.
+    """
+    model.prefill(prompt[:-1])
     reply: list[int] = []
-    token = request[-1]
-    everything = np.arange(model.facts.vocab_size)
-    while len(reply) < _REPLY_TOKENS and model.free_tokens:
-        token = int(model.verify(TokenTree.chain(token)).at(0, everything).argmax())
+    token = prompt[-1]
+    all_tokens = np.arange(model.facts.vocab_size)
+    while len(reply) < _MAX_REPLY_TOKENS and model.free_tokens:
+        token = int(model.verify(TokenTree.chain(token)).at(0, all_tokens).argmax())
         model.commit(())
         reply.append(token)
         if model.vocabulary.is_end(token):

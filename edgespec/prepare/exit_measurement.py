@@ -1,4 +1,4 @@
-"""How often each exit of a GGUF model agrees with the whole of it, and what passes of it cost here."""
+"""Measure how often the exit layers of a GGUF model agree with the full model, and the cost of passes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,30 @@ from edgespec.prepare.gguf_parts import GgufModel
 __all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
-_MOST_EXITS = 16
+_MAX_EXITS = 16
+# Rows of the output head that are dequantised at a time, to limit memory. Chosen.
 _HEAD_ROWS = 8192
-# The whole model's own last layer, read the same way, must say what the model says.
-_READ_RIGHT = 0.9
+# Smallest agreement of the last layer with the model itself. A smaller one means that this file computes the
+# final norm or the head differently than the model does.
+_MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
 def measure_exits(
     path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
 ) -> ExitTable:
-    """Try exits, or only one, on a short text and the model's own reply to it, in order of layers.
+    """Measure exits on the model's own greedy reply to a calibration prompt.
 
-    What passes cost is timed where the model runs when it is used: on an accelerator, if there is one.
-    Raises CapabilityError where the model cannot be read between its layers, and what loading raises.
+    The cost of passes is measured on the device that the model normally runs on.
+
+    Args:
+        path: The GGUF file.
+        source: The same model, for its tensors.
+        exit_layer: Measure only this exit; None for up to 16 exits.
+        progress: Reports the loading of the model.
+
+    Raises:
+        CapabilityError: The hidden states of the model cannot be read.
+        ModelFileError: The model cannot be loaded.
     """
     model = load(str(path), path.name, LoadOptions(context_tokens=_CONTEXT_TOKENS), progress)
     try:
@@ -42,35 +53,36 @@ def measure_exits(
         curve = measure_costs(model, EXIT_WIDTHS)
     finally:
         model.close()
-    # Row i is of the token before reply token i.
+    # Row i of the hidden states predicts token i of the reply.
     tokens = [*prompt, *reply[:-1]]
-    # The layers are read on the CPU, where every build gives them out.
+    # Hidden states are read on the CPU, because every build of llama.cpp supports it there.
     options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
     try:
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
     except BackendError as error:
         raise CapabilityError(
-            f"the exits of {path.name} cannot be compared: {error.what}", "name a layer with --exit"
+            f"the exit layers of {path.name} cannot be measured: {error.what}", "choose one with --exit"
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
     layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
     *agreements, last = _agreement(source, hidden[layers], np.array(reply))
-    if last < _READ_RIGHT:
+    if last < _MIN_LAST_LAYER_AGREEMENT:
         raise CapabilityError(
-            f"the exits of {path.name} cannot be compared: its last layer is not read right"
-            f" ({last:.0%} of the tokens)",
-            "name a layer with --exit",
+            f"the exit layers of {path.name} cannot be measured: after its last layer only"
+            f" {last:.0%} of the tokens are right",
+            "choose one with --exit",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
 
 def _candidates(layer_count: int) -> list[int]:
-    step = -(-(layer_count - 1) // _MOST_EXITS)
+    """Return up to `_MAX_EXITS` evenly spaced exit layers."""
+    step = -(-(layer_count - 1) // _MAX_EXITS)
     return list(range(step, layer_count, step))
 
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
-    """Bytes of each layer, and of the head."""
+    """Return the bytes of each layer and of the output head."""
     shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
     head = shared.get("output.weight", shared.get("token_embd.weight", 0))
     layers = range(source.layer_count)
@@ -78,12 +90,20 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """How often the head's best token after each layer is the expected one. hidden: [layers, n, embd]."""
+    """Return how often the best token after each layer is the expected one.
+
+    Args:
+        source: The model.
+        hidden: Hidden states, float32 [layers, tokens, embedding].
+        expected: Expected tokens [tokens].
+    """
     tensors = {tensor.name: tensor.source for tensor in source.shared()}
     head = tensors.get("output.weight", tensors.get("token_embd.weight"))
     norm = tensors.get("output_norm.weight")
     if head is None or norm is None:
-        raise CapabilityError("the head of this model is not known", "name a layer with --exit")
+        raise CapabilityError(
+            "the output head of this model was not found", "choose an exit layer with --exit"
+        )
     states = _normed(source, hidden, norm, tensors.get("output_norm.bias"))
     count = states.shape[0] * states.shape[1]
     flat = states.reshape(count, -1)

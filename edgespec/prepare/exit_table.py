@@ -1,6 +1,6 @@
-"""Where to leave a model early: how often each exit agrees with the whole model, weighed by what it costs.
+"""Choose the exit layer of early-exit drafting (LayerSkip, arXiv 2404.16710) by agreement and cost.
 
-GgufModel: LayerSkip (arXiv 2404.16710). A model that was not trained for it rarely says the same half-way.
+Only models that were trained for early exit predict well from their lower layers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from edgespec.engine.draft_length import best_draft_length
 
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
-_LONGEST_DRAFT = 12
-# Rows of the passes that a table weighs: those of its drafts, the root included.
-EXIT_WIDTHS = range(1, _LONGEST_DRAFT + 2)
-# An exit that agrees as often as this was meant to be one.
-_TRAINED = 0.6
+_MAX_DRAFT_LENGTH = 12
+# Widths of the verify passes whose cost the table needs, including the root.
+EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
+# Agreement from which on a model was probably trained for early exit. Chosen.
+_MIN_TRAINED_AGREEMENT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """One place to leave: after `exit_layer` layers.
+    """A possible exit layer with its estimated value.
 
-    agreement: how often its best token is the whole model's. cost: a drafted token, in plain steps.
-    speed_up: what is to be expected over plain decoding (1.0: nothing), with `draft_length` tokens drafted
-    a round.
+    Attributes:
+        exit_layer: Number of layers that a draft pass runs.
+        agreement: Share of positions where the best token after these layers is the full model's.
+        cost: Cost of a drafted token, in target steps.
+        draft_length: Draft length with the largest expected speed-up.
+        speed_up: Expected speed-up over plain decoding (1.0: none).
     """
 
     exit_layer: int
@@ -37,20 +40,20 @@ class Exit:
     speed_up: float
 
     @property
-    def pays(self) -> bool:
-        """Whether it is expected to be faster than plain decoding on this machine."""
+    def is_faster(self) -> bool:
+        """Whether this exit is expected to be faster than plain decoding on this machine."""
         return self.speed_up > 1.0
 
     @property
     def shortfall(self) -> str:
-        """Why it does not pay, in words that go on after the model's name; none where it does."""
-        if self.pays:
+        """Why the exit is not faster, as a phrase after the model's name; empty if it is faster."""
+        if self.is_faster:
             return ""
-        why = "gains nothing from" if self.agreement >= _TRAINED else "was not trained for"
-        return f"{why} early exit, so it will not pay here"
+        reason = "gains nothing from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:
-        """The numbers as a JSON object."""
+        """Return the values as a JSON object."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -61,38 +64,38 @@ class Exit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exit:
-        """What `to_json` gave."""
+        """Parse the result of `to_json`."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """Exits of a model of `layer_count` layers, from the lowest to the highest; at least one."""
+    """At least one exit of a model with `layer_count` layers, lowest first."""
 
     exits: tuple[Exit, ...]
     layer_count: int
 
     @property
     def best(self) -> Exit:
-        """The exit of the largest expected speed-up, the lowest of equals."""
+        """The exit with the largest expected speed-up; of equals, the lowest."""
         return max(self.exits, key=lambda one: one.speed_up)
 
     @property
-    def pays(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether the best exit is expected to be faster than plain decoding on this machine."""
-        return self.best.pays
+        return self.best.is_faster
 
     @property
     def verdict(self) -> str:
-        """One line for people, that goes on after the model's name and a colon."""
+        """The result for the user, as a line after the model's name and a colon."""
         best = self.best
-        right = (
-            f"after {best.exit_layer} of {self.layer_count} layers its best token is the whole model's"
+        accuracy = (
+            f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
             f" {best.agreement:.0%} of the time"
         )
-        if best.pays:
-            return f"{right}: about {best.speed_up:.2f}x with {best.draft_length} tokens drafted a round"
-        return f"it {best.shortfall}: {right}, which would give {best.speed_up:.2f}x"
+        if best.is_faster:
+            return f"{accuracy}: about {best.speed_up:.2f}x with a draft length of {best.draft_length}"
+        return f"it {best.shortfall}: {accuracy}, which would give {best.speed_up:.2f}x"
 
 
 def exit_table(
@@ -101,25 +104,29 @@ def exit_table(
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """What each exit is worth, by the bytes that are read for its passes.
+    """Estimate the value of each exit from the bytes that its passes read.
 
-    agreements: by exit layer, how often its best token is the whole model's; exits lie between the first
-    layer and the last. layer_bytes: of each layer; head_bytes: of what a pass reads after the last one.
-    v: what a pass of so many rows costs on the whole model, in plain steps.
+    Args:
+        agreements: Agreement with the full model by exit layer, from 1 to the number of layers - 1.
+        layer_bytes: Weight bytes of each layer.
+        head_bytes: Weight bytes read after the last layer.
+        v: Cost of a verify pass of the full model by its width, in target steps.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []
     for layer, agreement in sorted(agreements.items()):
-        below = sum(layer_bytes[:layer]) / total
-        exits.append(_weighed(layer, agreement, below, below + head_bytes / total, v))
+        lower_cost = sum(layer_bytes[:layer]) / total
+        exits.append(_exit(layer, agreement, lower_cost, lower_cost + head_bytes / total, v))
     return ExitTable(tuple(exits), len(layer_bytes))
 
 
-def _weighed(layer: int, agreement: float, below: float, drafted: float, v: CostFunction) -> Exit:
-    """The best draft length and what it gives. below: the share of a plain step that the layers below the
-    exit take; drafted: the same with the head, for a drafted token."""
-    # The pass that verifies goes on where the drafts left; the last of them has not run at all.
+def _exit(layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction) -> Exit:
+    """Return an exit with its best draft length.
+
+    `lower_cost` is the cost of the layers below the exit, and `draft_cost` that of these layers and the head.
+    """
+    # The verify pass reuses the lower layers of the drafted tokens, except the last one, which was not run.
     length, speed_up = best_draft_length(
-        agreement, lambda k: k * drafted + below + (1 - below) * v(k + 1), _LONGEST_DRAFT
+        agreement, lambda k: k * draft_cost + lower_cost + (1 - lower_cost) * v(k + 1), _MAX_DRAFT_LENGTH
     )
-    return Exit(layer, agreement, drafted, length, speed_up)
+    return Exit(layer, agreement, draft_cost, length, speed_up)

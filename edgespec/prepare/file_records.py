@@ -1,4 +1,4 @@
-"""What is known of files: their sizes, their hashes, and a cheap look that tells whether they changed."""
+"""Sizes and hashes of files, and a quick check of whether a file has changed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file as it was: its name in its folder, size and SHA-256.
+    """Content of a file at some time.
 
-    sample: see `sampled_sha256`.
+    Attributes:
+        name: File name without the folder.
+        size_bytes: Size of the file.
+        sha256: SHA-256 of the file.
+        sample: SHA-256 of a few blocks, see `sampled_sha256`.
     """
 
     name: str
@@ -31,7 +35,7 @@ class FileRecord:
     sample: str
 
     def to_json(self) -> dict[str, Any]:
-        """The hash_files as a JSON object."""
+        """Return the record as a JSON object."""
         return {
             "name": self.name,
             "size_bytes": self.size_bytes,
@@ -41,15 +45,31 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        """The record of a JSON object. Raises KeyError, TypeError or ValueError when it is none."""
+        """Parse a JSON object.
+
+        Raises:
+            KeyError: A key is missing.
+            TypeError: A value has another type.
+            ValueError: The name is not a plain file name.
+        """
         name, size = value["name"], value["size_bytes"]
         if not isinstance(name, str) or not isinstance(size, int) or name != os.path.basename(name):
-            raise ValueError(f"{name!r} is no file of a folder")
+            raise ValueError(f"{name!r} is not a plain file name")
         return cls(name, size, str(value["sha256"]), str(value["sample"]))
 
 
 def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
-    """The records of these files, read whole. Raises ModelFileError, and CancelledError on `progress`."""
+    """Read files completely and return their records.
+
+    Args:
+        paths: The files.
+        what: Description of the work for `progress`.
+        progress: Reports the share of bytes that were read.
+
+    Raises:
+        ModelFileError: A file cannot be read.
+        CancelledError: `progress` returned False.
+    """
     sizes = [_size(path) for path in paths]
     done, total, records = 0, max(1, sum(sizes)), []
     for path, size in zip(paths, sizes, strict=True):
@@ -67,9 +87,13 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
     return tuple(records)
 
 
-def matches_record(path: Path, known: FileRecord) -> bool:
-    """Whether the file looks as it did, by its size and a few blocks. Raises ModelFileError."""
-    return _size(path) == known.size_bytes and _sample(path) == known.sample
+def matches_record(path: Path, record: FileRecord) -> bool:
+    """Return whether the size and a few blocks of a file match its record.
+
+    Raises:
+        ModelFileError: The file cannot be read.
+    """
+    return _size(path) == record.size_bytes and _sample(path) == record.sample
 
 
 def _sample(path: Path) -> str:
@@ -87,4 +111,6 @@ def _size(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: OSError) -> ModelFileError:
-    return ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path")
+    return ModelFileError(
+        f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions"
+    )

@@ -1,10 +1,11 @@
-"""A GGUF model's tensors and metadata, and writing some or all of them into files."""
+"""Read the tensors and metadata of a GGUF model, and write parts of it to new files."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
@@ -13,38 +14,54 @@ from typing import Any
 import gguf
 
 from edgespec.backends.base import Progress
+from edgespec.backends.llamacpp import layerskip_files
 from edgespec.errors import CancelledError, ModelFileError
 
-__all__ = ["GgufModel", "GgufTensor", "write_metadata_part", "write_model", "write_tensor_part"]
+__all__ = [
+    "GgufModel",
+    "GgufTensor",
+    "merged_file",
+    "write_metadata_part",
+    "write_model",
+    "write_tensor_part",
+]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-# Arrays that are not of layers, however long they are.
-_NOT_OF_LAYERS = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
-# Numbers that count layers.
-_OF_LAYERS = ("block_count", "leading_dense_block_count")
-_LEFT_OUT = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
+# Arrays without one element per layer, even if their length equals the number of layers.
+_NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
+# Numbers of layers, which are added when two parts of a model are merged.
+_LAYER_COUNTS = ("block_count", "leading_dense_block_count")
+# Metadata that the writer sets itself, or that is not valid for a part of a model.
+_OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor under the name it is to have; its bytes stay in the file it comes from."""
+    """A tensor with the name it will be written under. Its bytes stay in the source file."""
 
     name: str
     source: Any
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Size of the tensor data in bytes."""
         return int(self.source.n_bytes)
 
     @property
     def parameters(self) -> int:
-        """How many weights it has."""
+        """Number of weights."""
         return int(self.source.n_elements)
 
 
 class GgufModel:
-    """A GGUF model on disk, mapped into memory and never read whole. Raises ModelFileError."""
+    """A memory-mapped GGUF model.
+
+    Args:
+        parts: All parts of the model, the one with the metadata first.
+
+    Raises:
+        ModelFileError: A part is damaged.
+    """
 
     def __init__(self, parts: Sequence[Path]) -> None:
         try:
@@ -62,16 +79,16 @@ class GgufModel:
         self.layer_count = int(self.value("block_count", 0))
 
     def value(self, key: str, default: Any) -> Any:
-        """The metadata `key` of the architecture."""
+        """Return a metadata value by its key without the architecture."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
     def shared(self) -> list[GgufTensor]:
-        """The tensors that belong to no layer."""
+        """Return the tensors that belong to no layer."""
         return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
 
     def layers(self, begin: int, end: int, first: int = 0) -> list[GgufTensor]:
-        """The tensors of layers [begin, end), renumbered from `first`."""
+        """Return the tensors of the layers [begin, end), renumbered from `first`."""
         chosen = []
         for tensor in self.tensors:
             match = _LAYER.fullmatch(tensor.name)
@@ -80,40 +97,40 @@ class GgufModel:
         return chosen
 
     def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
-        """The metadata of a model that has layers [begin, end) only: value, type, type of elements."""
-        kept = {}
+        """Return the metadata of a model with the layers [begin, end): (value, type, element type) by key."""
+        metadata = {}
         for key, field in self._fields.items():
-            if key.startswith(_LEFT_OUT) or not field.types:
+            if key.startswith(_OMITTED) or not field.types:
                 continue
             value, kind = field.contents(), field.types[0]
             if kind == gguf.GGUFValueType.ARRAY:
                 if not value:
                     continue
-                if self._is_of_layers(key, value):
+                if self._is_per_layer(key, value):
                     value = value[begin:end]
             elif key == f"{self.architecture}.block_count":
                 value = end - begin
             elif key == f"{self.architecture}.leading_dense_block_count":
                 value = min(end, max(begin, value)) - begin
-            kept[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
-        return kept
+            metadata[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
+        return metadata
 
     def metadata_with(self, upper: GgufModel) -> dict[str, tuple[Any, Any, Any]]:
-        """The metadata of a model that has these layers and then those of `upper`; see `metadata`."""
-        whole = self.metadata(0, self.layer_count)
+        """Return the metadata of a model with these layers followed by those of `upper`, see `metadata`."""
+        merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
-            below = whole[key][0]
+            below = merged[key][0]
             if kind == gguf.GGUFValueType.ARRAY:
-                together = self._is_of_layers(key, below) and upper._is_of_layers(key, above)
+                is_merged = self._is_per_layer(key, below) and upper._is_per_layer(key, above)
             else:
-                together = key.removeprefix(f"{self.architecture}.") in _OF_LAYERS
-            if together:
-                whole[key] = (below + above, kind, element)
-        return whole
+                is_merged = key.removeprefix(f"{self.architecture}.") in _LAYER_COUNTS
+            if is_merged:
+                merged[key] = (below + above, kind, element)
+        return merged
 
-    def _is_of_layers(self, key: str, value: Sequence[Any]) -> bool:
-        of_model = key.startswith(f"{self.architecture}.") and len(value) == self.layer_count
-        return of_model and not any(name in key for name in _NOT_OF_LAYERS)
+    def _is_per_layer(self, key: str, value: Sequence[Any]) -> bool:
+        has_layer_length = key.startswith(f"{self.architecture}.") and len(value) == self.layer_count
+        return has_layer_length and not any(name in key for name in _NOT_PER_LAYER)
 
 
 def write_metadata_part(
@@ -124,7 +141,16 @@ def write_metadata_part(
     tensor_count: int,
     part_count: int,
 ) -> None:
-    """Write the first part of a model whose tensors are all in the others."""
+    """Write the first part of a model, which holds the metadata and no tensors.
+
+    Args:
+        path: File to write.
+        architecture: Architecture of the model.
+        metadata: Metadata as given by `GgufModel.metadata`.
+        extra: Additional metadata.
+        tensor_count: Number of tensors in all other parts.
+        part_count: Number of parts.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, metadata)
     for key, extra_value in extra.items():
@@ -132,8 +158,8 @@ def write_metadata_part(
             writer.add_uint64(key, extra_value)
         else:
             writer.add_string(key, extra_value)
-    _number(writer, 0, part_count, tensor_count)
-    _finish(writer, (), "", None)
+    _add_part_number(writer, 0, part_count, tensor_count)
+    _write_tensors(writer, (), "", None)
 
 
 def write_tensor_part(
@@ -144,11 +170,15 @@ def write_tensor_part(
     part_count: int,
     progress: Progress | None = None,
 ) -> None:
-    """Write tensors into part `number` (from 1) of a model, one after another. Raises CancelledError."""
+    """Write tensors to part `number` (from 1) of a model.
+
+    Raises:
+        CancelledError: `progress` returned False.
+    """
     writer = gguf.GGUFWriter(path, architecture)
-    _announce(writer, tensors)
-    _number(writer, number, part_count, 0)
-    _finish(writer, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
+    _add_tensor_infos(writer, tensors)
+    _add_part_number(writer, number, part_count, 0)
+    _write_tensors(writer, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
 
 
 def write_model(
@@ -160,14 +190,23 @@ def write_model(
     *,
     header_only: bool = False,
 ) -> None:
-    """Write a model into one file. header_only: as large, but with nothing where the tensors are to be.
+    """Write a model to one file.
 
-    Raises CancelledError.
+    Args:
+        path: File to write.
+        architecture: Architecture of the model.
+        metadata: Metadata as given by `GgufModel.metadata`.
+        tensors: All tensors.
+        progress: Reports the share of bytes that were written.
+        header_only: Leave a hole of the same size instead of the tensor data.
+
+    Raises:
+        CancelledError: `progress` returned False.
     """
     writer = gguf.GGUFWriter(path, architecture)
     _add_metadata(writer, metadata)
-    _announce(writer, tensors)
-    _finish(writer, () if header_only else tensors, f"writing {path.name}", progress)
+    _add_tensor_infos(writer, tensors)
+    _write_tensors(writer, () if header_only else tensors, f"writing {path.name}", progress)
     if header_only:
         ends = sum(tensor.size_bytes + writer.data_alignment for tensor in tensors) + writer.data_alignment
         os.truncate(path, path.stat().st_size + ends)
@@ -178,7 +217,7 @@ def _add_metadata(writer: Any, metadata: Mapping[str, tuple[Any, Any, Any]]) -> 
         writer.add_key_value(key, value, kind, sub_type=element)
 
 
-def _announce(writer: Any, tensors: Sequence[GgufTensor]) -> None:
+def _add_tensor_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
     for tensor in tensors:
         data = tensor.source.data
         writer.add_tensor_info(
@@ -186,13 +225,47 @@ def _announce(writer: Any, tensors: Sequence[GgufTensor]) -> None:
         )
 
 
-def _number(writer: Any, number: int, part_count: int, tensor_count: int) -> None:
+def _add_part_number(writer: Any, number: int, part_count: int, tensor_count: int) -> None:
     writer.add_uint16("split.no", number)
     writer.add_uint16("split.count", part_count)
     writer.add_int32("split.tensors.count", tensor_count)
 
 
-def _finish(writer: Any, tensors: Sequence[GgufTensor], what: str, progress: Progress | None) -> None:
+@contextmanager
+def merged_file(
+    folder: Path, path: Path, progress: Progress | None = None, *, header_only: bool = False
+) -> Iterator[Path]:
+    """Merge the lower and upper part of a split model into one file, which is deleted afterwards.
+
+    Args:
+        folder: The prepared folder of the split model.
+        path: File to write.
+        progress: Reports the share of bytes that were written.
+        header_only: See `write_model`.
+
+    Raises:
+        ModelFileError: The split model cannot be read.
+        OSError: The file cannot be written.
+        CancelledError: `progress` returned False.
+    """
+    shared = folder / layerskip_files.SHARED
+    lower = GgufModel([folder / layerskip_files.LOWER_FIRST, shared, folder / layerskip_files.LOWER])
+    upper = GgufModel([folder / layerskip_files.UPPER_FIRST, shared, folder / layerskip_files.UPPER])
+    lower_count, upper_count = lower.layer_count, upper.layer_count
+    tensors = [
+        *lower.shared(),
+        *lower.layers(0, lower_count),
+        *upper.layers(0, upper_count, first=lower_count),
+    ]
+    metadata = lower.metadata_with(upper)
+    try:
+        write_model(path, lower.architecture, metadata, tensors, progress, header_only=header_only)
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write_tensors(writer: Any, tensors: Sequence[GgufTensor], what: str, progress: Progress | None) -> None:
     total, done = sum(tensor.size_bytes for tensor in tensors), 0
     try:
         writer.write_header_to_file()
@@ -204,8 +277,8 @@ def _finish(writer: Any, tensors: Sequence[GgufTensor], what: str, progress: Pro
             if progress and not progress(what, done / total):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # numpy says how many items it wrote, and not why no more
-            raise OSError(EIO, "only a part of a file could be written") from error
+        if error.errno is None:  # numpy reports an incomplete write without an error number
+            raise OSError(EIO, "the file could be written only in part") from error
         raise
     finally:
         writer.close()

@@ -1,4 +1,4 @@
-"""Preparing a GGUF model for early exit: its layers in two halves, which both use one set of files."""
+"""Prepare a GGUF model for early exit by splitting it into a lower and an upper part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp import layerskip_files, load
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.builder import BuildFolder, interrupted_settings, make
+from edgespec.prepare.builder import BuildFolder, build, interrupted_settings
 from edgespec.prepare.exit_measurement import measure_exits
 from edgespec.prepare.exit_table import Exit
 from edgespec.prepare.gguf_parts import GgufModel, write_metadata_part, write_tensor_part
@@ -23,10 +23,12 @@ from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
-_PROOF_CONTEXT_TOKENS = 256
-_PROOF_PREFILL, _PROOF_WIDE, _PROOF_STEPS = 40, 8, 8
-# How far two computations of one row may differ, in standard deviations of the row: the order of sums only.
-_ROUNDING = 1e-3
+# Tokens of the test that compares the split model with the original.
+_TEST_CONTEXT_TOKENS = 256
+_TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
+# Largest difference of their logits, in standard deviations of a row. Only the order of sums may differ.
+# Chosen.
+_MAX_DIFFERENCE = 1e-3
 
 
 def prepare_layerskip(
@@ -36,94 +38,123 @@ def prepare_layerskip(
     to: Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedModel:
-    """Write the model at `path` in two halves, below and from layer `exit_layer` on, and prove them.
+    """Split a model at an exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710).
 
-    exit_layer: None measures which exit pays best. to: the folder to make, by default one in the store.
-    What was prepared before is not made again. The facts of what is returned: `layer_count`, and `exits`,
-    what was measured (empty where the model cannot be read between its layers).
-    Raises OptionError (no such layer), CapabilityError with the reason where the halves are not the model,
-    or where no exit pays and none was named, ModelFileError (the file is no model, damaged, or does not
-    fit the disk) and CancelledError.
+    The lower part drafts, and the upper part verifies on the lower part's hidden states. Both share the
+    embedding and the output head. The logits of the split model are compared with those of the original
+    before it is used. An existing valid split model is returned.
+
+    Args:
+        path: A GGUF file.
+        exit_layer: Number of layers of the lower part; None measures which one is fastest.
+        to: Folder to create; by default one in the store.
+        progress: Reports reading and writing.
+
+    Returns:
+        The split model, with the facts `layer_count` and `exits`, the measurements. `exits` is empty if the
+        hidden states of the model cannot be read.
+
+    Raises:
+        OptionError: The model has no such layer.
+        CapabilityError: The model cannot be split, or no exit is faster than plain decoding.
+        ModelFileError: The file is damaged or not a model, or the disk is too small.
+        CancelledError: `progress` returned False.
     """
     source = GgufModel(gguf_files(path))
     _check_source(source, path)
     exits: tuple[Exit, ...] | None = None
     if exit_layer is None:
-        if to is None and (there := _present(path)):
-            return there
-        exit_layer, exits = _chosen(source, path, progress)
+        if to is None and (existing := _find_valid(path)):
+            return existing
+        exit_layer, exits = _choose_exit(source, path, progress)
     if not 1 <= exit_layer < source.layer_count:
         raise OptionError(
-            f"--exit is {exit_layer}, and {path.name} has {source.layer_count} layers",
-            f"give a layer from 1 to {source.layer_count - 1}, or auto",
+            f"--exit {exit_layer} is not possible: {path.name} has {source.layer_count} layers",
+            f"use a layer from 1 to {source.layer_count - 1}, or auto",
         )
-    written = sum(tensor.size_bytes for tensor in source.tensors) + 3 * source.header_bytes
+    needed_bytes = sum(tensor.size_bytes for tensor in source.tensors) + 3 * source.header_bytes
 
-    def write(bench: BuildFolder) -> Mapping[str, Any]:
-        _write(bench, source, path, exit_layer, progress)
-        measured = _measured(source, path, exit_layer, progress) if exits is None else exits
-        return {"layer_count": source.layer_count, "exits": [found.to_json() for found in measured]}
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        _write_parts(build_folder, source, path, exit_layer, progress)
+        measured = _measure_exit(source, path, exit_layer, progress) if exits is None else exits
+        return {"layer_count": source.layer_count, "exits": [one.to_json() for one in measured]}
 
     settings = {"exit_layer": exit_layer}
-    return make("layerskip", path, settings, write, needed_bytes=written, to=to, progress=progress)
+    return build(
+        "layerskip", path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress
+    )
 
 
 def measured_exit(prepared: PreparedModel) -> Exit | None:
-    """What was measured of the exit that was prepared; None where it could not be."""
+    """Return the measurement of the prepared exit, or None if it could not be measured."""
     exits = map(Exit.from_json, prepared.facts.get("exits", ()))
-    return next((found for found in exits if found.exit_layer == prepared.settings["exit_layer"]), None)
+    return next((one for one in exits if one.exit_layer == prepared.settings["exit_layer"]), None)
 
 
-def _present(path: Path) -> PreparedModel | None:
-    """What was prepared from this file at any exit, if it is still right."""
-    there = find_prepared("layerskip", path)
+def _find_valid(path: Path) -> PreparedModel | None:
+    """Return the split model of this file at any exit layer, if it is valid."""
+    existing = find_prepared("layerskip", path)
     try:
-        if there is not None:
-            check_prepared(there, path)
+        if existing is not None:
+            check_prepared(existing, path)
     except ModelFileError:
         return None
-    return there
+    return existing
 
 
-def _chosen(source: GgufModel, path: Path, progress: Progress | None) -> tuple[int, tuple[Exit, ...] | None]:
-    """The exit that pays best, and what was measured. Raises CapabilityError when none pays."""
-    begun = interrupted_settings("layerskip", path)
-    if begun is not None:
-        return int(begun["exit_layer"]), None
+def _choose_exit(
+    source: GgufModel, path: Path, progress: Progress | None
+) -> tuple[int, tuple[Exit, ...] | None]:
+    """Return the exit layer with the largest expected speed-up, and all measurements.
+
+    An interrupted build is resumed with its exit layer, without new measurements.
+
+    Raises:
+        CapabilityError: No exit is faster than plain decoding.
+    """
+    settings = interrupted_settings("layerskip", path)
+    if settings is not None:
+        return int(settings["exit_layer"]), None
     table = measure_exits(path, source, progress=progress)
     best = table.best
-    if not table.pays:
+    if not table.is_faster:
         raise CapabilityError(
             f"{path.name}: {table.verdict}",
-            f"use another method, or --exit {best.exit_layer} to prepare it nevertheless",
+            f"use another method, or --exit {best.exit_layer} to prepare it anyway",
         )
     return best.exit_layer, table.exits
 
 
-def _measured(source: GgufModel, path: Path, exit_layer: int, progress: Progress | None) -> tuple[Exit, ...]:
+def _measure_exit(
+    source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
+) -> tuple[Exit, ...]:
     try:
         return measure_exits(path, source, exit_layer, progress).exits
     except CapabilityError:
-        return ()  # it works; what it is worth is not known
+        return ()  # the split model works without measurements
 
 
 def _check_source(source: GgufModel, path: Path) -> None:
-    """Raises CapabilityError for what is known beforehand not to come apart."""
+    """Check that the architecture can be split.
+
+    Raises:
+        CapabilityError: It cannot.
+    """
     reason = ""
     if source.layer_count < 2:
         reason = f"it has {source.layer_count} layer"
     elif source.value("nextn_predict_layers", 0):
-        reason = "its last layers predict further tokens and are not run in line"
+        reason = "its last layers are a multi-token prediction head"
     elif source.value("attention.shared_kv_layers", 0):
-        reason = "some of its layers use the keys and values of earlier ones"
+        reason = "some of its layers share the KV cache of earlier layers"
     if reason:
         raise CapabilityError(f"{path.name} cannot be prepared for early exit: {reason}")
 
 
-def _write(
-    bench: BuildFolder, source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
+def _write_parts(
+    build_folder: BuildFolder, source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
 ) -> None:
-    expected, description = _asked_whole(path, progress)
+    expected, description = _original_logits(path, progress)
     shared = source.shared()
     count, architecture = source.layer_count, source.architecture
     extra: dict[str, int | str] = {
@@ -136,7 +167,7 @@ def _write(
         (layerskip_files.LOWER, source.layers(0, exit_layer), 2),
         (layerskip_files.UPPER, source.layers(exit_layer, count), 2),
     ):
-        bench.file(
+        build_folder.file(
             name,
             lambda file, tensors=tensors, number=number: write_tensor_part(  # type: ignore[misc]
                 file, architecture, tensors, number, 3, progress
@@ -149,64 +180,74 @@ def _write(
     ):
         tensor_count = len(shared) + len(source.layers(begin, end))
         metadata = source.metadata(begin, end)
-        bench.file(
+        build_folder.file(
             name,
             lambda file, metadata=metadata, tensor_count=tensor_count: write_metadata_part(  # type: ignore[misc]
                 file, architecture, metadata, extra, tensor_count, 3
             ),
         )
-    _prove(bench.folder, path, expected, progress)
+    _test_split_model(build_folder.folder, path, expected, progress)
 
 
 def _options() -> LoadOptions:
-    return LoadOptions(context_tokens=_PROOF_CONTEXT_TOKENS, gpu_layers=0)
+    return LoadOptions(context_tokens=_TEST_CONTEXT_TOKENS, gpu_layers=0)
 
 
-def _asked_whole(path: Path, progress: Progress | None) -> tuple[NDArray[np.float32], str]:
-    """What the whole model says to the proof's tokens, and its description."""
+def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.float32], str]:
+    """Return the logits of the original model for the test tokens, and its description."""
     model = load(str(path), path.name, _options(), progress)
     try:
-        able = model.facts.capabilities
-        if not (able.rollback and able.tree):
+        capabilities = model.facts.capabilities
+        if not (capabilities.rollback and capabilities.tree):
             raise CapabilityError(
-                f"{path.name} cannot be prepared for early exit: {able.reason}",
-                "its own file can still be used",
+                f"{path.name} cannot be prepared for early exit: {capabilities.reason}",
+                "use the original file",
             )
-        return _rows(model), model.facts.description
+        return _test_logits(model), model.facts.description
     finally:
         model.close()
 
 
-def _prove(folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None) -> None:
-    """Raises CapabilityError unless the halves say what the whole model says."""
+def _test_split_model(
+    folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None
+) -> None:
+    """Compare the logits of the split model with those of the original.
+
+    Raises:
+        CapabilityError: They differ, or the split model cannot be loaded.
+    """
     try:
         model = load_layerskip(str(folder), path.name, _options(), progress)
     except ModelFileError as error:
-        raise CapabilityError(f"{path.name} cannot be run in two halves: {error.what}") from error
+        raise CapabilityError(f"{path.name} cannot be run as a split model: {error.what}") from error
     try:
-        got = _rows(model)
+        actual = _test_logits(model)
     finally:
         model.close()
-    apart = np.abs(got - expected).max(axis=1) / expected.std(axis=1)
-    if not np.isfinite(got).all() or not (apart <= _ROUNDING).all():
+    difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
+    if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
         raise CapabilityError(
-            f"{path.name} says something else in two halves (by {float(apart.max()):.2g} of the spread of its"
-            " logits): what its layers compute depends on where they stand",
-            "try another --exit; nothing was kept",
+            f"{path.name} computes other logits when it is split (difference {float(difference.max()):.2g}"
+            " standard deviations), so its layers depend on their position",
+            "try another --exit",
         )
 
 
-def _rows(model: LanguageModel) -> NDArray[np.float32]:
-    """Logits after a prefill, by a wide pass and by single steps: float32 [n, vocab]."""
+def _test_logits(model: LanguageModel) -> NDArray[np.float32]:
+    """Return logits after a prefill, of one wide pass and of single steps, float32 [rows, vocabulary]."""
     size = model.facts.vocab_size
-    tokens = np.random.default_rng(0).integers(0, size, _PROOF_PREFILL + _PROOF_WIDE + _PROOF_STEPS).tolist()
-    everything = np.arange(size)
-    model.prefill(tokens[:_PROOF_PREFILL])
-    wide = tokens[_PROOF_PREFILL : _PROOF_PREFILL + _PROOF_WIDE]
-    logits = model.verify(TokenTree.chain(wide[0], wide[1:]))
-    rows = [logits.at(row, everything) for row in range(len(wide))]
-    model.commit(tuple(range(1, len(wide))))
-    for token in tokens[-_PROOF_STEPS:]:
-        rows.append(model.verify(TokenTree.chain(token)).at(0, everything))
+    tokens = (
+        np.random.default_rng(0)
+        .integers(0, size, _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS + _TEST_STEPS)
+        .tolist()
+    )
+    all_tokens = np.arange(size)
+    model.prefill(tokens[:_TEST_PREFILL_TOKENS])
+    drafted = tokens[_TEST_PREFILL_TOKENS : _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS]
+    logits = model.verify(TokenTree.chain(drafted[0], drafted[1:]))
+    rows = [logits.at(row, all_tokens) for row in range(len(drafted))]
+    model.commit(tuple(range(1, len(drafted))))
+    for token in tokens[-_TEST_STEPS:]:
+        rows.append(model.verify(TokenTree.chain(token)).at(0, all_tokens))
         model.commit(())
     return np.array(rows, np.float32)

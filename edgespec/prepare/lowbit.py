@@ -1,4 +1,4 @@
-"""A copy of a GGUF model with fewer bits, to draft with on the model's own keys and values (QSpec)."""
+"""Prepare a copy of a GGUF model with fewer bits that drafts on the target's own KV cache (QSpec)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.backends.base import Progress
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import error_reason
-from edgespec.prepare.builder import BuildFolder, make
+from edgespec.prepare.builder import BuildFolder, build
 from edgespec.prepare.store import (
     PreparedModel,
     absolute_path,
@@ -35,37 +35,48 @@ __all__ = [
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
-# What halves are put together in.
-_WHOLE = "whole.gguf"
-# The weights' bytes are known to a hundredth of a megabyte; vocabulary and names come on top of them.
+# Temporary file that a split model is merged into.
+_MERGED = "whole.gguf"
+# Allowance for the vocabulary and the tensor names, which `QuantisedSize` does not include.
 _HEADER_BYTES = 1 << 20
 
 
 def prepare_lowbit(
     path: Path, type_name: str = DEFAULT_TYPE, *, to: Path | None = None, progress: Progress | None = None
 ) -> PreparedModel:
-    """Make a copy of the model at `path` with weights of a type, such as Q4_0, or return the one there is.
+    """Make a copy of a model with fewer bits per weight, or return an existing valid copy.
 
-    path: a GGUF file, or a folder that was prepared for early exit. Then the copy is made from the file that
-    this was made from, or, where that is gone, from both halves, which are put together for so long.
-    to: the folder to make; by default one in the store. The facts of what is returned: `type`,
-    `source_weight_bytes`, `weight_bytes`, `saved_bytes`.
-    Raises OptionError (no such type, or one that is not smaller than the model is), CapabilityError (a
-    type that needs an importance matrix, or a model whose memory is a state), ModelFileError (a file that
-    cannot be read, too small a disk), BackendError and CancelledError; after any of them there is no copy.
+    The copy drafts for the model on the model's own KV cache, as in QSpec (arXiv 2410.11305).
+
+    Args:
+        path: A GGUF file, or a folder prepared for early exit. Such a folder is copied from the file it was
+            prepared from, or if that is gone, from its lower and upper part merged in a temporary file.
+        type_name: Quantisation type of the copy, such as Q4_0.
+        to: Folder to create; by default one in the store.
+        progress: Reports reading and writing.
+
+    Returns:
+        The copy, with the facts `type`, `source_weight_bytes`, `weight_bytes` and `saved_bytes`.
+
+    Raises:
+        OptionError: The type is unknown, or would not make the model smaller.
+        CapabilityError: The type needs an importance matrix, or the copy cannot share the model's KV cache.
+        ModelFileError: The model cannot be read, or the disk is too small.
+        BackendError: llama.cpp failed.
+        CancelledError: `progress` returned False.
     """
     from edgespec.backends.llamacpp.lowbit import check_can_share_cache
     from edgespec.backends.llamacpp.quantise import parse_quantisation_type, quantise
 
     type_name = parse_quantisation_type(type_name)
     if path.is_dir():
-        there = find_lowbit(path, type_name)
-        if to is None and there is not None and _is_right(there, path):
-            return there
-        halves = read_prepared(path)
-        check_prepared(halves)
-        if _is_right(halves, halves.source):
-            path = halves.source
+        existing = find_lowbit(path, type_name)
+        if to is None and existing is not None and _is_valid(existing, path):
+            return existing
+        split_model = read_prepared(path)
+        check_prepared(split_model)
+        if _is_valid(split_model, split_model.source):
+            path = split_model.source
     source_bytes = sum(part.stat().st_size for part in model_files(path))
     if not path.is_dir():
         check_can_share_cache(path)
@@ -77,38 +88,38 @@ def prepare_lowbit(
         "saved_bytes": size.source_bytes - size.copy_bytes,
     }
 
-    def write(bench: BuildFolder) -> Mapping[str, Any]:
-        def copy(growing: Path) -> None:
-            with _whole(bench.source, bench.folder, progress) as whole:
-                quantise(whole, growing, type_name, progress)
+    def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
+        def write_copy(path: Path) -> None:
+            with _single_file(build_folder.source, build_folder.folder, progress) as single_file:
+                quantise(single_file, path, type_name, progress)
 
-        bench.file(_COPY, copy, progress)
+        build_folder.file(_COPY, write_copy, progress)
         return facts
 
-    # The header is written as it is in the source.
+    # The copy has the same header as the source.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
-    joined_bytes = source_bytes if path.is_dir() else 0
-    return make(
+    merged_bytes = source_bytes if path.is_dir() else 0
+    return build(
         "lowbit",
         path,
         {"type": type_name},
-        write,
-        needed_bytes=size.copy_bytes + header_bytes + joined_bytes,
+        write_files,
+        needed_bytes=size.copy_bytes + header_bytes + merged_bytes,
         to=to,
         progress=progress,
     )
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
-    """What a copy will take. Raises what `prepare_lowbit` does where it should not be made."""
+    """Return the size of a copy, or raise the error of `prepare_lowbit` that applies."""
     from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
-        with TemporaryDirectory() as folder, _whole(path, Path(folder), header_only=True) as header_only:
-            size = quantised_size(header_only, type_name)
+        with TemporaryDirectory() as folder, _single_file(path, Path(folder), header_only=True) as header:
+            size = quantised_size(header, type_name)
     except OSError as error:
         raise ModelFileError(
-            f"the header of {path} cannot be written: {error_reason(error)}", "make room for temporary files"
+            f"a temporary file for {path} cannot be written: {error_reason(error)}", "free disk space"
         ) from error
     if size.needs_importance_matrix:
         raise importance_matrix_error(type_name)
@@ -116,26 +127,26 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
         raise OptionError(
             f"a {type_name} copy would take {size.copy_bytes:,} bytes,"
             f" and the model itself takes {size.source_bytes:,}",
-            "choose another method: this model has few bits already"
+            "choose another method, because this model has few bits already"
             if type_name == "Q2_K"
             else "choose a type with fewer bits, such as Q2_K",
         )
     return size
 
 
-def _whole(
+def _single_file(
     source: Path, folder: Path, progress: Progress | None = None, *, header_only: bool = False
 ) -> AbstractContextManager[Path]:
-    """The model as a GGUF file: its own, or one in `folder` that halves are put together in."""
+    """Return the model as one GGUF file: its own file, or a split model merged into a file in `folder`."""
     if not source.is_dir():
         return nullcontext(source)
-    from edgespec.prepare.whole import merged_file
+    from edgespec.prepare.gguf_parts import merged_file
 
-    return merged_file(source, folder / _WHOLE, progress, header_only=header_only)
+    return merged_file(source, folder / _MERGED, progress, header_only=header_only)
 
 
-def _is_right(prepared: PreparedModel, source: Path) -> bool:
-    """Whether neither what was prepared nor the model it was made from has changed, and both are there."""
+def _is_valid(prepared: PreparedModel, source: Path) -> bool:
+    """Return whether the copy and the model it was made from exist and are unchanged."""
     try:
         check_lowbit(prepared, source)
     except ModelFileError:
@@ -144,10 +155,13 @@ def _is_right(prepared: PreparedModel, source: Path) -> bool:
 
 
 def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:
-    """The copy made of the model at `path`: of a type, or for None the one made last.
+    """Find the copy of the model at `path` without checking it, see `check_lowbit`.
 
-    Of a model that was prepared for early exit it may have been made from the same file as that was.
-    Whether it is still right is not looked at: see `check_lowbit`.
+    For a model that was prepared for early exit, this includes a copy of the file it was prepared from.
+
+    Args:
+        path: A GGUF file or a folder prepared for early exit.
+        type_name: Quantisation type of the copy; None for the newest copy.
     """
     settings = None
     if type_name is not None:
@@ -156,24 +170,28 @@ def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | Non
         settings = {"type": parse_quantisation_type(type_name)}
     found = find_prepared("lowbit", path, settings)
     if found is None and path.is_dir():
-        halves = read_prepared(path)
-        found = find_prepared("lowbit", halves.source, settings)
-        if found is not None and found.source_records != halves.source_records:
+        split_model = read_prepared(path)
+        found = find_prepared("lowbit", split_model.source, settings)
+        if found is not None and found.source_records != split_model.source_records:
             return None
     return found
 
 
 def check_lowbit(prepared: PreparedModel, path: Path) -> None:
-    """Raises ModelFileError when the copy is damaged, or the model at `path` is not what it was made from."""
+    """Check that a copy is intact and that the model at `path` has not changed.
+
+    Raises:
+        ModelFileError: The copy is damaged, or the model has changed.
+    """
     check_prepared(prepared, path if prepared.source == absolute_path(path) else None)
 
 
 def find_valid_lowbit(path: Path) -> PreparedModel | None:
-    """`find_lowbit` where nobody asked for it: what is damaged or stale counts as not there."""
+    """Return the copy of the model at `path`, or None if it is missing, damaged or outdated."""
     prepared = find_lowbit(path)
-    return prepared if prepared and _is_right(prepared, path) else None
+    return prepared if prepared and _is_valid(prepared, path) else None
 
 
 def lowbit_file(prepared: PreparedModel) -> Path:
-    """The file of the copy, for `LowBit(copy=...)`."""
+    """Return the file of a copy, for `LowBit(copy=...)`."""
     return prepared.path(_COPY)

@@ -1,4 +1,4 @@
-"""The store of prepared files: a folder for each prepared thing, whole or not there."""
+"""The store of prepared models: one complete folder per model and settings."""
 
 from __future__ import annotations
 
@@ -41,10 +41,16 @@ _KINDS: tuple[PreparedKind, ...] = ("layerskip", "lowbit")
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """One prepared thing: its folder and what the manifest says.
+    """A prepared model, as described by the manifest in its folder.
 
-    source: the path of the model it was made from, `source_records` its files then (all parts when it was
-    split). settings: what was asked for. facts: what was found out while it was made.
+    Attributes:
+        kind: How the model was prepared.
+        folder: Its folder.
+        source: Path of the model it was built from.
+        source_records: Records of all files of that model at the time of the build.
+        settings: Settings of the build.
+        files: Records of the files in the folder.
+        facts: Results of the build, such as measurements.
     """
 
     kind: PreparedKind
@@ -57,68 +63,76 @@ class PreparedModel:
 
     @property
     def size_bytes(self) -> int:
-        """What its files take."""
+        """Total size of the files."""
         return sum(file.size_bytes for file in self.files)
 
     def path(self, name: str) -> Path:
-        """The file of that name."""
+        """Return the path of a file in the folder."""
         return self.folder / name
 
 
 def store_folder() -> Path:
-    """Where prepared things are kept: in `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder."""
+    """Return the folder of all prepared models, in `$EDGESPEC_CACHE_DIR` or the user's cache folder."""
     return cache_folder() / "prepared"
 
 
 def find_prepared(
     kind: PreparedKind, source: Path, settings: BuildSettings | None = None
 ) -> PreparedModel | None:
-    """What was prepared from the model at `source`, with these settings or, for None, the newest.
+    """Find the newest model that was prepared from `source`.
 
-    Neither the source nor the files are looked at: see `check`. A folder with a manifest that cannot be
-    read counts as not there.
+    The files are not checked, see `check_prepared`. Folders with an unreadable manifest are ignored.
+
+    Args:
+        kind: Kind of the prepared model.
+        source: Path of the model it was built from.
+        settings: Settings of the build; None for any.
     """
     source = absolute_path(source)
     found = []
     for entry in _entries(kind):
         with suppress(ModelFileError, OSError):
-            prepared = read_prepared(_followed(entry))
+            prepared = read_prepared(_resolve(entry))
             if prepared.source == source and settings in (None, dict(prepared.settings)):
                 found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
     return max(found)[2] if found else None
 
 
 def list_prepared() -> list[PreparedModel]:
-    """Everything that was prepared and whose manifest can be read, in the order of their folders."""
+    """Return all prepared models with a readable manifest, ordered by kind and folder."""
     found = []
     for kind in _KINDS:
         for entry in sorted(_entries(kind)):
             with suppress(ModelFileError, OSError):
-                found.append(read_prepared(_followed(entry)))
+                found.append(read_prepared(_resolve(entry)))
     return found
 
 
 def _entries(kind: PreparedKind) -> list[Path]:
-    """Folders of the store, and files that say where a folder elsewhere is."""
+    """Return the folders in the store, and the files that point to folders outside it."""
     try:
         return [entry for entry in (store_folder() / kind).iterdir() if entry.suffix in ("", ".elsewhere")]
     except OSError:
         return []
 
 
-def _followed(entry: Path) -> Path:
+def _resolve(entry: Path) -> Path:
     return Path(os.fsdecode(entry.read_bytes())) if entry.suffix == ".elsewhere" else entry
 
 
 def read_prepared(folder: Path) -> PreparedModel:
-    """What the manifest of a prepared folder says. Raises ModelFileError when it is none of ours."""
+    """Read the manifest of a prepared folder.
+
+    Raises:
+        ModelFileError: The folder has no valid manifest.
+    """
     path = folder / MANIFEST
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if value["version"] != VERSION:
             raise ModelFileError(
-                f"{folder} was prepared in form {value['version']}, and this edgespec reads form {VERSION}",
-                _again(folder),
+                f"{folder} has format version {value['version']}, and this edgespec reads version {VERSION}",
+                _rebuild_hint(folder),
             )
         if value["kind"] not in _KINDS:
             raise ValueError(f"kind {value['kind']!r}")
@@ -133,43 +147,50 @@ def read_prepared(folder: Path) -> PreparedModel:
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ModelFileError(f"{path} cannot be read: {why}", _again(folder)) from error
+        raise ModelFileError(f"{path} cannot be read: {why}", _rebuild_hint(folder)) from error
 
 
-def _again(folder: Path) -> str:
+def _rebuild_hint(folder: Path) -> str:
     return f"delete {folder} and run `edgespec prepare` again"
 
 
 def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full: bool = False) -> None:
-    """Raises ModelFileError when a prepared file is damaged, or the source is not what it was made from.
+    """Check the files of a prepared model, and that its source has not changed.
 
-    source: the model beside which it is to be used; None when the prepared files are used alone.
-    full: read every byte; else sizes and a few blocks of each file are compared.
+    Args:
+        prepared: The prepared model.
+        source: The model it is used together with; None if the prepared files are used alone.
+        full: Read every byte. Otherwise, sizes and a few blocks of each file are compared.
+
+    Raises:
+        ModelFileError: A file is missing or damaged, or the source has changed.
     """
     for file in prepared.files:
         path = prepared.path(file.name)
         if not path.is_file():
-            raise ModelFileError(f"{path} is missing", _again(prepared.folder))
-        whole = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
-        if not whole:
+            raise ModelFileError(f"{path} is missing", _rebuild_hint(prepared.folder))
+        intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
+        if not intact:
             raise ModelFileError(
-                f"{path} is damaged: it is not the {file.size_bytes:,} bytes that were prepared",
-                _again(prepared.folder),
+                f"{path} is damaged: it differs from the {file.size_bytes:,} bytes that were prepared",
+                _rebuild_hint(prepared.folder),
             )
     if source is None:
         return
-    parts, known = model_files(source), prepared.source_records
-    changed = len(parts) != len(known) or not all(map(matches_record, parts, known))
-    if changed or (full and [r.sha256 for r in hash_files(parts, "checking")] != [r.sha256 for r in known]):
+    parts, records = model_files(source), prepared.source_records
+    changed = len(parts) != len(records) or not all(map(matches_record, parts, records))
+    if changed or (full and [r.sha256 for r in hash_files(parts, "checking")] != [r.sha256 for r in records]):
         raise ModelFileError(
-            f"{source} is no longer the file that {prepared.folder} was made from", _again(prepared.folder)
+            f"{source} has changed since {prepared.folder} was prepared from it",
+            _rebuild_hint(prepared.folder),
         )
 
 
 def model_files(source: Path) -> list[Path]:
-    """The files of a model: of a GGUF file, all parts; of a folder in which it was prepared, all there.
+    """Return all files of a model: the parts of a GGUF file, or the files of a prepared folder.
 
-    Raises ModelFileError.
+    Raises:
+        ModelFileError: The model cannot be read.
     """
     if not source.is_dir():
         return gguf_files(source)
@@ -178,5 +199,5 @@ def model_files(source: Path) -> list[Path]:
 
 
 def absolute_path(path: Path) -> Path:
-    """The path as it is told: from the root, with links left as they are."""
+    """Return the absolute path without resolving symbolic links."""
     return Path(os.path.abspath(os.path.expanduser(path)))

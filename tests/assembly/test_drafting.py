@@ -149,7 +149,7 @@ class TestPrepared:
         model.write_bytes(data)
         prepare_lowbit(model, "Q4_0")
         model.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        with pytest.raises(ModelFileError, match="no longer the file"):
+        with pytest.raises(ModelFileError, match="has changed since"):
             edgespec.load(str(model), "none", method="lowbit")
 
 

@@ -44,7 +44,7 @@ def test_layerskip_as_a_table(run: Run, model: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0
     assert "SAME TOKEN" in result.stdout
     assert "exit after layer 1 of 3" in result.stdout
-    assert said == ["This model was not trained for early exit, so it will not pay here."]
+    assert said == ["This model was not trained for early exit, so it would not be faster here."]
 
 
 def test_a_model_without_a_paying_exit_fails_with_one_line(run: Run, model: Path) -> None:
@@ -101,4 +101,4 @@ def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 1
-    assert "cannot be written: only a part of a file could be written; make room" in result.stderr
+    assert "cannot be written: the file could be written only in part; free disk" in result.stderr

@@ -113,7 +113,7 @@ def test_costs_that_cannot_be_kept_are_no_secret(tmp_path: Path, monkeypatch: py
     blocked.touch()
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(blocked))
     with edgespec.load("demo", "none", context=256, threads=1) as runtime:
-        assert "is not kept" in tune(runtime, read_prompts()[:1], max_tokens=4).notice
+        assert "cannot be saved" in tune(runtime, read_prompts()[:1], max_tokens=4).notice
 
 
 def test_a_cancelled_measurement_measures_nothing() -> None:

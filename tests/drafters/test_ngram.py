@@ -106,5 +106,5 @@ def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
     drafter.commit((9, 10))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.cost.seconds = 2 * 12e-6
-    assert drafter.note() == "ngram costs 12 µs a token"
+    assert drafter.note() == "ngram takes 12 µs per token"
     assert 0 < drafter.memory_use.other_bytes < 2_000_000

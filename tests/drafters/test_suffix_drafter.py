@@ -122,7 +122,7 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
     assert drafter.note() == "replies are not remembered"
     drafter.commit((2,))
     drafter.cost.seconds, drafter.prompt_cost.seconds = 5e-6, 2e-6
-    assert drafter.note() == "suffix costs 5 µs a token (2 µs per prompt token); replies are not remembered"
+    assert drafter.note() == "suffix takes 5 µs per token (2 µs per prompt token); replies are not remembered"
 
 
 def test_what_it_costs_and_holds_is_told() -> None:
@@ -137,7 +137,7 @@ def test_what_it_costs_and_holds_is_told() -> None:
     assert drafter.prompt_cost.tokens == 4, "three and one: what is known is not read again"
     drafter.cost.seconds, drafter.prompt_cost.seconds = 2 * 37e-6, 4 * 3e-6
     assert drafter.note() == (
-        "suffix costs 37 µs a token (3 µs per prompt token),"
+        "suffix takes 37 µs per token (3 µs per prompt token),"
         " with 1,000 indexed tokens of files and earlier chats"
     )
     assert index.size_bytes < 9_000

@@ -51,29 +51,29 @@ class TestWhatAnExitIsWorth:
             expected = best_draft_length(agreements[one.exit_layer], cost, EXIT_WIDTHS[-1] - 1)[1]
             assert one.speed_up == pytest.approx(expected)
         assert table.best.speed_up == max(one.speed_up for one in table.exits)
-        assert table.pays == (table.best.speed_up > 1.0)
+        assert table.is_faster == (table.best.speed_up > 1.0)
 
     def test_a_slow_target_pays_once_its_passes_are_timed(self) -> None:
         """Where only plain steps were timed a pass is not taken to cost a step for each row."""
         agreements = {2: 0.8}
-        assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).pays
+        assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).is_faster
         assert (
             exit_table(agreements, LAYERS, HEAD).best
             == exit_table(agreements, LAYERS, HEAD, assumed_cost).best
         )
-        assert not exit_table(agreements, LAYERS, HEAD, float).pays
+        assert not exit_table(agreements, LAYERS, HEAD, float).is_faster
 
 
 class TestTheVerdict:
     @pytest.mark.parametrize(
         ("agreement", "v", "said"),
         [
-            (0.9, free, "after 2 of 5 layers its best token is the whole model's 90% of the time: about"),
-            (0.9, float, "gains nothing from early exit, so it will not pay here"),
-            (0.1, free, "was not trained for early exit, so it will not pay here"),
+            (0.9, free, "after 2 of 5 layers it predicts the full model's token 90% of the time: about"),
+            (0.9, float, "gains nothing from early exit, so it would not be faster here"),
+            (0.1, free, "was not trained for early exit, so it would not be faster here"),
         ],
     )
     def test_it_says_why(self, agreement: float, v: object, said: str) -> None:
         table = exit_table({2: agreement}, LAYERS, HEAD, v)  # type: ignore[arg-type]
         assert said in table.verdict
-        assert table.pays == ("about" in said)
+        assert table.is_faster == ("about" in said)

@@ -75,7 +75,7 @@ class TestParts:
         assert len(prepared.source_records) == 2
         assert prepared.facts["layer_count"] == source.layer_count
         names[1].write_bytes(names[1].read_bytes()[:-1])
-        with pytest.raises(ModelFileError, match="no longer the file"):
+        with pytest.raises(ModelFileError, match="has changed since"):
             check_prepared(prepared, names[0])
 
     def test_arrays_of_layers_are_cut_too(self, tmp_path: Path) -> None:
@@ -126,12 +126,12 @@ class TestRefusals:
         self, tmp_path: Path, write: Callable[[Path], Path], exit_layer: int
     ) -> None:
         """Gemma 2 scales what it is given; Gemma 3's layers differ by their number."""
-        with pytest.raises(CapabilityError, match="says something else in two halves"):
+        with pytest.raises(CapabilityError, match="computes other logits when it is split"):
             prepare_layerskip(write(tmp_path / "model.gguf"), exit_layer)
         assert _nothing_there()
 
     def test_a_model_that_was_not_trained_for_it(self, three_layers: Path) -> None:
-        with pytest.raises(CapabilityError, match="will not pay here"):
+        with pytest.raises(CapabilityError, match="would not be faster here"):
             prepare_layerskip(three_layers)
         assert _nothing_there()
 
@@ -143,7 +143,7 @@ class TestRefusals:
     def test_a_full_disk(self, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 2**20))
-        with pytest.raises(ModelFileError, match=r"12\.\d MiB are needed in .* and 1\.0 MiB are free"):
+        with pytest.raises(ModelFileError, match=r"needs 12\.\d MiB of free space and has 1\.0 MiB"):
             prepare_layerskip(demo, 4)
         assert _nothing_there()
 
@@ -234,7 +234,7 @@ class TestPreparedModels:
     def test_a_changed_source_is_prepared_again(self, three_layers: Path) -> None:
         first = prepare_layerskip(three_layers, 1)
         write_llama(three_layers, layers=3, seed=1)
-        with pytest.raises(ModelFileError, match="no longer the file"):
+        with pytest.raises(ModelFileError, match="has changed since"):
             check_prepared(first, three_layers)
         second = prepare_layerskip(three_layers, 1)
         check_prepared(second, three_layers, full=True)

@@ -15,11 +15,10 @@ from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
 from edgespec.prepare import builder
-from edgespec.prepare.gguf_parts import GgufModel
+from edgespec.prepare.gguf_parts import GgufModel, merged_file
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import check_lowbit, find_lowbit, lowbit_file, prepare_lowbit
 from edgespec.prepare.store import PreparedModel, check_prepared, store_folder
-from edgespec.prepare.whole import merged_file
 from tests.backends.contract import step, tokens_for
 from tests.backends.tiny_models import write_gemma3, write_llama
 
@@ -131,7 +130,7 @@ def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     prepare_layerskip(write_llama(source, layers=4), 1, to=folder)
     source.unlink()
-    with pytest.raises(ModelFileError, match="no longer the file"):
+    with pytest.raises(ModelFileError, match="has changed since"):
         check_lowbit(made, folder)
     check_lowbit(prepare_lowbit(folder), folder)
 
@@ -144,7 +143,7 @@ def test_damaged_halves(source: Path, halves: PreparedModel) -> None:
 
 
 def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_make", None)
+    monkeypatch.setattr(builder, "_build", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
         prepare_lowbit(demo, "Q8_0")
     with pytest.raises(CapabilityError, match="needs an importance matrix"):
@@ -155,7 +154,9 @@ def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.Monke
     """For the halves put together, and for the copy."""
     free = shutil.disk_usage(demo)._replace(free=15 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ModelFileError, match=r"\d\d\.\d MiB are needed .* and 15\.0 MiB are free; free some"):
+    with pytest.raises(
+        ModelFileError, match=r"needs \d\d\.\d MiB of free space and has 15\.0 MiB; free disk"
+    ):
         prepare_lowbit(demo)
 
 

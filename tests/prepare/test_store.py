@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import pytest
 
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.prepare.builder import BuildFolder, make
+from edgespec.prepare.builder import BuildFolder, build
 from edgespec.prepare.store import (
     MANIFEST,
     PreparedModel,
@@ -59,7 +59,7 @@ class Writer:
 
 
 def _made(source: Path, write: Writer | None = None, **options: Any) -> PreparedModel:
-    return make("layerskip", source, _SETTINGS, write or Writer(), needed_bytes=1000, **options)
+    return build("layerskip", source, _SETTINGS, write or Writer(), needed_bytes=1000, **options)
 
 
 def test_what_was_made_is_found_and_right(source: Path) -> None:
@@ -97,7 +97,9 @@ def test_a_folder_may_have_a_name_that_is_no_unicode(source: Path, tmp_path: Pat
 def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
-    with pytest.raises(OptionError, match="link is a link to nothing; delete it, or name another folder"):
+    with pytest.raises(
+        OptionError, match="link is a broken symbolic link; delete it, or name another folder"
+    ):
         _made(source, to=link)
     assert not (tmp_path / "link.partial").exists()
     (tmp_path / "mine").mkdir()
@@ -119,18 +121,18 @@ def test_a_foreign_thing_in_the_store_may_be_deleted(source: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="exists and holds something else; delete it: edgespec makes"):
+    with pytest.raises(OptionError, match="exists and is not a prepared model; delete it, because edgespec"):
         _made(source)
 
 
 def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="holds something else"):
+    with pytest.raises(OptionError, match="is not"):
         _made(source, to=tmp_path / "mine")
     made = _made(source, to=tmp_path / "empty")
     with pytest.raises(OptionError, match="other settings"):
-        make("layerskip", source, {"exit_layer": 9}, Writer(), needed_bytes=1, to=made.folder)
+        build("layerskip", source, {"exit_layer": 9}, Writer(), needed_bytes=1, to=made.folder)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
@@ -153,7 +155,7 @@ def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path,
     letter = made.folder / "letter.txt"
     letter.write_text("dear")
     (made.folder / "first").write_bytes(b"")
-    with pytest.raises(OptionError, match=r"holds letter\.txt"):
+    with pytest.raises(OptionError, match=r"letter\.txt"):
         _made(source, to=made.folder)
     letter.unlink()
     assert _made(source, to=made.folder) == made
@@ -162,9 +164,9 @@ def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path,
 def test_a_folder_that_has_a_name_edgespec_would_use_is_left_alone(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="holds something else"):
+    with pytest.raises(OptionError, match="is not an interrupted build"):
         _made(source, to=tmp_path / "mine")
-    with pytest.raises(OptionError, match="holds something else"):
+    with pytest.raises(OptionError, match="is not a prepared model"):
         _made(source, to=Path(tmp_path.anchor))
     assert (tmp_path / "mine.partial" / "letter.txt").read_text() == "dear"
 
@@ -175,7 +177,7 @@ def test_what_an_interrupted_run_with_other_settings_had_finished_is_not_used(
     with pytest.raises(KeyboardInterrupt):
         _made(source, Writer("second", KeyboardInterrupt()), to=tmp_path / "mine")
     again = Writer()
-    make("layerskip", source, {"exit_layer": 9}, again, needed_bytes=1, to=tmp_path / "mine")
+    build("layerskip", source, {"exit_layer": 9}, again, needed_bytes=1, to=tmp_path / "mine")
     assert again.written == ["first", "second"]
 
 
@@ -330,7 +332,7 @@ def test_a_changed_source_is_refused(source: Path) -> None:
     made = _made(source)
     source.write_bytes(b"GGUF" + source.read_bytes()[4:][::-1])
     check_prepared(made)
-    with pytest.raises(ModelFileError, match="no longer the file"):
+    with pytest.raises(ModelFileError, match="has changed since"):
         check_prepared(made, source)
 
 
@@ -340,8 +342,8 @@ def test_a_full_disk_is_said_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 2**30))
     write = Writer()
-    with pytest.raises(ModelFileError, match=r"7\.0 GiB are needed in .* and 5\.0 GiB are free"):
-        make("layerskip", source, _SETTINGS, write, needed_bytes=7 * 2**30)
+    with pytest.raises(ModelFileError, match=r"needs 7\.0 GiB of free space and has 5\.0 GiB"):
+        build("layerskip", source, _SETTINGS, write, needed_bytes=7 * 2**30)
     assert write.written == []
     assert not list(store_folder().rglob("first*"))
 

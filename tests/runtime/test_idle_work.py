@@ -131,7 +131,7 @@ class TestWhatGoesWrong:
         drafter.step = fail
         runtime.generate(PROMPT, seed=1, max_tokens=20)
         runtime.run_idle_work(lambda: True)
-        assert runtime._session.report("saying").note == "saying learns no more: the card has left"
+        assert runtime._session.report("saying").note == "saying stopped learning: the card has left"
         drafter.step = lambda: None
         again = runtime.generate(PROMPT, seed=1, max_tokens=20)
         assert again.tokens == expected
@@ -145,7 +145,7 @@ class TestWhatGoesWrong:
         drafter.step = fail
         runtime.generate(PROMPT, max_tokens=4)
         runtime.run_idle_work(lambda: True)
-        assert runtime._session.report("saying").note == "saying learns no more: ZeroDivisionError: one two"
+        assert runtime._session.report("saying").note == "saying stopped learning: ZeroDivisionError: one two"
 
     def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def cancelled() -> None:
@@ -167,7 +167,7 @@ class TestWhatGoesWrong:
         with with_drafter(table(1), both) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
             assert other.started.wait(SECONDS)
-            assert "one learns no more: no" in runtime._session.report("all").note
+            assert "one stopped learning: no" in runtime._session.report("all").note
 
     def test_cells_that_a_rest_lost_are_computed_again(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def lose() -> None:

@@ -310,7 +310,7 @@ class TestInTheBackground:
             for i, text in enumerate(ASKED[:2] * 3):
                 assert runtime.generate(text, seed=1, max_tokens=32, draft_length=4).tokens == expected[text]
                 threading.Event().wait(0.1 * i)
-            assert "learns no more" not in runtime._session.report("model").note
+            assert "stopped learning" not in runtime._session.report("model").note
 
     @pytest.mark.parametrize("delay", [0.0, 0.5])
     def test_a_program_may_end_in_a_rest(self, delay: float) -> None:
@@ -350,7 +350,7 @@ class TestSwift:
                     assert again.tokens == got.tokens
                     assert again.stats.cached_prompt_tokens == got.stats.prompt_tokens - 1
             assert all(drafted.values())
-            assert "learns no more" not in runtime._session.report("swift").note
+            assert "stopped learning" not in runtime._session.report("swift").note
 
     def test_a_window_and_four_layers(self, folder: Path) -> None:
         target = load(write_checkpoint(folder / "skipping", "gemma3"))

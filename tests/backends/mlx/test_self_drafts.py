@@ -436,8 +436,8 @@ class TestExits:
     def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
         table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
-        assert not table.pays
-        assert "was not trained for early exit, so it will not pay here" in table.verdict
+        assert not table.is_faster
+        assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()
 
 
