@@ -205,7 +205,7 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings. The loop is inlined, because vocabularies have 100,000 strings and more."""
+        """Read an array of strings. Inlined, because vocabularies have over 100,000 strings."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])

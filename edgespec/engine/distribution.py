@@ -32,7 +32,7 @@ class Distribution:
     def point_mass(cls, token: int) -> Distribution:
         """Return the distribution with all probability on one token.
 
-        The probability is an integer, because tests compute with fractions and a float would make them inexact.
+        The probability is an integer, because tests compute with fractions, which a float would round.
         """
         return cls(np.array([token], np.int64), np.array([1]))
 

@@ -1,4 +1,4 @@
-"""Models of every kind of memory with a context that is made larger, and how two of a kind are compared."""
+"""Models with every kind of cache whose context can be resized, and their comparison."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ rounds = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds)
-def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
+def test_drafts_wider_than_window_and_checkpoints_roll_back_exactly(
     kind: LanguageModel, history: list[Round]
 ) -> None:
     kind.truncate(0)
@@ -99,7 +99,7 @@ def test_drafts_wider_than_windows_and_kept_states_roll_back_exactly(
         same(kind, step(kind, 4), fresh(kind, [*held, 4]))
 
 
-def test_how_it_rolls_back_is_told(files: dict[str, Path]) -> None:
+def test_rollback_description(files: dict[str, Path]) -> None:
     told = {
         "mamba": "checkpoints and replay, 4 held",
         "hybrid": "checkpoints and replay, 4 held",
@@ -116,7 +116,7 @@ def test_how_it_rolls_back_is_told(files: dict[str, Path]) -> None:
         model.close()
 
 
-def test_states_and_their_copies_are_counted(files: dict[str, Path]) -> None:
+def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None:
     """Against what the tensors take, by hand; the library's own notes on each token come on top."""
     states = {
         "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
@@ -138,7 +138,7 @@ def test_states_and_their_copies_are_counted(files: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba", "hybrid"])
-def test_a_state_that_does_not_come_back_means_plain_decoding(
+def test_states_that_cannot_be_restored_disable_drafting(
     name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StateCheckpoints, "go_back", lambda self, moment: None)
@@ -158,7 +158,7 @@ def test_a_state_that_does_not_come_back_means_plain_decoding(
 
 @pytest.mark.parametrize("work", ["prefill", "step", "draft"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_pass_that_was_cancelled_half_way_leaves_nothing(
+def test_a_cancelled_pass_leaves_the_cache_unchanged(
     name: str, work: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(files[name], name)
@@ -191,7 +191,7 @@ def test_a_pass_that_was_cancelled_half_way_leaves_nothing(
     model.close()
 
 
-def test_a_restored_window_can_be_cut_back_further_than_it_is_wide(files: dict[str, Path]) -> None:
+def test_a_restored_window_can_be_truncated_beyond_its_width(files: dict[str, Path]) -> None:
     model = load(files["window"], "window")
     tokens = tokens_for(model, 100)
     model.prefill(tokens)
@@ -257,12 +257,12 @@ class TestReplies:
                 assert all(rate is not None and rate > 0.99 for rate in rates[:4])
 
     @pytest.mark.parametrize("name", RECURRENT)
-    def test_as_draft_of_another_kind(self, name: str, files: dict[str, Path]) -> None:
+    def test_as_draft_model(self, name: str, files: dict[str, Path]) -> None:
         found = replies_of(files["window"], files[name], ("none", "model"), self.PROMPTS[:2])
         assert [reply.tokens for reply in found["model"]] == [reply.tokens for reply in found["none"]]
 
     @pytest.mark.parametrize("name", RECURRENT)
-    def test_what_is_said_to_be_cached_is(self, name: str, files: dict[str, Path]) -> None:
+    def test_cached_prompt_tokens_are_really_cached(self, name: str, files: dict[str, Path]) -> None:
         with edgespec.load(str(files[name]), draft=None, context=512) as runtime:
 
             def cached(prompt: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""A context of another size remembers the same, to the bit."""
+"""Resizing the context keeps the cached tokens bit-identical."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def emptied(twins: Twins) -> Twins:
     return twins
 
 
-def test_it_begins_small_and_is_told(twins: Twins) -> None:
+def test_the_initial_context_is_small(twins: Twins) -> None:
     facts = emptied(twins).model.facts
     assert facts.context_tokens == SMALL == twins.model.free_tokens
     assert (twins.whole.facts.context_tokens, twins.whole.facts.max_context_tokens) == (LARGE, LARGE)
@@ -54,7 +54,7 @@ def test_it_begins_small_and_is_told(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_what_is_to_come_is_told_and_its_types_are_chosen_by_it(name: str, tmp_path: Path) -> None:
+def test_the_requested_context_determines_reported_sizes_and_types(name: str, tmp_path: Path) -> None:
     small, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
     assert small.facts.max_context_tokens == LARGE
     assert small.facts.max_kv_bytes == whole.facts.kv_bytes
@@ -63,7 +63,7 @@ def test_what_is_to_come_is_told_and_its_types_are_chosen_by_it(name: str, tmp_p
     whole.close()
 
 
-def test_a_prompt_that_is_too_long_fits_afterwards(twins: Twins) -> None:
+def test_a_long_prompt_fits_after_resizing(twins: Twins) -> None:
     emptied(twins)
     tokens = tokens_for(twins.model, 700)
     twins.model.prefill(tokens[:200])
@@ -77,7 +77,7 @@ def test_a_prompt_that_is_too_long_fits_afterwards(twins: Twins) -> None:
     check_step(twins)
 
 
-def test_a_reply_goes_on_over_the_end(twins: Twins) -> None:
+def test_a_reply_continues_after_resizing(twins: Twins) -> None:
     emptied(twins)
     tokens = tokens_for(twins.model, SMALL - 3)
     for model in twins[:2]:
@@ -89,7 +89,7 @@ def test_a_reply_goes_on_over_the_end(twins: Twins) -> None:
     assert twins.model.length == SMALL + 5
 
 
-def test_it_does_not_become_smaller_than_what_it_holds(twins: Twins) -> None:
+def test_a_context_never_shrinks_below_the_cached_tokens(twins: Twins) -> None:
     emptied(twins).model.resize(LARGE)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 600))
@@ -113,7 +113,7 @@ def test_an_open_round_is_dropped(twins: Twins) -> None:
     check_step(twins)
 
 
-def test_a_copy_fits_contexts_of_other_sizes(twins: Twins) -> None:
+def test_snapshots_restore_into_other_context_sizes(twins: Twins) -> None:
     emptied(twins)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 200))
@@ -134,7 +134,7 @@ def test_a_copy_fits_contexts_of_other_sizes(twins: Twins) -> None:
         assert twins.model.length == 0
 
 
-def test_a_cancel_does_no_harm(twins: Twins) -> None:
+def test_a_cancelled_pass_after_resizing(twins: Twins) -> None:
     emptied(twins)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 100))
@@ -148,7 +148,7 @@ def test_a_cancel_does_no_harm(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_is_made_after_close(name: str, tmp_path: Path) -> None:
+def test_resize_after_close_raises(name: str, tmp_path: Path) -> None:
     model = load(name, tmp_path, initial_context_tokens=SMALL)
     model.close()
     with pytest.raises(ClosedError):
@@ -167,7 +167,7 @@ rounds = st.lists(
 )
 
 
-def test_a_size_that_it_has_leaves_what_a_rejection_chose(twins: Twins) -> None:
+def test_resizing_to_the_present_size_keeps_a_rejection(twins: Twins) -> None:
     """The state after the kept tokens is there to go back to, not that after the last of the pass."""
     model, whole, _ = emptied(twins)
     tokens = tokens_for(model, 7)

@@ -1,4 +1,4 @@
-"""Where a context of another size cannot be had, or is not waited for, nothing is lost."""
+"""Resizes that fail or are interrupted lose no cached tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 
 class TestNoMemory:
     @pytest.mark.parametrize("name", LLAMA)
-    def test_a_budget_is_kept(self, name: str, tmp_path: Path) -> None:
+    def test_the_memory_limit_is_respected(self, name: str, tmp_path: Path) -> None:
         model = load(name, tmp_path, initial_context_tokens=SMALL)
         if name == "mamba":
             pytest.skip("its state is as large whatever the context")
@@ -49,7 +49,7 @@ class TestNoMemory:
         model.resize(LARGE)
         model.close()
 
-    def test_what_other_programs_take_is_not_taken(
+    def test_memory_of_other_programs_is_not_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = load("full", tmp_path, initial_context_tokens=SMALL)
@@ -60,7 +60,7 @@ class TestNoMemory:
         model.resize(512)
         model.close()
 
-    def test_nor_is_a_copy_made_that_finds_no_memory(
+    def test_no_copy_is_made_without_free_memory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def no_memory(*_: object) -> None:
@@ -77,7 +77,7 @@ class TestNoMemory:
         model.close()
 
     @pytest.mark.parametrize("name", LLAMA)
-    def test_what_cannot_be_made_leaves_all_as_it_was(
+    def test_a_failed_resize_changes_nothing(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
@@ -97,7 +97,7 @@ class TestNoMemory:
 
     @pytest.mark.parametrize("name", LLAMA)
     @pytest.mark.parametrize("failing", [1, 2])
-    def test_where_nothing_can_be_made_errors_say_so(
+    def test_errors_after_a_failed_restore(
         self, name: str, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of two halves it may be the second alone."""
@@ -135,7 +135,7 @@ class TestInterrupted:
     """A KeyboardInterrupt may come at any call: the cache is what it was, whatever size it has by then."""
 
     @pytest.mark.parametrize("name", ["full", "hybrid", "halves, window"])
-    def test_at_any_call(self, name: str, tmp_path: Path) -> None:
+    def test_interrupt_at_any_call(self, name: str, tmp_path: Path) -> None:
         model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
         for one in (model, whole):
             one.prefill(tokens_for(one, 100))
@@ -173,7 +173,7 @@ class TestInterrupted:
         model.close()
         whole.close()
 
-    def test_a_ctrl_c_while_c_calls_back_is_raised_afterwards(self) -> None:
+    def test_ctrl_c_in_a_c_callback_is_raised_afterwards(self) -> None:
         program = (
             "import signal, sys, time\n"
             "from edgespec.backends.llamacpp.loading import load_vocabulary\n"

@@ -1,4 +1,4 @@
-"""What drafts on a target's memory when that gets another size."""
+"""Self-drafts after their target's context was resized."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestViews:
             target.truncate(target.length)
 
     @pytest.mark.parametrize("name", ["full", "halves, window"])
-    def test_a_copy_with_fewer_bits(self, name: str, tmp_path: Path) -> None:
+    def test_low_bit_copy(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"))
@@ -49,13 +49,13 @@ class TestViews:
         target.close()
 
     @pytest.mark.parametrize("name", ["halves, window"])
-    def test_the_lower_layers(self, name: str, tmp_path: Path) -> None:
+    def test_lower_layers(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)
         how = EarlyExit(target.exit_layer)  # type: ignore[attr-defined]
         self.check(target, target.self_draft(how), lambda: target.self_draft(how))
         target.close()
 
-    def test_a_window_stays_as_it_is(self, tmp_path: Path) -> None:
+    def test_a_window_keeps_its_size(self, tmp_path: Path) -> None:
         target = load("full", tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"), 4, 16)
@@ -65,7 +65,7 @@ class TestViews:
         assert view.facts.kv_bytes == before
         target.close()
 
-    def test_a_copy_that_finds_no_memory_falls_silent(
+    def test_a_low_bit_copy_without_memory_stops_drafting(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target = load("full", tmp_path, initial_context_tokens=SMALL)
@@ -91,7 +91,7 @@ class TestViews:
             view.verify(TokenTree.chain(4))
         target.close()
 
-    def test_it_is_the_target_s_to_grow(self, tmp_path: Path) -> None:
+    def test_only_the_target_can_be_resized(self, tmp_path: Path) -> None:
         target = load("halves", tmp_path, initial_context_tokens=SMALL)
         with pytest.raises(CapabilityError, match="no cache of its own"):
             target.self_draft(EarlyExit(1)).resize(512)
