@@ -93,7 +93,8 @@ def best_on_host(
         scores = scores + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
-    return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
+    best = np.argsort(-scores, kind="stable")[:count]
+    return tokens[best[scores[best] > -np.inf]].tolist(), peak  # Without forbidden tokens.
 
 
 def candidates(
