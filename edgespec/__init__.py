@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
+    from edgespec.options import LoadArguments, ReplyArguments
     from edgespec.reply import MethodReport, Reply, TextChunk
     from edgespec.request_queue import QueuedReply, RequestQueue
     from edgespec.runtime import MemoryUse, Runtime
@@ -32,6 +33,7 @@ __all__ = [
     "Capabilities",
     "Chat",
     "EdgespecError",
+    "LoadArguments",
     "MemoryPlan",
     "MemoryUse",
     "Message",
@@ -41,6 +43,7 @@ __all__ = [
     "Preview",
     "QueuedReply",
     "Reply",
+    "ReplyArguments",
     "ReplyStream",
     "RequestQueue",
     "Runtime",
@@ -68,7 +71,9 @@ _HOMES = {
     "TextChunk": "edgespec.reply",
     "Preview": "edgespec.assembly.preview",
     "QueuedReply": "edgespec.request_queue",
+    "LoadArguments": "edgespec.options",
     "Reply": "edgespec.reply",
+    "ReplyArguments": "edgespec.options",
     "ReplyStream": "edgespec.stream",
     "RequestQueue": "edgespec.request_queue",
     "Runtime": "edgespec.runtime",

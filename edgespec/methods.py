@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,15 +19,11 @@ from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
+from edgespec.method_names import DRAFTER_NAMES, parse_method
 from edgespec.reply import MethodReport
 
-__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "DrafterSet", "MissingDrafter", "parse_method"]
+__all__ = ["DrafterSet", "MissingDrafter"]
 
-# The order in which drafts are merged. A self-draft comes first, because the target can then reuse its
-# computation. Lookups come last, because tokens drawn from a distribution must be merged before them.
-DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Drafters that use the target's own weights and cache. A method may name only one of them.
-SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # Drafters of `auto`: the first available one of the models, and suffix lookup.
 _AUTO_MODELS = ("model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
@@ -220,36 +215,3 @@ class DrafterSet:
             controller.save_statistics()
         for drafter in self._drafters.values():
             drafter.close()
-
-
-def parse_method(method: str) -> tuple[str, ...]:
-    """Return the drafters that a method names; for `auto` those it prefers, for `none` an empty tuple.
-
-    Raises:
-        OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two
-            drafters that need the target's cache.
-    """
-    if not isinstance(method, str):
-        raise OptionError(f"method {method!r} is not a string", "give a method such as 'model+ngram'")
-    if method == "none":
-        return ()
-    if method == "auto":
-        return (_AUTO_MODELS[0], _AUTO_LOOKUP)
-    names = tuple(method.split("+"))
-    for name in names:
-        if name not in DRAFTER_NAMES:
-            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise OptionError(
-                f"method {method!r} is unknown",
-                f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
-            )
-    if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")
-    self_drafts = [name for name in names if name in SELF_DRAFTS]
-    if len(self_drafts) > 1:
-        raise OptionError(
-            f"method {method!r} names {len(self_drafts)} drafters that need the target's own cache",
-            f"name one of {', '.join(self_drafts)}",
-        )
-    return names

@@ -1,4 +1,4 @@
-"""What a reply consists of: pieces while it is written, a Reply when it is done."""
+"""The parts of a reply: text chunks while it is generated, and a `Reply` when it is finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ __all__ = ["MethodReport", "Reply", "TextChunk"]
 
 @dataclass(frozen=True, slots=True)
 class TextChunk:
-    """Text as it comes. `accepted`: the drafter guessed these tokens; otherwise they are the target's own."""
+    """A part of a reply's text.
+
+    Attributes:
+        text: The text. It may be empty while the bytes of a character are incomplete.
+        token_count: Number of tokens in the chunk.
+        accepted: True if these are accepted draft tokens, False if the target generated them itself.
+    """
 
     text: str
     token_count: int
@@ -21,11 +27,16 @@ class TextChunk:
 
 @dataclass(frozen=True, slots=True)
 class MethodReport:
-    """Which method was asked for, which one runs, and why.
+    """The drafting method of a reply, and its measured speed-up.
 
-    note: what its drafters say of themselves after a reply: what they cost, why one is silent. gain: over
-    plain decoding, as a share of its speed, with one standard error; None where nobody keeps account.
-    `line` has all of it but the note.
+    Attributes:
+        requested: The method that the options asked for, such as `auto`.
+        effective: The drafters that are in use, joined by `+`, or `none`.
+        reason: The reason for the choice.
+        note: Costs and problems that the drafters report after a reply.
+        gain: The speed-up over plain decoding minus 1, so 0.6 means 1.6 times as fast. None if it is not
+            measured.
+        gain_uncertainty: One standard error of the gain.
     """
 
     requested: str
@@ -36,42 +47,42 @@ class MethodReport:
     gain_uncertainty: float | None = None
 
     @property
-    def line(self) -> str:
-        """What runs, what that gains and why, in one line for a person."""
+    def summary(self) -> str:
+        """The method, its speed-up and the reason, in one line."""
         name = "plain decoding" if self.effective == "none" else self.effective
         if self.requested != self.effective:
-            name += f" (asked for {self.requested})"
-        gain, error = self._percents
+            name += f" (method {self.requested})"
         if self.effective == "none":
-            tried = f"; trying cost {-gain}% ± {error}% of its speed" if -gain > error else ""
-            return f"{name}: {self.reason}{tried}"
-        speed = f"{self.gain_text} against plain decoding; " if self.gain_text else ""
-        return f"{name}: {speed}{self.reason}"
+            loss, error = -(self.gain or 0.0), self._gain_error
+            slower = f"; trying drafts cost {loss:.0%} ± {error:.0%} of its speed" if loss > error else ""
+            return f"{name}: {self.reason}{slower}"
+        speed_up = f"speed-up {self.speed_up_text}; " if self.speed_up_text else ""
+        return f"{name}: {speed_up}{self.reason}"
 
     @property
-    def gain_text(self) -> str:
-        """The gain with its uncertainty, such as +62% ± 8%; empty where nobody keeps account."""
-        gain, error = self._percents
-        return "" if self.gain is None else f"{gain:+d}% ± {error}%"
+    def speed_up_text(self) -> str:
+        """The speed-up with its standard error, such as `1.62x ± 0.08`. Empty if it is not measured."""
+        return "" if self.gain is None else f"{1 + self.gain:.2f}x ± {self._gain_error:.2f}"
 
     @property
-    def short(self) -> str:
-        """What runs, and what that gains, in two words."""
-        if self.effective == "none":
-            return "plain"
-        return self.effective if self.gain is None else f"{self.effective} {self._percents[0]:+d}%"
-
-    @property
-    def _percents(self) -> tuple[int, int]:
-        """The gain and its uncertainty, in whole percents; nothing is known better than to one."""
-        return round(100 * (self.gain or 0.0)), max(1, round(100 * (self.gain_uncertainty or 0.0)))
+    def _gain_error(self) -> float:
+        # A measurement is never more exact than one percent.
+        return max(0.01, self.gain_uncertainty or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A finished reply.
 
-    `tokens`: every emitted token, the one that ended the reply included. `target`, `draft`: their names.
+    Attributes:
+        text: The text.
+        tokens: All generated tokens, including the one that ended the reply.
+        finish_reason: `stop`, `length` or `cancelled`.
+        seed: Seed of the random draws. The same seed repeats the reply.
+        target: Name of the target.
+        draft: Name of the draft model, or None.
+        method: The drafting method and its speed-up.
+        stats: Counts and times.
     """
 
     text: str
@@ -84,7 +95,7 @@ class Reply:
     stats: Stats
 
     def to_json(self) -> dict[str, object]:
-        """The reply as the contract for scripts has it."""
+        """Return the reply as the object that `generate --json` prints."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),

@@ -12,19 +12,16 @@ from edgespec.backends.base import ModelFacts
 from edgespec.checks import check_integer
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
-from edgespec.methods import parse_method
+from edgespec.method_names import parse_method
+from edgespec.options import ACCEPTANCES, MAX_DRAFT_LENGTH
 
 __all__ = [
-    "ACCEPTANCES",
     "DEFAULT_MAX_TOKENS",
-    "MAX_DRAFT_LENGTH",
     "MethodOptions",
     "Request",
     "build_request",
 ]
 
-MAX_DRAFT_LENGTH = 64
-ACCEPTANCES = ("invariant", "rejection")
 # Default limit of a reply. Chosen: without one, a reply that repeats itself would fill any context.
 DEFAULT_MAX_TOKENS = 8192
 # Default draft lengths, in tokens: of a fixed draft, and of one that adapts to the text. Both chosen.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.mapped_files import MappedFiles
@@ -22,6 +22,7 @@ from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
+from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
 from edgespec.request import MethodOptions, build_request
 from edgespec.session import Session
@@ -191,7 +192,9 @@ class Runtime:
         prefix_cache = self._session.prefix_cache
         return [tokens.tolist() for tokens in prefix_cache.texts()] if prefix_cache else []
 
-    def generate(self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any) -> Reply:
+    def generate(
+        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[ReplyArguments]
+    ) -> Reply:
         """Generate the reply to one prompt.
 
         Args:
@@ -199,7 +202,7 @@ class Runtime:
                 no template.
             system: Instructions for the model.
             raw: Continue the prompt as it is, without the chat template.
-            **options: Options of `stream_tokens`.
+            **options: See `edgespec.ReplyArguments`.
 
         Raises:
             BusyError: Another reply is running.
@@ -405,11 +408,11 @@ class Runtime:
         self._session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Let drafters that learn between replies use this time, in this thread.
+        """Run the idle work of the drafters, such as online training, in this thread.
 
-        They do so by themselves where nobody asks for a while; a script whose replies follow one another at
-        once can give them time here. It ends when they are done, when `should_continue()` returns False, or
-        when another thread asks for a reply.
+        It runs by itself when the runtime is idle for a moment. A script that generates replies without a
+        pause can call this between them. It ends when the work is done, when `should_continue()` returns
+        False, or when a reply starts in another thread.
         """
         self._session.run_idle_work(should_continue)
 
@@ -421,7 +424,7 @@ class Runtime:
         """Stop the running reply and free the models. May be called again."""
         self._session.close()
         if self._record:
-            self._record.keep()
+            self._record.save()
 
     def __enter__(self) -> Runtime:
         return self

@@ -111,16 +111,18 @@ class Session:
         steps = self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
         try:
             with ACTIVE_REPLIES.track():
-                while (step := self._next(steps)) is not None:
+                while True:
+                    with self._compute_lock:
+                        if self._closing:
+                            raise ClosedError(
+                                "the runtime was closed during the reply", "load the model again"
+                            )
+                        step = next(steps, None)
+                    if step is None:
+                        return
                     yield step
         finally:
             self._end()
-
-    def _next(self, steps: Iterator[Step]) -> Step | None:
-        with self._compute_lock:
-            if self._closing:
-                raise ClosedError("the runtime was closed during the reply", "load the model again")
-            return next(steps, None)
 
     def _steps(
         self,

@@ -36,7 +36,7 @@ from typing import TypeAlias
 import psutil
 
 import edgespec
-from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import Pair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replace_when_written
@@ -80,7 +80,7 @@ class Texts:
 def main() -> None:
     args = _arguments()
     try:
-        pair = find_pair(args.target, args.draft, Drafting(), None)
+        pair = find_pair(args.target, args.draft, DraftingOptions.of(), None)
         setup = _setup(args, pair)
         texts = _texts(args, pair)
         print("\n".join(setup.versions))

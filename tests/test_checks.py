@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parsing of memory sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from edgespec.errors import OptionError
         (" 10 B ", 10),
     ],
 )
-def test_sizes(text: str | int, size: int) -> None:
+def test_parse_size(text: str | int, size: int) -> None:
     assert parse_size("memory", text) == size
 
 
@@ -53,6 +53,6 @@ def test_sizes(text: str | int, size: int) -> None:
         "0.5",
     ],
 )
-def test_what_is_no_size(text: str | int) -> None:
+def test_invalid_sizes_are_refused(text: str | int) -> None:
     with pytest.raises(OptionError, match="memory is"):
         parse_size("memory", text)

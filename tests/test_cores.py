@@ -1,4 +1,4 @@
-"""The cores a process may use: those it is bound to, and no more than its container has time for."""
+"""The usable cores: limited by CPU affinity and by the CPU quotas of containers."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ def put(root: Path, groups: str, **files: str) -> Path:
         (V2, {"app.slice/chat/cpu.max": "5 0"}, 8),
         (V1, {"cpu/docker/abc/cpu.cfs_quota_us": "-1", "cpu/docker/abc/cpu.cfs_period_us": "100000"}, 8),
         (V1, {"cpu/docker/abc/cpu.cfs_quota_us": "400000", "cpu/docker/abc/cpu.cfs_period_us": "100000"}, 4),
-        # In a container only the root is to be seen.
+        # A container may see only the root group.
         (V1, {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
     ],
 )
-def test_containers(tmp_path: Path, groups: str, files: dict[str, str], expected: int) -> None:
+def test_cpu_quotas_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], expected: int
+) -> None:
     root = put(tmp_path, groups, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()})
     assert usable_cores(root) == expected
 
 
-def test_what_the_process_is_bound_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_affinity_limits_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil.Process, "cpu_affinity", lambda _self: [3, 5, 7])
     assert usable_cores(tmp_path) == 3
 
 
-def test_where_no_process_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_platforms_without_cpu_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(psutil.Process, "cpu_affinity")
     assert usable_cores(tmp_path) == 8
 
 
-def test_here() -> None:
+def test_this_machine_has_a_core() -> None:
     assert cores.usable_cores() >= 1

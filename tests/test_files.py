@@ -1,4 +1,4 @@
-"""Where files are kept, and how they are written: whole or not there, private ones for their owner only."""
+"""edgespec's folders, and atomic and private file writes."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def mode(path: Path) -> int:
         ("EDGESPEC_CONFIG_DIR", config_folder),
     ],
 )
-def test_a_folder_can_be_chosen(
+def test_environment_variables_set_the_folders(
     variable: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(variable, str(tmp_path))
     assert folder() == tmp_path
     monkeypatch.setenv(variable, "~/elsewhere")
     assert folder() == Path.home() / "elsewhere"
-    # As from a file that a service reads.
+    # Values read from a file may end with a line break.
     monkeypatch.setenv(variable, f"{tmp_path}\r\n")
     assert folder() == tmp_path
     monkeypatch.delenv(variable)
     assert "edgespec" in str(folder())
 
 
-def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
+def test_a_private_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
     for payload in (b"first", b"second"):
         write_private_file(path, payload)
@@ -55,7 +55,7 @@ def test_a_private_file_is_its_owners(tmp_path: Path) -> None:
     assert mode(path.parent) == 0o700
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_but_one_that_may_still_write(tmp_path: Path) -> None:
+def test_old_temporary_files_are_deleted_and_recent_ones_stay(tmp_path: Path) -> None:
     path = tmp_path / "[file]"
     left, fresh, others = (tmp_path / f".{name}.tmp" for name in ("[file].abc", "[file].def", "other.abc"))
     for one in (left, fresh, others):
@@ -66,7 +66,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_but_one_that_may_still_wri
     assert sorted(tmp_path.iterdir()) == sorted([path, fresh, others])
 
 
-def test_a_folder_that_is_there_is_made_private_only_when_asked(tmp_path: Path) -> None:
+def test_existing_folders_become_private_only_on_request(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o755)
@@ -76,7 +76,7 @@ def test_a_folder_that_is_there_is_made_private_only_when_asked(tmp_path: Path) 
     assert mode(folder) == 0o700
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -89,14 +89,14 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     assert path.read_bytes() == b"before"
 
 
-def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_text("before")
 
     def write(text: str, error: Exception | None = None) -> None:
-        with replace_when_written(path) as growing:
-            assert growing.parent == path.parent
-            growing.write_text(text)
+        with replace_when_written(path) as temporary:
+            assert temporary.parent == path.parent
+            temporary.write_text(text)
             if error:
                 raise error
 
@@ -124,5 +124,5 @@ def test_a_file_takes_the_place_of_another_when_it_is_whole(tmp_path: Path) -> N
         (2000 << 40, "2,000 TiB"),
     ],
 )
-def test_sizes(size_bytes: int, text: str) -> None:
+def test_format_bytes(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text

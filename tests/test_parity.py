@@ -12,7 +12,7 @@ from functools import cache
 
 import pytest
 
-from edgespec.methods import DRAFTER_NAMES
+from edgespec.method_names import DRAFTER_NAMES
 from tests.docs import check_block
 from tests.parity.capabilities import OF_BACKENDS, OF_MODELS
 from tests.parity.methods import ROWS, Cell, Row, loaded_for, models_of, prove

@@ -1,4 +1,4 @@
-"""The one line about a reply: what runs, what that gains and why."""
+"""The one-line summary of the method that a reply used."""
 
 from __future__ import annotations
 
@@ -8,46 +8,37 @@ from edgespec import MethodReport
 
 
 @pytest.mark.parametrize(
-    ("report", "line", "short"),
+    ("report", "summary", "speed_up"),
     [
-        (MethodReport("none", "none", "asked for"), "plain decoding: asked for", "plain"),
+        (MethodReport("none", "none", "asked for"), "plain decoding: asked for", ""),
+        (MethodReport("model+suffix", "model+suffix", "asked for"), "model+suffix: asked for", ""),
         (
-            MethodReport("model+suffix", "model+suffix", "asked for"),
-            "model+suffix: asked for",
-            "model+suffix",
+            MethodReport("auto", "model+suffix", "drafts while it saves time"),
+            "model+suffix (method auto): drafts while it saves time",
+            "",
         ),
         (
-            MethodReport("auto", "model+suffix", "guesses while that pays"),
-            "model+suffix (asked for auto): guesses while that pays",
-            "model+suffix",
+            MethodReport("auto", "model+suffix", "drafts save time", "", 0.617, 0.083),
+            "model+suffix (method auto): speed-up 1.62x ± 0.08; drafts save time",
+            "1.62x ± 0.08",
         ),
         (
-            MethodReport("auto", "model+suffix", "guesses pay here", "", 0.617, 0.083),
-            "model+suffix (asked for auto): +62% ± 8% against plain decoding; guesses pay here",
-            "model+suffix +62%",
-        ),
-        (
-            MethodReport("suffix", "suffix", "guesses do not pay", "", -0.02, 0.002),
-            "suffix: -2% ± 1% against plain decoding; guesses do not pay",
-            "suffix -2%",
-        ),
-        (
-            MethodReport("auto", "model", "guesses pay here", "", 0.004, 0.03),
-            "model (asked for auto): +0% ± 3% against plain decoding; guesses pay here",
-            "model +0%",
+            MethodReport("suffix", "suffix", "drafts cost time", "", -0.02, 0.002),
+            "suffix: speed-up 0.98x ± 0.01; drafts cost time",
+            "0.98x ± 0.01",
         ),
         (
             MethodReport("auto", "none", "this target is so small", "", -0.13, 0.03),
-            "plain decoding (asked for auto): this target is so small; trying cost 13% ± 3% of its speed",
-            "plain",
+            "plain decoding (method auto): this target is so small; trying drafts cost 13% ± 3% of its speed",
+            "0.87x ± 0.03",
         ),
         (
-            MethodReport("auto", "none", "the first token is plain", "", -0.9, 1.3),
-            "plain decoding (asked for auto): the first token is plain",
-            "plain",
+            MethodReport("auto", "none", "the first token has no draft", "", -0.9, 1.3),
+            "plain decoding (method auto): the first token has no draft",
+            "0.10x ± 1.30",
         ),
     ],
 )
-def test_a_report_in_one_line(report: MethodReport, line: str, short: str) -> None:
-    assert report.line == line
-    assert report.short == short
+def test_report_in_one_line(report: MethodReport, summary: str, speed_up: str) -> None:
+    assert report.summary == summary
+    assert report.speed_up_text == speed_up

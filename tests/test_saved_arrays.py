@@ -1,4 +1,4 @@
-"""What was learnt is kept privately, tied to its models, and read with suspicion."""
+"""Saved arrays are private, belong to their models, and are validated when loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tables import table
 VALUES = {"steps": np.array(7), "weights": np.arange(6, dtype=np.float32).reshape(2, 3)}
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_arrays_are_loaded(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path)
     assert file.load() == {}
     file.save(VALUES)
@@ -33,14 +33,14 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such rights")
-def test_it_is_nobody_elses_business(tmp_path: Path) -> None:
+def test_files_are_private(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o700
 
 
-def test_another_models_file_is_not_read(tmp_path: Path) -> None:
+def test_files_of_another_model_are_not_read(tmp_path: Path) -> None:
     one, other = SavedArrays("online", "one", tmp_path), SavedArrays("online", "other", tmp_path)
     one.save(VALUES)
     assert other.load() == {}
@@ -50,7 +50,7 @@ def test_another_models_file_is_not_read(tmp_path: Path) -> None:
     assert SavedArrays("swift", "one", tmp_path).path != one.path
 
 
-def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_replaced(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path)
     file.save(VALUES)
     whole = file.path.read_bytes()
@@ -65,14 +65,14 @@ def test_a_damaged_file_is_learnt_again(tmp_path: Path) -> None:
     assert set(file.load()) == set(VALUES)
 
 
-def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "learnt").write_text("a file where a folder should be")
     file = SavedArrays("online", "one", tmp_path / "learnt")
     file.save(VALUES)
     assert "cannot be saved" in file.notice
 
 
-def test_the_identity_of_models(tmp_path: Path) -> None:
+def test_models_fingerprint(tmp_path: Path) -> None:
     def written(name: str, payload: bytes) -> str:
         path = tmp_path / name
         path.mkdir()
@@ -94,7 +94,7 @@ def test_the_identity_of_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes in folders")
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path)
     os.mkfifo(file.path)
     assert file.load() == {}

@@ -21,7 +21,7 @@ from edgespec.cli.program import program
 from edgespec.errors import OptionError
 
 VOCAB = 8
-CONTEXT_TOKENS = 512
+CONTEXT_TOKENS = 4096
 
 
 class ToyEstimator:
@@ -131,4 +131,4 @@ def test_the_command_line(toy: str) -> None:
     proof = run("verify", "--max-tokens", "12", "--methods", "suffix,ngram", "--temperatures", "0,1")
     assert [method["violations"] for method in proof["methods"].values()] == [0, 0]
     bench = run("bench", "--max-tokens", "8", "--repeats", "1", "--categories", "code", "--methods", "suffix")
-    assert bench["methods"]
+    assert bench["replies"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from edgespec.assembly.pair_estimate import compute_headroom_bytes, opened
-from edgespec.assembly.pairing import Pair
+from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
@@ -31,7 +31,7 @@ _ADVICE: Mapping[PlanOption, str] = {
 def advice_for(
     fixed: set[PlanOption],
     fit: Callable[[set[PlanOption]], tuple[PlanChoice, MemoryPlan]],
-    pair: Pair,
+    pair: ModelPair,
     options: LoadOptions,
     budget: Budget,
 ) -> str:

@@ -1,14 +1,12 @@
-"""Which drafters a target gets: by what was asked for, and by what the models can do."""
+"""Makes the drafters that the methods of a loaded target name, or states why one is missing."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import cast
 
-from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.pairing import Draft
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import LoadedDraft, ModelPair
 from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits
@@ -21,9 +19,8 @@ from edgespec.backends.base import (
     SkippedLayers,
 )
 from edgespec.backends.optional_features import Skippable, Trainable
-from edgespec.catalog import Resolved
 from edgespec.corpus import suffix_drafter
-from edgespec.costs.curve import CostCurve, CostFunction, assumed_cost
+from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -32,162 +29,179 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
-from edgespec.methods import MissingDrafter
+from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
 from edgespec.prepare.store import PreparedModel, read_prepared
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
-__all__ = ["Outfit", "outfit"]
+__all__ = ["make_drafters"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outfit:
-    """All that goes into `DrafterSet` for a target. notices: what a person should know about it."""
-
-    others: dict[str, Drafter | MissingDrafter]
-    growth: Callable[[LanguageModel], tuple[int, ...] | TreeGrowth]
-    curve: CostFunction
-    policy: AutoConfig | None
-    notices: tuple[str, ...]
-
-
-def outfit(
-    found: Resolved,
+def make_drafters(
+    pair: ModelPair,
     model: LanguageModel,
-    draft: Draft | None,
-    how: Drafting,
+    draft: LoadedDraft | None,
+    options: DraftingOptions,
     costs: PassCosts,
     progress: Progress | None,
-) -> Outfit:
-    """Make the drafters of a target, or say why they are missing.
+) -> tuple[DrafterSet, tuple[str, ...]]:
+    """Make the drafters of a target.
 
-    Raises what making those fails with that were asked for: CapabilityError, OptionError, ModelFileError,
-    MemoryBudgetError; CancelledError. What was made until then is closed.
+    Args:
+        pair: The files of target and draft model.
+        model: The loaded target. Its KV cache is emptied if costs or early exits have to be measured.
+        draft: The loaded draft model.
+        options: Which methods replies may use, and how they draft.
+        costs: The measured costs of the target's verify passes.
+        progress: Called while something is measured or read.
+
+    Returns:
+        The drafters, and notices for the user.
+
+    Raises:
+        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method names cannot
+            be made. Those made before are closed.
+        CancelledError: `progress` returned False.
     """
-    maker = _Maker(found, model, how, costs, progress)
+    factory = _DrafterFactory(pair, model, options, costs, progress)
     try:
-        return maker.all(draft)
+        return factory.make_all(draft)
     except BaseException:
-        for drafter in maker.made.values():
+        for drafter in factory.made.values():
             if isinstance(drafter, Drafter):
                 drafter.close()
         raise
 
 
-class _Maker:
-    """Makes the drafters of one target."""
+class _DrafterFactory:
+    """Makes the drafters of one target. `made` holds those made so far, by name."""
 
     def __init__(
         self,
-        found: Resolved,
+        pair: ModelPair,
         model: LanguageModel,
-        how: Drafting,
+        options: DraftingOptions,
         costs: PassCosts,
         progress: Progress | None,
     ) -> None:
-        self._found = found
-        self._format = found.file_format
+        self._pair = pair
+        self._target = pair.target
+        self._format = pair.target.file_format
         self._costs = costs
         self._model = model
-        self._how = how
+        self._options = options
+        self._arguments = options.arguments
         self._progress = progress
-        self._curve: CostCurve | None = None
+        self._measured_curve: CostCurve | None = None
         self.made: dict[str, Drafter | MissingDrafter] = {}
 
-    def all(self, draft: Draft | None) -> Outfit:
-        suffix, said = suffix_drafter(
+    def make_all(self, draft: LoadedDraft | None) -> tuple[DrafterSet, tuple[str, ...]]:
+        corpus = self._arguments["corpus"]
+        suffix, corpus_notice = suffix_drafter(
             self._model.vocabulary,
-            corpus=self._how.corpus,
-            remember=self._how.remember,
+            corpus=None if corpus is None else str(corpus),
+            remember=self._arguments["remember"],
             can_branch=self._model.facts.capabilities.tree,
             progress=self._progress,
         )
         self.made["suffix"] = suffix
-        asked = self._how.asked | self._automatic(draft)
+        needed = self._options.named_drafters | self._automatic_self_drafts(draft)
         for name, make in (
-            ("lookahead", self._lookahead),
-            ("layerskip", self._layerskip),
-            ("lowbit", self._lowbit),
-            ("swift", self._swift),
+            ("lookahead", self._make_lookahead),
+            ("layerskip", self._make_layerskip),
+            ("lowbit", self._make_lowbit),
+            ("swift", self._make_swift),
         ):
-            self.made[name] = make() if name in asked else _not_asked(name)
-        if draft and draft.drafts:
-            self.made["model"] = draft.drafts
-        elif draft and self._how.learn:
-            self.made["model"] = self._learning(draft.model)
-        elif self._how.learn:
+            self.made[name] = make() if name in needed else _not_loaded(name)
+        if draft and draft.drafter:
+            self.made["model"] = draft.drafter
+        elif draft and self._arguments["learn"]:
+            self.made["model"] = self._make_online(draft.model)
+        elif self._arguments["learn"]:
             raise OptionError(
-                "there is no draft model that could learn", "give an MLX draft with --draft REF"
+                "learn needs a draft model, and there is none", "give an MLX draft model with --draft REF"
             )
-        curve = self._v.v if self._how.together else assumed_cost
-        policy = self._policy(draft)
-        notices = (said, self._costs.notice if self._curve else "")
-        return Outfit(self.made, self._growth, curve, policy, notices)
+        config = self._auto_config(draft)
+        drafters = DrafterSet(
+            self._model,
+            draft.model if draft else None,
+            branches=self._growth(draft.model) if draft else (),
+            min_confidence=self._arguments["draft_confidence"],
+            why_no_draft=self._pair.why_no_draft,
+            others=self.made,
+            v=self._curve.v if self._options.combines_drafters else assumed_cost,
+            auto_config=config,
+        )
+        return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
-    def _automatic(self, draft: Draft | None) -> set[str]:
-        """What `auto` takes in the place of a draft model, where that has been prepared."""
-        if "auto" not in self._how.methods or draft is not None:
+    def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
+        """Return the self-draft that `auto` uses instead of a draft model, if its files were prepared."""
+        if "auto" not in self._options.methods or draft is not None:
             return set()
         if self._format.fixed_exit:
             return {"layerskip"}
         from edgespec.prepare.lowbit import find_valid_lowbit
 
-        wanted = self._format.low_bit_copy_format and self._how.room_for_copy
-        return {"lowbit"} if wanted and find_valid_lowbit(self._found.path) else set()
+        may_copy = self._format.low_bit_copy_format and self._options.has_room_for_copy
+        return {"lowbit"} if may_copy and find_valid_lowbit(self._target.path) else set()
 
-    def _policy(self, draft: Draft | None) -> AutoConfig | None:
-        """What decides round by round; nobody where all is drafted as it was asked for."""
-        how = self._how
-        if not self._costs.has_loss_limit or ("auto" not in how.methods and how.max_loss is None):
+    def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
+        """Return the configuration of the controller; None where every method drafts unconditionally."""
+        max_loss = self._arguments["max_loss"]
+        if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
         if not self._model.facts.capabilities.rollback:
             return None
-        terms = LossLimits() if how.max_loss is None else LossLimits(how.max_loss)
-        grows = not how.branches and not how.confidence
+        limits = LossLimits() if max_loss is None else LossLimits(max_loss)
+        adapts = not self._arguments["draft_branches"] and not self._arguments["draft_confidence"]
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
-        def notes(names: str) -> SavedArrays:
+        def saved_statistics(names: str) -> SavedArrays:
             return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.settings_key} {names}")
 
         return AutoConfig(
-            terms, LiveCosts(self._v), notes, controls_named=how.max_loss is not None, adapts_length=grows
+            limits,
+            LiveCosts(self._curve),
+            saved_statistics,
+            controls_named=max_loss is not None,
+            adapts_length=adapts,
         )
 
     @property
-    def _v(self) -> CostCurve:
-        """The measured cost curve of the target; taken when something needs it."""
-        if self._curve is None:
-            self._curve = self._costs.curve(self._progress)
-        return self._curve
+    def _curve(self) -> CostCurve:
+        """The cost curve of the target, measured on first use."""
+        if self._measured_curve is None:
+            self._measured_curve = self._costs.curve(self._progress)
+        return self._measured_curve
 
     @property
     def _reference(self) -> str:
-        """The target as a command line names it."""
-        found = self._found
+        """The target's reference, quoted for a shell."""
+        found = self._target
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
-        """How the drafts of a model grow; each drafter needs one of its own."""
-        branches = self._how.branches
+        """Return the branches of a model's drafts, or a new object that grows their trees."""
+        branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
             return branches
         limits = PassLimits.of(self._model.facts.capabilities, draft.facts.capabilities)
-        return AdaptiveTreeGrowth(limits, self._v.v)
+        return AdaptiveTreeGrowth(limits, self._curve.v)
 
-    def _drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
+    def _model_drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
         return ModelDrafter(
             draft,
             self._model.facts.vocab_size,
             branches=self._growth(draft),
-            min_confidence=self._how.confidence,
+            min_confidence=self._arguments["draft_confidence"],
             name=name,
         )
 
-    def _lookahead(self) -> Drafter:
-        return LookaheadDrafter(self._model.facts.capabilities, self._v)
+    def _make_lookahead(self) -> Drafter:
+        return LookaheadDrafter(self._model.facts.capabilities, self._curve)
 
-    def _layerskip(self) -> Drafter | MissingDrafter:
+    def _make_layerskip(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
         if "layerskip" in self._format.preparations:
             return MissingDrafter(
@@ -195,40 +209,41 @@ class _Maker:
                 f"run `edgespec prepare layerskip {self._reference}` once",
             )
         if "layerskip" not in facts.capabilities.self_draft_methods:
-            return self._why_not(EarlyExit(1))
-        exit_layer = self._how.exit_layer
+            return self._missing_self_draft(EarlyExit(1))
+        exit_layer = self._arguments["exit_layer"]
         if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
                     "exit_layer is for MLX models, and this one was prepared for one exit",
                     "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
                 )
-            exit_layer = int(read_prepared(self._found.path).settings["exit_layer"])
-        return self._drafter(self._model.self_draft(EarlyExit(exit_layer or self._best_exit())), "layerskip")
+            exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
+        view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))
+        return self._model_drafter(view, "layerskip")
 
-    def _why_not(self, how: SelfDraft) -> MissingDrafter:
-        """What the backend says of a way to draft for itself that was not exact when it was tried."""
+    def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
+        """Return the backend's reason why the target cannot draft for itself in this way."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
-            self._model.self_draft(how).close()
+            self._model.self_draft(self_draft).close()
         except CapabilityError as error:
             why, hint = error.what, error.next_step
         return MissingDrafter(why, hint or "choose another method")
 
-    def _best_exit(self) -> int:
-        """The MLX model's best exit, measured. Raises CapabilityError where none pays."""
+    def _measure_best_exit(self) -> int:
+        """Return the fastest exit layer. Raises CapabilityError if all are slower than plain decoding."""
         measure = self._format.measure_exits
         assert measure is not None
-        request = calibration_prompt(self._model.vocabulary)
-        if len(request) >= self._model.free_tokens:
+        prompt = calibration_prompt(self._model.vocabulary)
+        if len(prompt) >= self._model.free_tokens:
             raise CapabilityError(
                 f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
                 "give --exit-layer, or a larger --context",
             )
         try:
-            reply = greedy_reply(self._model, request)
+            reply = greedy_reply(self._model, prompt)
             self._model.truncate(0)
-            table = exit_table(*measure(self._model, [*request, *reply], len(request) - 1), self._v.v)
+            table = exit_table(*measure(self._model, [*prompt, *reply], len(prompt) - 1), self._curve.v)
         finally:
             self._model.truncate(0)
         if not table.is_faster:
@@ -237,13 +252,13 @@ class _Maker:
             )
         return table.best.exit_layer
 
-    def _lowbit(self) -> Drafter | MissingDrafter:
+    def _make_lowbit(self) -> Drafter | MissingDrafter:
         facts = self._model.facts
         copy = None
         if "lowbit" not in facts.capabilities.self_draft_methods:
-            return self._why_not(LowBit(facts.path if self._format.low_bit_copy_format else None))
+            return self._missing_self_draft(LowBit(facts.path if self._format.low_bit_copy_format else None))
         if self._format.low_bit_copy_format:
-            prepared = self._lowbit_copy()
+            prepared = self._checked_lowbit_copy()
             if prepared is None:
                 return MissingDrafter(
                     f"there is no copy of {facts.name} with fewer bits",
@@ -252,19 +267,19 @@ class _Maker:
             from edgespec.prepare.lowbit import lowbit_file
 
             copy = str(lowbit_file(prepared))
-        how = LowBit(copy, self._how.sink_tokens, self._how.window_tokens or None)
-        return self._drafter(self._model.self_draft(how), "lowbit")
+        low_bit = LowBit(copy, self._arguments["draft_sinks"], self._options.window_tokens or None)
+        return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
-    def _lowbit_copy(self) -> PreparedModel | None:
-        """The copy that was prepared, checked. Raises ModelFileError for a damaged or a stale one."""
+    def _checked_lowbit_copy(self) -> PreparedModel | None:
+        """Return the prepared low-bit copy. Raises ModelFileError if it is damaged or out of date."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
-        prepared = find_lowbit(self._found.path)
+        prepared = find_lowbit(self._target.path)
         if prepared:
-            check_lowbit(prepared, self._found.path)
+            check_lowbit(prepared, self._target.path)
         return prepared
 
-    def _swift(self) -> Drafter | MissingDrafter:
+    def _make_swift(self) -> Drafter | MissingDrafter:
         from edgespec.drafters.swift import SwiftDrafter
 
         facts = self._model.facts
@@ -273,25 +288,26 @@ class _Maker:
                 f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
             )
         if "swift" not in facts.capabilities.self_draft_methods:
-            return self._why_not(SkippedLayers((1,)))
+            return self._missing_self_draft(SkippedLayers((1,)))
         return SwiftDrafter(
             cast(Skippable, self._model),
             store=SavedArrays("swift", models_fingerprint(facts)),
-            pass_cost=self._v.v,
-            min_confidence=self._how.confidence,
+            pass_cost=self._curve.v,
+            min_confidence=self._arguments["draft_confidence"],
         )
 
-    def _learning(self, draft: LanguageModel) -> Drafter:
+    def _make_online(self, draft: LanguageModel) -> Drafter:
+        """Return a drafter whose draft model is trained between replies."""
         from edgespec.drafters.online import OnlineDrafter
         from edgespec.drafters.online_training import OnlineTrainer
 
         trainer = cast(Trainable, draft).trainer()
-        notes = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
-        drafter = self._drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=notes))
+        saved = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
+        drafter = self._model_drafter(draft, "model")
+        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=saved))
 
 
-def _not_asked(name: str) -> MissingDrafter:
+def _not_loaded(name: str) -> MissingDrafter:
     return MissingDrafter(
         f"{name} was not asked for when the model was loaded",
         f"load with --method {name} (in Python: method or methods of load)",

@@ -1,4 +1,4 @@
-"""`--exact`: a target held to passes that agree with single steps to the last bit."""
+"""`--exact`: a target restricted to passes whose logits equal those of target steps to the last bit."""
 
 from __future__ import annotations
 
@@ -11,40 +11,52 @@ from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passe
 from edgespec.cores import usable_cores
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
-__all__ = ["hold_to_exact"]
+__all__ = ["restrict_to_exact"]
 
 
-def hold_to_exact(model: LanguageModel, how: str, progress: Progress | None) -> str:
-    """Let a loaded target do only what agrees to the bit; gives what a person should know of it.
+def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress | None) -> str:
+    """Restrict a loaded target to bit-exact passes, and return a notice for the user.
 
-    how: all that changes how it computes, beside the weights (`PassCosts.settings_key`). What agrees is
-    found out once, and kept. Raises CancelledError.
+    Which passes are bit-exact is measured once per model and machine, then saved.
+
+    Args:
+        model: The target. Its `facts.capabilities` are replaced.
+        computation: Everything besides the weights that changes how it computes (`PassCosts.settings_key`).
+        progress: Called while passes are measured.
+
+    Raises:
+        CancelledError: `progress` returned False.
     """
     facts = model.facts
-    able = facts.capabilities
-    # As many threads are the default, and as much is tried, as these allow; MLX weights that draft at fewer
-    # bits are split, and add up otherwise.
-    limits = f"{usable_cores()} {facts.context_tokens} {able.tree} {sorted(able.self_draft_methods)}"
-    told = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes} {how} {limits}"
-    notes = SavedArrays("agreement", told)
-    found = _kept(notes)
-    if found is None:
-        found = find_bit_exact_passes(model, progress)
-        notes.save({"agreement": np.array([found.max_width, found.trees, found.prefill])})
-    able = restricted_to(able, found)
-    model.facts = replace(facts, capabilities=able)
-    said = [
-        f"exact: passes of up to {able.max_width} tokens" if able.rollback else "exact: nothing is guessed"
-    ]
-    if not able.prefix_reuse_exact:
-        said.append(f"{'what was written' if able.partial_truncate else 'every text'} is read again")
-    return ", ".join(said)
+    capabilities = facts.capabilities
+    # The default thread count and the widths that are tried depend on the cores. MLX weights that were split
+    # for drafting with fewer bits add up in another order.
+    limits = (
+        f"{usable_cores()} {facts.context_tokens} {capabilities.tree}"
+        f" {sorted(capabilities.self_draft_methods)}"
+    )
+    model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
+    saved = SavedArrays("agreement", f"{model_identity} {computation} {limits}")
+    passes = _load_saved(saved)
+    if passes is None:
+        passes = find_bit_exact_passes(model, progress)
+        saved.save({"agreement": np.array([passes.max_width, passes.trees, passes.prefill])})
+    capabilities = restricted_to(capabilities, passes)
+    model.facts = replace(facts, capabilities=capabilities)
+    if not capabilities.rollback:
+        notice = "exact: this model cannot draft"
+    else:
+        notice = f"exact: passes of up to {capabilities.max_width} tokens"
+    if not capabilities.prefix_reuse_exact:
+        reread = "replies are" if capabilities.partial_truncate else "the whole text is"
+        notice += f", {reread} read again for the next reply"
+    return notice
 
 
-def _kept(notes: SavedArrays) -> BitExactPasses | None:
-    """What was found before; None where there is nothing, or nothing that makes sense."""
+def _load_saved(saved: SavedArrays) -> BitExactPasses | None:
+    """Return the saved result; None if there is none, or it is damaged."""
     try:
-        width, branches, reading = map(int, notes.load()["agreement"])
+        width, branches, reading = map(int, saved.load()["agreement"])
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return BitExactPasses(width, bool(branches), bool(reading)) if width >= 1 else None

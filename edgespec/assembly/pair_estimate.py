@@ -6,8 +6,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import get_args
 
-from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.pairing import Pair, for_draft, meant_for
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import (
@@ -44,10 +44,12 @@ _EVERYTHING: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 class PairEstimator:
     """The metadata of a target and what drafts for it, opened while a plan is made."""
 
-    def __init__(self, pair: Pair, how: Drafting, options: LoadOptions, undo: ExitStack) -> None:
-        self._pair, self._how = pair, how
+    def __init__(
+        self, pair: ModelPair, drafting: DraftingOptions, options: LoadOptions, undo: ExitStack
+    ) -> None:
+        self._pair, self._drafting = pair, drafting
         self._options = replace(
-            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in how.asked
+            options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.named_drafters
         )
         self.target = opened(pair.target, self._options)
         undo.callback(self.target.close)
@@ -57,7 +59,7 @@ class PairEstimator:
             self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
         self._translated: dict[str, int] = {}
         self._copy: MemoryEstimator | None = None
-        if copy := _lowbit_copy(pair, how):
+        if copy := _lowbit_copy(pair, drafting):
             self._copy = opened(copy, options)
             undo.callback(self._copy.close)
         self._process_bytes = max(
@@ -100,7 +102,7 @@ class PairEstimator:
         """See `ladder.Measure`."""
         options = self.options_of(choice)
         pair = self._pair
-        target_options = meant_for(pair.target, pair.draft, options)
+        target_options = options_in_pair(pair.target, pair.draft, options)
         # MLX takes float32 wherever there is room for it.
         room = _ROOM_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
@@ -108,12 +110,12 @@ class PairEstimator:
         if self._drafts and choice.draft:
             found, draft = self._drafts[choice.draft_form]
             drafting = replace(
-                for_draft(options, self._how, target.context_tokens, None),
+                draft_load_options(options, self._drafting, target.context_tokens, None),
                 memory_bytes=_ROOM_BYTES,
                 kv_type=choice.draft_kv_type or options.kv_type,
             )
             drafting = replace(
-                meant_for(found, pair.target, drafting),
+                options_in_pair(found, pair.target, drafting),
                 choose_context_tokens=lambda trained: self._draft_tokens(
                     choice, target.context_tokens, trained
                 ),
@@ -136,18 +138,20 @@ class PairEstimator:
             with suppress(EdgespecError):  # then loading says what is wrong
                 pair = (self._pair.target, draft)
                 infos = [read_model_info(found, known) for found in pair]
-                known.keep()
+                known.save()
                 mine, its = (
                     (found.path, found.format, info.vocabulary)
                     for found, info in zip(pair, infos, strict=True)
                 )
-                if not known.same_ids(mine, its):
+                if not known.same_token_ids(mine, its):
                     tokens = sum(info.vocab_size for info in infos)
             self._translated[draft.name] = tokens * _TRANSLATED_BYTES
         return self._translated[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
-        return choose_draft_window(target_tokens, trained_tokens, choice.draft_window, self._how.sink_tokens)
+        return choose_draft_window(
+            target_tokens, trained_tokens, choice.draft_window, self._drafting.arguments["draft_sinks"]
+        )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
         """The context of the draft: the target's, or that of its window."""
@@ -178,7 +182,9 @@ class PairEstimator:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
 
-        return min(target_tokens, self._how.sink_tokens + choice.draft_window + WINDOW_EXTRA_TOKENS)
+        return min(
+            target_tokens, self._drafting.arguments["draft_sinks"] + choice.draft_window + WINDOW_EXTRA_TOKENS
+        )
 
 
 def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
@@ -186,14 +192,14 @@ def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
     return found.file_format.open_estimator(str(found.path), found.name, options)
 
 
-def _lowbit_copy(pair: Pair, how: Drafting) -> Resolved | None:
+def _lowbit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
     """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft.
 
     Raises ModelFileError where one that was named is damaged or stale.
     """
-    asked = "lowbit" in how.asked
+    asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format
-    automatic = "auto" in how.methods and pair.draft is None and not form.fixed_exit
+    automatic = "auto" in drafting.methods and pair.draft is None and not form.fixed_exit
     if not form.low_bit_copy_format or not (asked or automatic):
         return None
     from edgespec.prepare.lowbit import check_lowbit, find_lowbit, find_valid_lowbit, lowbit_file

@@ -1,4 +1,4 @@
-"""Two references to a target and a draft that fits it: loaded, with the window and the tokens it needs."""
+"""A target and its draft model: found by reference, then loaded with options that fit each other."""
 
 from __future__ import annotations
 
@@ -6,41 +6,52 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import same_backend
 from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.vocabularies import RetokenisedDrafter, TranslatedModel, compare_vocabularies
+from edgespec.drafters.vocabularies import (
+    RetokenisedDrafter,
+    TranslatedModel,
+    VocabularyComparison,
+    compare_vocabularies,
+)
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.prepare.lowbit import find_valid_lowbit
 from edgespec.prepare.store import check_prepared, find_prepared
 
 __all__ = [
-    "Draft",
-    "Pair",
+    "LoadedDraft",
+    "ModelPair",
+    "draft_load_options",
     "find_pair",
-    "for_draft",
     "load_draft",
     "load_target",
-    "meant_for",
+    "options_in_pair",
 ]
 
 
 FindModel = Callable[[str], Resolved]
-# A draft with other tokens begins with so many: its text need not be as long as the target's.
-_OTHER_TOKENS = 8192
-# Logits of a draft: of a chain or a tree that pays (64, drafters/adaptive_tree.py), and of what two tokens of
-# another vocabulary are spelled with (`MAX_SPELLING_TOKENS`).
+# Initial context of a draft model with another vocabulary, in which a text has another length. Chosen.
+_FOREIGN_CONTEXT_TOKENS = 8192
+# Rows of logits that a draft model needs in one pass: 64 for a chain or an adaptive tree
+# (drafters/adaptive_tree.py), and the spelling of two tokens of another vocabulary (MAX_SPELLING_TOKENS).
 _DRAFT_ROWS = 96
+# A text may have up to this many times as many tokens in the draft model's vocabulary. Chosen.
+_TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """The files of a target and its draft.
+class ModelPair:
+    """The files of a target and its draft model.
 
-    why_no_draft: said where there is none; why_draft: where one was chosen that nobody would have expected.
+    Attributes:
+        target: The target.
+        draft: The draft model, or None.
+        why_no_draft: The reason for having no draft model.
+        why_draft: The reason for an automatic choice that a user would not expect.
     """
 
     target: Resolved
@@ -50,157 +61,197 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """A loaded draft model. notice: what a person should know of it.
+class LoadedDraft:
+    """A loaded draft model.
 
-    drafts: the drafter to use with it where that is not the usual one.
+    Attributes:
+        model: The model, with the target's vocabulary where its own could be translated.
+        notice: What a user should know about it.
+        drafter: The drafter to use it with; None for the usual one.
     """
 
     model: LanguageModel
     notice: str = ""
-    drafts: Drafter | None = None
+    drafter: Drafter | None = None
 
 
 def find_pair(
     target: str,
     draft: str | None,
-    how: Drafting,
+    drafting: DraftingOptions,
     progress: Progress | None,
     options: LoadOptions | None = None,
     find_model: FindModel | None = None,
-) -> Pair:
-    """Find the files, downloading what is missing; of drafts, `auto` takes what is here and fits `options`.
+) -> ModelPair:
+    """Find the files of a target and its draft model, and download missing ones.
 
-    find_model: what finds one, where nothing is to be downloaded.
-    A GGUF target that was prepared for early exit is taken in that form where a method asks for it, and for
-    `auto` where that has nothing else to guess with.
-    Raises what `resolve` does; ModelFileError for a prepared form that is damaged or stale; OptionError where
-    a method needs a draft model and there is none, and for an adapter on a GGUF file.
+    A GGUF target that was prepared for early exit is loaded in that form if a method names `layerskip`, or
+    if `auto` has nothing else to draft with.
+
+    Args:
+        target: Reference to the target.
+        draft: Reference to the draft model. `auto` chooses among the models on this machine.
+        drafting: The methods that replies may use.
+        progress: Called during downloads; cancels them by returning False.
+        options: Memory and context limits for the choice of `auto`.
+        find_model: Finds a model by reference. By default it downloads missing files.
+
+    Raises:
+        OptionError: A method needs a draft model and there is none, or an adapter does not fit the target.
+        ModelFileError: The prepared form is damaged or out of date.
+        EdgespecError: Any error of `catalog.resolve`.
     """
     find_model = find_model or partial(resolve, progress=progress)
     options = options or LoadOptions()
     found = find_model(target)
-    found_draft, why, why_draft = _find_draft(found, draft, find_model, options)
+    found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
-            f"an adapter goes on an MLX model, and {found.name} is a GGUF file",
-            "leave --adapter out, or name the model in MLX's form, such as 8b-mlx",
+            f"an adapter needs an MLX model, and {found.name} is not one",
+            "leave --adapter out, or name the MLX form of the model, such as 8b-mlx",
         )
-    found = _in_halves(found, how, found_draft is not None)
-    if not found_draft and "model" in how.asked:
-        asked = next(method for method in how.methods if "model" in method.split("+"))
-        raise OptionError(f"method {asked!r} needs a draft model: {why}", "give --draft REF")
-    return Pair(found, found_draft, why, why_draft)
+    found = _prepared_for_early_exit(found, drafting, found_draft is not None)
+    if not found_draft and "model" in drafting.named_drafters:
+        method = next(method for method in drafting.methods if "model" in method.split("+"))
+        raise OptionError(f"method {method!r} needs a draft model: {why_none}", "give --draft REF")
+    return ModelPair(found, found_draft, why_none, why_draft)
 
 
-def _in_halves(found: Resolved, how: Drafting, has_draft: bool) -> Resolved:
-    """The form that was prepared for early exit, where it is wanted; else the model as it was found."""
+def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
+    """Return the form prepared for early exit if there is one and it would be used; else the model itself."""
     if "layerskip" not in found.file_format.preparations:
         return found
-    asked = "layerskip" in how.asked
-    automatic = "auto" in how.methods and not has_draft and find_valid_lowbit(found.path) is None
-    prepared = find_prepared("layerskip", found.path) if asked or automatic else None
+    named = "layerskip" in drafting.named_drafters
+    automatic = "auto" in drafting.methods and not has_draft and find_valid_lowbit(found.path) is None
+    prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found
     try:
         check_prepared(prepared, found.path)
     except ModelFileError:
-        if asked:
+        if named:
             raise
-        return found  # nobody asked for it
+        return found  # `auto` does without a damaged form
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """The draft, or None and why not; and why it is this one."""
+    """Return the draft model or None, why there is none, and why it is an unexpected one."""
     if draft is None or draft == "none":
         return None, "no draft was wanted", ""
     if draft != "auto":
         return find_model(draft), "", ""
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
-        return None, choice.why, ""
-    return choice.draft, "", "" if choice.usual else f"{choice.draft.name} drafts: {choice.why}"
+        return None, choice.reason, ""
+    return choice.draft, "", "" if choice.is_expected else f"{choice.draft.name} drafts: {choice.reason}"
 
 
-def load_target(pair: Pair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target with the backend of its format. Raises what that backend's `load` does."""
-    return _load_model(pair.target, meant_for(pair.target, pair.draft, options), progress)
+def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
+    """Load the target. Raises any error of its backend's `load`."""
+    return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
 def load_draft(
-    pair: Pair,
-    found: Resolved,
+    pair: ModelPair,
     target: LanguageModel,
-    how: Drafting,
+    drafting: DraftingOptions,
     options: LoadOptions,
     progress: Progress | None,
-) -> Draft:
-    """Load the draft that was found for a loaded target.
+) -> LoadedDraft | None:
+    """Load the draft model of a loaded target; None if the pair has none.
 
-    Raises what its backend's `load` does, and VocabularyMismatchError where the two have no token in common.
+    Raises:
+        VocabularyMismatchError: The vocabularies have no token in common.
+        OptionError: An option does not fit this draft model.
+        EdgespecError: Any error of its backend's `load`.
     """
+    found = pair.draft
+    if found is None:
+        return None
     context_tokens = target.facts.max_context_tokens
-    drafting = for_draft(options, how, context_tokens, _left(options, target.facts))
-    if how.draft_kv_type:
-        drafting = replace(drafting, kv_type=how.draft_kv_type)
-    options = meant_for(found, pair.target, drafting)
+    options = draft_load_options(options, drafting, context_tokens, _remaining_bytes(options, target.facts))
+    if drafting.draft_kv_type:
+        options = replace(options, kv_type=drafting.draft_kv_type)
+    options = options_in_pair(found, pair.target, options)
 
-    def window_of(trained_tokens: int) -> AttentionWindow | None:
-        return choose_draft_window(context_tokens, trained_tokens, how.window_tokens, how.sink_tokens)
+    def window_for(trained_tokens: int) -> AttentionWindow | None:
+        sinks = drafting.arguments["draft_sinks"]
+        return choose_draft_window(context_tokens, trained_tokens, drafting.window_tokens, sinks)
 
-    def context_of(trained_tokens: int) -> int:
-        window = window_of(trained_tokens)
+    def context_for(trained_tokens: int) -> int:
+        window = window_for(trained_tokens)
         return window.context_tokens if window else context_tokens
 
-    draft = _load_model(found, replace(options, choose_context_tokens=context_of), progress)
+    model = _load_model(found, replace(options, choose_context_tokens=context_for), progress)
     try:
-        window = window_of(draft.facts.trained_context_tokens)
-        compared = compare_vocabularies(target.vocabulary, draft.vocabulary, target.facts.name, found.name)
-        now, most = draft.facts.context_tokens, draft.facts.max_context_tokens
-        if window:  # it never grows
-            draft.resize(most)
-        elif compared.translation is not None:
-            draft.resize(max(now, min(most, _OTHER_TOKENS)))
-        if how.learn:
-            _check_learns(found, draft.facts, pair.target, compared.translation is None, window)
-        said = [pair.why_draft, compared.explanation]
-        if window:
-            # The text may be longer in other tokens.
-            longest = context_tokens * (1 if compared.translation is None else 4)
-            draft = WindowedModel(draft, window, longest)
-            said.append(f"{found.name} sees {window.description}")
-        notice = " · ".join(filter(None, said))
-        if compared.translation is None:
-            return Draft(draft, notice)
-        if compared.mapping == "translated":
-            return Draft(TranslatedModel(draft, target.vocabulary, compared.translation), notice)
-        if how.branches:
-            raise OptionError(
-                f"{found.name} has other tokens than {pair.target.name} and drafts chains",
-                "leave --draft-branches out",
-            )
-        drafter = RetokenisedDrafter(
-            draft, target.vocabulary, compared.translation, min_confidence=how.confidence
-        )
-        return Draft(draft, notice, drafter)
+        compared = compare_vocabularies(target.vocabulary, model.vocabulary, target.facts.name, found.name)
+        return _adapted_to_target(model, pair, target, drafting, compared, window_for)
     except BaseException:
-        draft.close()
+        model.close()
         raise
 
 
-def _check_learns(
-    found: Resolved, draft: ModelFacts, target: Resolved, same_tokens: bool, window: AttentionWindow | None
+def _adapted_to_target(
+    model: LanguageModel,
+    pair: ModelPair,
+    target: LanguageModel,
+    drafting: DraftingOptions,
+    compared: VocabularyComparison,
+    window_for: Callable[[int], AttentionWindow | None],
+) -> LoadedDraft:
+    """Size a draft model's context, and wrap it if it has a window or another vocabulary than the target."""
+    assert pair.draft is not None
+    name = pair.draft.name
+    window = window_for(model.facts.trained_context_tokens)
+    initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
+    if window:  # its context never grows
+        model.resize(max_tokens)
+    elif compared.translation is not None:
+        model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
+    if drafting.arguments["learn"]:
+        _check_trainable(pair.draft, model.facts, pair.target, compared.translation is None, window)
+    notices = [pair.why_draft, compared.explanation]
+    if window:
+        ratio = 1 if compared.translation is None else _TOKEN_RATIO
+        model = WindowedModel(model, window, target.facts.max_context_tokens * ratio)
+        notices.append(f"{name} sees {window.description}")
+    notice = " · ".join(filter(None, notices))
+    if compared.translation is None:
+        return LoadedDraft(model, notice)
+    if compared.mapping == "translated":
+        return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
+    if drafting.arguments["draft_branches"]:
+        raise OptionError(
+            f"{name} has another vocabulary than {pair.target.name}, so it can only draft chains",
+            "leave --draft-branches out",
+        )
+    min_confidence = drafting.arguments["draft_confidence"]
+    drafter = RetokenisedDrafter(
+        model, target.vocabulary, compared.translation, min_confidence=min_confidence
+    )
+    return LoadedDraft(model, notice, drafter)
+
+
+def _check_trainable(
+    found: Resolved,
+    draft: ModelFacts,
+    target: Resolved,
+    same_vocabulary: bool,
+    window: AttentionWindow | None,
 ) -> None:
-    """Raises OptionError for a draft that cannot be trained between replies."""
+    """Raise OptionError for a draft model that cannot be trained between replies."""
     if not found.file_format.online_training:
         why, hint = "that takes an MLX draft", "give an MLX draft"
     elif not draft.capabilities.trainable:
-        why, hint = "it remembers by a recurrent state", "give a draft without one"
-    elif not same_tokens:
-        why, hint = f"it has other tokens than {target.name}", "give a draft with the same tokens"
+        why, hint = "it has a recurrent state", "give a draft without one"
+    elif not same_vocabulary:
+        why, hint = (
+            f"its vocabulary is not that of {target.name}",
+            "give a draft with the same vocabulary",
+        )
     elif window:
         why, hint = "it sees a window of the text only", "use --draft-window 0"
     else:
@@ -212,22 +263,30 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
     return found.file_format.load(str(found.path), found.name, options, progress)
 
 
-def _left(options: LoadOptions, target: ModelFacts) -> int | None:
-    """The memory that a loaded target leaves."""
+def _remaining_bytes(options: LoadOptions, target: ModelFacts) -> int | None:
+    """Return the part of the budget that a loaded target leaves; None for no budget."""
     if options.memory_bytes is None:
         return None
     return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
 
 
-def for_draft(
-    options: LoadOptions, how: Drafting, context_tokens: int, memory_bytes: int | None
+def draft_load_options(
+    options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
-    """The draft sees the target's whole context. Trees that somebody named may be as wide as passes are."""
+    """Return the load options of the draft model, from those of the target.
+
+    Args:
+        options: The target's options.
+        drafting: Options of the drafters. Branches that a user chose may be as wide as the backend allows.
+        context_tokens: The target's context, all of which the draft model sees.
+        memory_bytes: Memory for the draft model; None for no limit.
+    """
+    adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(
         options,
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
-        max_logit_rows=_DRAFT_ROWS if how.branches in ((), "auto") else None,
+        max_logit_rows=_DRAFT_ROWS if adapts else None,
         is_draft=True,
         adapter=None,
         exact=False,
@@ -235,15 +294,15 @@ def for_draft(
     )
 
 
-def meant_for(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the options of one model of a pair, without those that only the other's backend has.
+def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
+    """Return the load options of one model of a pair, without those that only the other's backend has.
 
-    In a pair of one backend, and for a model alone, nothing is left out: the backend refuses what it lacks.
+    A model alone, or beside one of the same backend, keeps all of them: its backend refuses those it lacks.
     """
     if other is None or same_backend(found.format, other.format):
         return options
-    left_out = set(found.backend.ignored_options)
+    foreign = set(found.backend.ignored_options)
     if options.is_draft and not found.backend.shares_kv_type:
-        left_out.add("kv_type")
+        foreign.add("kv_type")
     defaults = LoadOptions()
-    return replace(options, **{name: getattr(defaults, name) for name in left_out})
+    return replace(options, **{name: getattr(defaults, name) for name in foreign})

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from edgespec.assembly.advice import advice_for
 from edgespec.assembly.context_extension import longest
-from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pair_estimate import PairEstimator
-from edgespec.assembly.pairing import Pair
+from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import initial_context, requested_context
 from edgespec.drafters.windowed import AttentionWindow
@@ -74,8 +74,8 @@ class LoadPlan:
     draft_window: what the draft sees of the text; None where that is all.
     """
 
-    pair: Pair
-    how: Drafting
+    pair: ModelPair
+    drafting: DraftingOptions
     options: LoadOptions
     float32: bool
     plan: MemoryPlan
@@ -113,7 +113,7 @@ class LoadPlan:
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
-def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
+def budget_for(pair: ModelPair, given_bytes: int | None) -> Budget:
     """The budget of a pair: given, or found, and never more than this process can have at all.
 
     What no plan counts is taken before it is asked how much is left, so that a plan says what a load finds.
@@ -123,20 +123,24 @@ def budget_for(pair: Pair, given_bytes: int | None) -> Budget:
     return within_limits(_budget_of(pair, given_bytes))
 
 
-def _take_addresses(pair: Pair) -> None:
+def _take_addresses(pair: ModelPair) -> None:
     """Load what a backend would load by and by, and let threads take no addresses."""
     limit_malloc_arenas()
     for found in filter(None, (pair.target, pair.draft)):
         found.backend.preload()
 
 
-def _budget_of(pair: Pair, given_bytes: int | None) -> Budget:
+def _budget_of(pair: ModelPair, given_bytes: int | None) -> Budget:
     """Given, or found; the memory of graphics cards only where they may be used."""
     return find_budget(given_bytes, pair.target.backend.graphics_cards())
 
 
 def plan_pair(
-    pair: Pair, how: Drafting, options: LoadOptions, budget: Budget, wishes: PlanRequest | None = None
+    pair: ModelPair,
+    drafting: DraftingOptions,
+    options: LoadOptions,
+    budget: Budget,
+    wishes: PlanRequest | None = None,
 ) -> LoadPlan:
     """Decide what is loaded so that it fits the budget. The plan may not fit: see `check_fits`.
 
@@ -148,19 +152,19 @@ def plan_pair(
     fixed = set(wishes.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
-    if "model" in how.asked or how.learn:
+    if "model" in drafting.named_drafters or drafting.arguments["learn"]:
         fixed.add("draft")
-    if "lowbit" in how.asked:
+    if "lowbit" in drafting.named_drafters:
         fixed.add("copy")
-    if how.window_tokens is not None or not {"auto", "model", "lowbit"} & set(how.methods):
+    if drafting.window_tokens is not None or not {"auto", "model", "lowbit"} & set(drafting.methods):
         fixed.add("draft_window")
     with ExitStack() as undo:
-        pairs = PairEstimator(pair, how, options, undo)
+        pairs = PairEstimator(pair, drafting, options, undo)
         start = PlanChoice(
             requested_context(options, pairs.target.trained_context_tokens),
             options.kv_type,
             pair.draft is not None,
-            how.window_tokens,
+            drafting.window_tokens,
             options.gpu_layers,
         )
 
@@ -192,11 +196,11 @@ def plan_pair(
         advice = "" if plan.fits else advice_for(fixed, fit, pair, options, budget)
     if pair.draft and not choice.draft:
         pair = replace(pair, draft=None, why_no_draft=f"the draft {pair.draft.name} does not fit the memory")
-    how = replace(
-        how,
+    drafting = replace(
+        drafting,
         window_tokens=choice.draft_window,
         # Beside a draft that was given up no copy was planned.
-        room_for_copy=choice.copy and start.draft == choice.draft,
+        has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
     # The headroom is there for what backends count more closely, such as a file's own header.
@@ -207,7 +211,9 @@ def plan_pair(
         memory_bytes=max(0, left),
         initial_context_tokens=options.initial_context_tokens if grows else None,
     )
-    return LoadPlan(pair, how, chosen, choice.float32, plan, advice, trained_tokens, switch_tokens, window)
+    return LoadPlan(
+        pair, drafting, chosen, choice.float32, plan, advice, trained_tokens, switch_tokens, window
+    )
 
 
 def _with_kept(plan: MemoryPlan, wanted_bytes: int | None) -> MemoryPlan:

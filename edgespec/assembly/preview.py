@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from importlib import import_module
-from os import PathLike
 from pathlib import Path
+from typing import Unpack
 
-from edgespec.assembly.drafting_options import Branches, Drafting
-from edgespec.assembly.load_options import load_options
+from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import find_pair
-from edgespec.assembly.planning import LoadPlan, PlanRequest, budget_for, plan_pair
-from edgespec.assembly.prefix_cache_options import PrefixCacheOptions
+from edgespec.assembly.planning import LoadPlan, budget_for, plan_pair
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
 from edgespec.catalog.remote_header import resolve_metadata
-from edgespec.checks import check_text, parse_size
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.heap import address_space_is_limited
 from edgespec.memory import MemoryPlan, check_room_to_plan
-from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
+from edgespec.options import LoadArguments
 
 __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
@@ -50,57 +47,32 @@ def plan(
     target: str = "demo",
     draft: str | None = "auto",
     *,
-    memory: str | int | None = None,
-    prefer: str = "speed",
-    context: int | None = None,
-    gpu_layers: int | None = None,
-    kv_type: str = "auto",
-    flash_attention: str = "auto",
-    mmap: bool = True,
-    mlock: bool = False,
-    method: str = "auto",
-    adapter: str | PathLike[str] | None = None,
-    exact: bool = False,
-    prefix_cache: str = "memory",
-    prefix_cache_memory: str | int | None = None,
-    draft_branches: Branches = (),
-    draft_window: int | None = None,
-    draft_sinks: int = 4,
     progress: Progress | None = None,
+    **options: Unpack[LoadArguments],
 ) -> Preview:
-    """What `load` with the same options would take and decide.
+    """Return what `load` with the same arguments would decide and occupy, without loading anything.
 
-    Nothing is loaded and no model downloaded: of one that is not here its metadata is read from the hub.
-    Raises what `load` does, but for MemoryBudgetError: a plan that does not fit says so. That is
-    raised only where this process may not even take what looking at a model needs.
+    Nothing is downloaded but the metadata of models that are not on this machine.
+
+    Args:
+        target: The model to run, as for `load`.
+        draft: The draft model, as for `load`.
+        progress: Called with a text and the fraction done. Planning is cancelled if it returns False.
+        **options: See `edgespec.LoadArguments`.
+
+    Raises:
+        EdgespecError: Any error of `load`. A plan that does not fit the memory raises none, unless this
+            process may not even use the memory that reading a model's metadata takes.
     """
-    check_text("target", target, "a path, user/repo:quant or a name such as demo")
-    how = Drafting(
-        methods=(method,), branches=draft_branches, window_tokens=draft_window, sink_tokens=draft_sinks
-    )
-    keeping = PrefixCacheOptions.read(prefix_cache, prefix_cache_memory, None)
-    given_bytes = None if memory is None else parse_size("memory", memory)
-    options = load_options(
-        how,
-        given_bytes=given_bytes,
-        context=context,
-        initial_context_tokens=INITIAL_CONTEXT_TOKENS,
-        gpu_layers=gpu_layers,
-        kv_type=kv_type,
-        flash_attention=flash_attention,
-        mmap=mmap,
-        mlock=mlock,
-        adapter=adapter,
-        exact=exact,
-    )
+    request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
 
         def find(reference: str) -> Resolved:
             return resolve_metadata(reference, Path(folder), progress)
 
-        pair = find_pair(target, draft, how, progress, options, find)
+        pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if address_space_is_limited():
-            import_module("edgespec.assembly.loading")  # a load has it in memory
-        wishes = PlanRequest.read(prefer, options, draft, keeping.wanted_bytes)
-        return Preview(plan_pair(pair, how, options, budget_for(pair, given_bytes), wishes))
+            import_module("edgespec.assembly.loading")  # so that the plan counts its memory, as a load would
+        budget = budget_for(pair, request.memory_bytes)
+        return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

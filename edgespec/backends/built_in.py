@@ -73,9 +73,9 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
-    from edgespec.backends.mlx.exits import exit_facts
+    from edgespec.backends.mlx.model import measure_exits
 
-    return exit_facts(model, tokens, first)
+    return measure_exits(model, tokens, first)
 
 
 def _folder_files(folder: Path) -> list[Path]:
@@ -90,9 +90,9 @@ def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
 
 
 def _preload_mlx() -> None:
-    from edgespec.backends.mlx.build_info import lm
+    from edgespec.backends.mlx.build_info import mlx_lm_utils
 
-    lm()
+    mlx_lm_utils()
 
 
 def _llama_cpp_knows(architecture: str) -> bool:

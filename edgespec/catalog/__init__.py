@@ -1,4 +1,4 @@
-"""Model references: from what a person types to a file or a folder on this machine."""
+"""The model catalogue: resolves references to models, downloads them, and finds installed ones."""
 
 from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo

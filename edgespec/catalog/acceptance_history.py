@@ -1,6 +1,6 @@
-"""How often the guesses of a draft model came true for a target, kept from one run to the next.
+"""Acceptance rates of pairs of models, saved across runs.
 
-Counts only, of the first guess of each round, under a hash of both models' files: nothing of what was said.
+The file holds counts only, under a hash of both models' files. It holds no text.
 """
 
 from __future__ import annotations
@@ -22,50 +22,55 @@ from edgespec.files import (
     write_private_file,
 )
 
-__all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Counted"]
+__all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 
 _VERSION = 1
-_MOST_PAIRS, _MOST_BYTES = 500, 2**20
-# Fewer guesses tell too little: of so many, an acceptance is known to about 0.03.
-_LEAST_GUESSES = 200
-# What came long ago counts less: of more guesses than this, half are forgotten.
-_MOST_GUESSES = 20_000
-# What is new is written at the end, and whenever it is so much.
-_SAVED_GUESSES = 2_000
+# Limits of the file, chosen: far more pairs than one person uses.
+_MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
+# Drafted tokens from which a rate is used. With 200, its standard error is about 0.03.
+_MIN_DRAFTED = 200
+# When a pair has more drafted tokens than this, its counts are halved, so that recent replies count more.
+_MAX_DRAFTED = 20_000
+# Drafted tokens after which a recorder saves during a run. Chosen.
+_SAVE_EVERY_DRAFTED = 2_000
 
-Counted: TypeAlias = tuple[int, int]
-"""Guesses, and those that came true."""
+Counts: TypeAlias = tuple[int, int]
+"""Drafted tokens, and accepted ones among them."""
 Model: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
-    """What was counted of every pair. Nothing here raises because of the file it is kept in."""
+    """The saved counts of every pair. A missing, damaged or read-only file raises nothing."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
-    def of(self, target: Model, draft: Model) -> float | None:
-        """The share of guesses that came true, in [0, 1]; None where these very files have made too few."""
+    def rate(self, target: Model, draft: Model) -> float | None:
+        """Return the acceptance rate of a pair, in [0, 1]; None if too few tokens were drafted."""
         try:
-            guesses, true = self._read().get(_key(target, draft), (0, 0))
+            drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
-            return None  # one of them is gone
-        return true / guesses if guesses >= _LEAST_GUESSES else None
+            return None  # A model was deleted.
+        return accepted / drafted if drafted >= _MIN_DRAFTED else None
 
-    def add(self, target: Model, draft: Model, guesses: int, true: int) -> None:
-        """Count these, too. What cannot be kept is lost. Raises ModelFileError where a model is gone."""
+    def add(self, target: Model, draft: Model, drafted: int, accepted: int) -> None:
+        """Add the counts of a reply and save them if the file is writable.
+
+        Raises:
+            ModelFileError: A model file does not exist any more.
+        """
         pairs, key = self._read(), _key(target, draft)
         before = pairs.pop(key, (0, 0))
-        counted = before[0] + guesses, before[1] + true
-        pairs[key] = counted if counted[0] <= _MOST_GUESSES else (counted[0] // 2, counted[1] // 2)
-        value = {"version": _VERSION, "pairs": dict(list(pairs.items())[-_MOST_PAIRS:])}
+        counts = before[0] + drafted, before[1] + accepted
+        pairs[key] = counts if counts[0] <= _MAX_DRAFTED else (counts[0] // 2, counts[1] // 2)
+        value = {"version": _VERSION, "pairs": dict(list(pairs.items())[-_MAX_PAIRS:])}
         with suppress(OSError):
             make_private_folder(self._path.parent)
             write_private_file(self._path, json.dumps(value).encode())
 
-    def _read(self) -> dict[str, Counted]:
+    def _read(self) -> dict[str, Counts]:
         try:
-            if regular_file_bytes(self._path) > _MOST_BYTES:
+            if regular_file_bytes(self._path) > _MAX_FILE_BYTES:
                 return {}
             value = json.loads(read_regular_file(self._path))
             if value["version"] != _VERSION:
@@ -73,32 +78,37 @@ class AcceptanceHistory:
             pairs = {str(key): (int(one[0]), int(one[1])) for key, one in value["pairs"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             return {}
-        return {key: (guesses, true) for key, (guesses, true) in pairs.items() if 0 <= true <= guesses}
+        return {
+            key: (drafted, accepted) for key, (drafted, accepted) in pairs.items() if 0 <= accepted <= drafted
+        }
 
 
 class AcceptanceRecorder:
-    """Counts what a loaded pair guesses, and keeps it. Raises nothing."""
+    """Counts the drafted and accepted tokens of a loaded pair, and saves them. It raises nothing.
 
-    def __init__(self, target: Model, draft: Model, kept: AcceptanceHistory | None = None) -> None:
+    Only the first drafted token of each round counts, because later ones depend on the draft length.
+    """
+
+    def __init__(self, target: Model, draft: Model, history: AcceptanceHistory | None = None) -> None:
         self._pair = target, draft
-        self._kept = kept or AcceptanceHistory()
-        self._guesses = self._true = 0
+        self._history = history or AcceptanceHistory()
+        self._drafted = self._accepted = 0
 
-    def count(self, guesses: int, true: int) -> None:
-        """The first guesses of the rounds of one reply, and those that came true."""
-        self._guesses, self._true = self._guesses + guesses, self._true + true
-        if self._guesses >= _SAVED_GUESSES:
-            self.keep()
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add the first drafted tokens of the rounds of one reply, and how many of them were accepted."""
+        self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
+        if self._drafted >= _SAVE_EVERY_DRAFTED:
+            self.save()
 
-    def keep(self) -> None:
-        """Write what is new."""
-        if self._guesses:
+    def save(self) -> None:
+        """Save the counts since the last call."""
+        if self._drafted:
             with suppress(ModelFileError):
-                self._kept.add(*self._pair, self._guesses, self._true)
-        self._guesses = self._true = 0
+                self._history.add(*self._pair, self._drafted, self._accepted)
+        self._drafted = self._accepted = 0
 
 
 def _key(target: Model, draft: Model) -> str:
-    """Another one when a file changed. Raises ModelFileError."""
-    told = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    """Return a hash that changes with the files of either model. Raises ModelFileError."""
+    fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
+    return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

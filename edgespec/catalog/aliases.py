@@ -1,4 +1,4 @@
-"""The names and pairs a user made: what may be one, and which draft the user wants for a target."""
+"""User-defined aliases and draft pairs: checks new ones, and finds the draft model set for a target."""
 
 from __future__ import annotations
 
@@ -7,77 +7,93 @@ import re
 from edgespec.catalog import catalogue
 from edgespec.catalog.installed import read_model_info
 from edgespec.catalog.metadata_cache import MetadataCache
-from edgespec.catalog.reference import NameReference, Resolved, parse, resolve
+from edgespec.catalog.reference import NameReference, Resolved, parse_reference, resolve
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 
+# Values of --draft, which cannot be names of models.
 _RESERVED = ("auto", "none")
 
 
 def check_alias(name: str, reference: str) -> str:
-    """Whether `name` may stand for a reference. Gives a remark, empty where the model is on this machine.
+    """Check that `name` can be an alias of a model reference.
 
-    Raises OptionError for a name that cannot be one, ModelNotFoundError for a reference that leads nowhere.
+    Returns:
+        A notice for the user; empty if the model is on this machine.
+
+    Raises:
+        OptionError: The name is not allowed, or the alias would refer to itself.
+        ModelNotFoundError: The reference leads to no model.
     """
     try:
-        is_name = isinstance(parse(name), NameReference)
+        is_name = isinstance(parse_reference(name), NameReference)
     except ModelNotFoundError:
         is_name = False
-    # One that begins with a dash would be taken for an option.
+    # A name that begins with a dash would be read as an option.
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
-            f"{name!r} cannot be a name of a model",
-            "take letters and digits, with dots and dashes between",
+            f"{name!r} cannot be an alias",
+            "use letters and digits, with dots and dashes between them",
         )
     aliases = catalogue.user_aliases() | {name.lower(): reference}
     seen, text = [name.lower()], reference
     while text.lower() in aliases:
         if text.lower() in seen:
-            raise OptionError(f"{name} would lead back to itself by {reference}", "name another model")
+            raise OptionError(f"the alias {name} would refer to itself via {reference}", "name another model")
         seen.append(text.lower())
         text = aliases[text.lower()].strip()
-    return _remark(text)
+    return _not_installed_notice(text)
 
 
 def check_pair(target: str, draft: str) -> str:
-    """Whether a draft may be chosen for a target.
+    """Check that a draft model can be set for a target.
 
-    Gives a remark, empty where both are on this machine and have the same tokens.
-    Raises OptionError for a target that is none, ModelNotFoundError for a reference that leads nowhere.
+    Returns:
+        A notice for the user; empty if both models are on this machine and have the same tokens.
+
+    Raises:
+        OptionError: One of the names is not allowed.
+        ModelNotFoundError: A reference leads to no model.
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
-        raise OptionError(f"{target} and {draft} are no pair", "give a target, and a draft or none")
+        raise OptionError(
+            f"{target} with the draft model {draft} is not a valid pair",
+            "give a target model, and a draft model or none",
+        )
     names = (target,) if draft.lower() == "none" else (target, draft)
-    if remarks := list(filter(None, map(_remark, names))):
-        return "; ".join(remarks)
-    return _about_tokens(*names) if len(names) == 2 else ""
+    if notices := list(filter(None, map(_not_installed_notice, names))):
+        return "; ".join(notices)
+    return _token_notice(*names) if len(names) == 2 else ""
 
 
-def _about_tokens(target: str, draft: str) -> str:
-    """What to know of a draft with other tokens."""
-    known = MetadataCache()
+def _token_notice(target: str, draft: str) -> str:
+    """Return a notice if the draft model lacks some of the target's tokens."""
+    metadata = MetadataCache()
     pair = []
     try:
         for reference in (target, draft):
-            found = resolve(reference, allow_download=False)
-            pair.append((found.path, found.format, read_model_info(found, known).vocabulary))
+            resolved = resolve(reference, allow_download=False)
+            pair.append((resolved.path, resolved.format, read_model_info(resolved, metadata).vocabulary))
     except ModelFileError as error:
         return str(error)
-    share = 1.0 if known.same_ids(*pair) else known.shared_token_fraction(*pair)
-    known.keep()
-    if share == 1.0:
+    fraction = 1.0 if metadata.same_token_ids(*pair) else metadata.shared_token_fraction(*pair)
+    metadata.save()
+    if fraction == 1.0:
         return ""
-    if not share:
-        return f"{draft} has no token of {target} and cannot draft for it"
-    percent = min(99.9, 100 * share)
-    return f"{draft} has other tokens, {percent:.3g} % of those of {target}: expect less of it"
+    if not fraction:
+        return f"{draft} shares no tokens with {target}, so it cannot draft for it"
+    percent = min(99.9, 100 * fraction)
+    return f"{draft} has only {percent:.3g} % of the tokens of {target}, so the speed-up will be smaller"
 
 
 def preferred_draft(target: Resolved) -> str | None:
-    """The draft the user wants for a target: by what was typed for it, or by the file that leads to.
+    """Return the draft model that the user has set for a target, or None.
 
-    Raises ModelNotFoundError when the user's file cannot be understood.
+    A pair applies to the reference that was typed, and to every other reference to the same file.
+
+    Raises:
+        ModelNotFoundError: The user's alias file is invalid.
     """
     pairs = catalogue.user_pairs()
     if target.name.lower() in pairs:
@@ -91,8 +107,8 @@ def preferred_draft(target: Resolved) -> str | None:
     return None
 
 
-def _remark(reference: str) -> str:
-    """What to know of a reference to what is not here. Raises ModelNotFoundError where it leads nowhere."""
+def _not_installed_notice(reference: str) -> str:
+    """Return a notice if the model is not on this machine. Raises ModelNotFoundError if it does not exist."""
     try:
         resolve(reference, allow_download=False)
     except ModelNotFoundError as error:

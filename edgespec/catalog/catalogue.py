@@ -1,4 +1,4 @@
-"""The catalogue: the models edgespec knows by name, and the names a user gave."""
+"""The catalogue of models that edgespec knows by name, and the names that a user has defined."""
 
 from __future__ import annotations
 
@@ -36,11 +36,25 @@ _MLX_SUFFIX = "-mlx"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model of the catalogue. Empty strings stand for what it does not have.
+    """A model of the catalogue.
 
-    `aliases` maps its other names to the quantisation each of them means; `drafts` are names of this
-    catalogue, best first. `approximate_file_bytes` is the size on disk at `quantisation`. An entry of
-    format gguf may name the `mlx_repository` of the same model; that is an entry of its own, NAME-mlx.
+    Attributes:
+        name: Its name.
+        family: The family of models with the same tokens.
+        parameters: Number of weights.
+        quantisation: The default quantisation.
+        context_tokens: Context that it was trained for.
+        approximate_file_bytes: Size on disk at the default quantisation.
+        licence: Its licence.
+        chat_template: Name of its chat template.
+        gguf_repository: Hugging Face repository of its GGUF files; empty if there is none.
+        mlx_repository: Hugging Face repository of its MLX files; empty if there is none. A GGUF entry with
+            one has a second entry, NAME-mlx.
+        embedded_file: Its file below the models folder, if it comes with edgespec.
+        notice: A notice to show; empty if there is none.
+        drafts: Names of recommended draft models, the best first.
+        aliases: Its other names, and the quantisation that each of them stands for.
+        format: Name of its file format.
     """
 
     name: str
@@ -61,22 +75,22 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The hub repository it is fetched from; empty for an embedded model."""
+        """The Hugging Face repository to download it from; empty for an embedded model."""
         return self.gguf_repository or self.mlx_repository
 
     @property
     def file_format(self) -> FileFormat:
-        """What its backend can do with files of this format."""
+        """The record of its file format in the registry of backends."""
         return format_of(self.format)
 
     @property
     def embedded_path(self) -> Path | None:
-        """Where the model lies if it comes with edgespec, else None."""
+        """Path of a model that comes with edgespec; None for others."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
 class Catalogue:
-    """Entries by name and alias; case does not matter."""
+    """The entries of the catalogue by name and alias, in upper or lower case."""
 
     def __init__(self, entries: Iterable[ModelEntry]) -> None:
         self.entries = tuple(entries)
@@ -84,41 +98,46 @@ class Catalogue:
         for entry in self.entries:
             for name, quantisation in {entry.name: entry.quantisation, **entry.aliases}.items():
                 if name.lower() in self._by_name:
-                    raise ValueError(f"two models of the catalogue are called {name}")
+                    raise ValueError(f"two models of the catalogue have the name {name}")
                 self._by_name[name.lower()] = (entry, quantisation)
 
     @property
     def names(self) -> list[str]:
-        """Every name and alias, in the order of the file."""
+        """All names and aliases in lower case, in the order of the file."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
-        """The entry called `name` and the quantisation that name means, or None."""
+        """Return the entry of a name or alias and the quantisation it stands for, or None."""
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """The entry that is fetched from `repository`, or None."""
+        """Return the entry that is downloaded from a repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """The embedded model whose file or folder `path` is, or None."""
+        """Return the embedded model at a path, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
         return None
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> list[str]:
-        """Up to three known names (with `also`, the user's) that look like `name`, nearest first."""
+        """Return up to three names similar to `name`, the most similar first.
+
+        Args:
+            name: What the user typed.
+            also: Names to suggest besides those of the catalogue.
+        """
         known = [*also, *self.names]
-        # What was typed may be the start of a name ("llama-3.1"): that is nearer than any misspelling.
+        # The start of a name, such as "llama-3.1", is a better match than a misspelling.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
 
 
 def models_folder() -> Path:
-    """The folder of the catalogue and the embedded models: in the package, or beside it in a checkout."""
+    """Return the folder of the catalogue and the embedded models: in the package, or in the checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
@@ -126,14 +145,14 @@ def models_folder() -> Path:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Read the catalogue that comes with edgespec (once per process)."""
+    """Return the catalogue that comes with edgespec. It is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: list[dict[str, Any]] = tomllib.load(file)["model"]
     return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
 
 
 def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
-    """Each entry, followed by the one for its MLX repository if it has one."""
+    """Yield each entry, followed by the entry of its MLX repository if it has one."""
     in_both = {entry.name for entry in entries if entry.gguf_repository and entry.mlx_repository}
     for entry in entries:
         yield entry
@@ -143,7 +162,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # `8b-q4` becomes `8b-mlx`. Names of another quantisation have no MLX form.
+    # `8b-q4` becomes `8b-mlx`. Aliases of another quantisation get no MLX alias.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()
@@ -154,7 +173,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # Half precision scale and bias for each group of 64 weights are half a bit more for each.
+        # A 16-bit scale and a 16-bit bias for each group of 64 weights add half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         drafts=tuple(drafts),
@@ -183,25 +202,30 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def recommended_drafts(entry: ModelEntry) -> list[str]:
-    """Names of drafts that suit `entry` as a target, best first; all share its vocabulary."""
+    """Return the names of draft models for a target, the best first. All of them have its tokens."""
     return list(entry.drafts)
 
 
 def user_aliases_path() -> Path:
-    """The file of a user's own names, tables of `"name" = "REF"`: see `own_names`. It need not exist."""
+    """Return the path of the user's alias file, tables of `"name" = "REF"`. It need not exist."""
     return config_folder() / "aliases.toml"
 
 
 def user_aliases() -> dict[str, str]:
-    """The user's aliases, lower case name to reference; empty when the file does not exist.
+    """Return the user's aliases: references by name in lower case.
 
-    Raises ModelNotFoundError when the file is there but cannot be understood.
+    Raises:
+        ModelNotFoundError: The alias file is invalid.
     """
     return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
 
 
 def user_pairs() -> dict[str, str]:
-    """The drafts a user chose, lower case target to draft; raises as `user_aliases` does."""
+    """Return the draft models that the user has set, by target in lower case.
+
+    Raises:
+        ModelNotFoundError: The alias file is invalid.
+    """
     return _user_table("pairs", '"70b-q4" = "1b-q4"')
 
 
@@ -213,11 +237,11 @@ def _user_table(name: str, example: str) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
-            f"the alias file {path} cannot be read: {error}", "correct it, or move it away"
+            f"the alias file {path} cannot be read: {error}", "correct the file, or move it away"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
-            f"the alias file {path} has something other than references under [{name}]",
-            f"write each as a line such as {example}",
+            f"the table [{name}] of the alias file {path} has values that are not model references",
+            f"write each line like {example}",
         )
     return {name.lower(): reference for name, reference in table.items()}

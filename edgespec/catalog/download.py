@@ -1,7 +1,7 @@
-"""Fetching a model from the hub into the cache that other tools share: resumed, checked, cancelled at will.
+"""Downloads models into the Hugging Face cache. Downloads are resumable, verified and cancellable.
 
-The hub's own library lists, signs and locates files; the bytes are streamed here, because it throws away
-what came so far when a download is interrupted, and a model can be a day's worth of bytes.
+`huggingface_hub` lists and locates the files. The bytes are streamed here, because that library discards
+partial files when a download is interrupted, and a model can take hours to download.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.backends.base import Progress
 from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.catalog.hub_files import (
     HubFile,
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
 
-Progress = Callable[[str, float], bool]
-"""Called with what is going on and how far it is, 0 to 1; returning False cancels."""
-
 _CHUNK_BYTES = 1 << 18
-_GIT_ETAG, _SHA256_ETAG = 40, 64
-_RETRIES = 5
+# Characters of an ETag that is a git hash, and of one that is a SHA-256 checksum.
+_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
+# Attempts without progress before a download fails, and the wait between them. Chosen.
+_MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
+# Wait for another program that downloads the same file. Chosen: long enough to finish small files.
 _LOCK_SECONDS = 2.0
 
 
@@ -52,56 +53,68 @@ def fetch(
     allow_download: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """A model of the hub, from the shared cache if it is there, downloaded if not.
+    """Return the path of a Hugging Face model: from the cache, or else downloaded.
 
-    A GGUF model is its first file, one in MLX's form its folder. `quantisation` as in `choose_files`.
-    An interrupted download is taken up where it stopped.
-    Raises ModelNotFoundError (no such repository or quantisation), BackendMissingError (an MLX model that
-    could not run here), DownloadError, CancelledError.
+    An interrupted download is resumed where it stopped.
+
+    Args:
+        repository: `user/repo`.
+        quantisation: As in `choose_files`.
+        allow_download: Download the model if it is not in the cache.
+        progress: Called during the download. It cancels by returning False.
+
+    Returns:
+        The first file of a GGUF model, or the folder of an MLX model.
+
+    Raises:
+        ModelNotFoundError: There is no such repository or quantisation.
+        BackendMissingError: It is an MLX model, which cannot run on this machine.
+        DownloadError: The download failed.
+        CancelledError: `progress` returned False.
     """
-    # Costs a tenth of a second, so only references to the hub pay for it.
+    # This import takes a tenth of a second, so it is not done for other references.
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    found = cached_model(cache, repository, quantisation)
-    if found is None and quantisation is None:
-        found = cached_folder(cache, repository)
-    if found is not None:
-        return found
+    cached = cached_model(cache, repository, quantisation)
+    if cached is None and quantisation is None:
+        cached = cached_folder(cache, repository)
+    if cached is not None:
+        return cached
     if not allow_download:
         raise ModelNotFoundError(
             f"{repository}{_suffix(quantisation)} is not on this machine",
-            "allow its download, or give the path of a file",
+            "allow the download, or give the path of a file",
         )
     with translate_errors(repository):
         listing = list_repository(repository)
         files = choose(repository, listing.files, quantisation)
         folder = repository_folder(cache, repository)
-        _check_disk(cache, repository, _absent(folder, listing, files))
+        _check_disk(cache, repository, _missing_files(folder, listing, files))
         report = _Report(progress, sum(file.size_bytes for file in files))
         paths = [_fetch_file(folder, repository, file, listing.commit, report) for file in files]
-    return paths[0] if holds_gguf(files) else _whole(paths[0].parent, repository)
+    return paths[0] if holds_gguf(files) else _check_complete(paths[0].parent, repository)
 
 
 def choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
-    """The files to fetch: of the GGUF model, or where the repository holds none, of the MLX one."""
+    """Return the files to download: those of the GGUF model, or else those of the MLX model."""
     if holds_gguf(files):
         return choose_files(repository, files, quantisation)
     chosen = choose_folder_files(repository, files)
     if quantisation is not None:
         raise ModelNotFoundError(
-            f"{repository} is an MLX model of one quantisation, so there is no {quantisation} to choose",
-            f"ask for {repository}, or for a repository of the same model that ends in -GGUF",
+            f"{repository} is an MLX model with one quantisation, so {quantisation} is not available",
+            f"use {repository}, or a repository of the same model that ends in -GGUF",
         )
     require_mlx(repository)
     return chosen
 
 
-def _whole(folder: Path, repository: str) -> Path:
+def _check_complete(folder: Path, repository: str) -> Path:
     missing = missing_files(folder)
     if missing:
         raise DownloadError(
-            f"{repository} lacks {len(missing)} of its own files, such as {missing[0]}",
+            f"{repository} is incomplete: it lacks {', '.join(missing[:3])}",
             "choose another repository of the same model",
         )
     return folder
@@ -113,13 +126,14 @@ def _suffix(quantisation: str | None) -> str:
 
 @dataclass(frozen=True)
 class RepositoryListing:
-    """The files of a repository at one commit, so that all of a model is of one state."""
+    """The files of a repository at one commit, so that all files of a model are of the same version."""
 
     commit: str
     files: list[HubFile]
 
 
 def list_repository(repository: str) -> RepositoryListing:
+    """Return the files of a repository at its newest commit."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
@@ -128,13 +142,14 @@ def list_repository(repository: str) -> RepositoryListing:
     )
 
 
-def _absent(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
-    """Those of the files that an earlier download did not finish."""
+def _missing_files(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
+    """Return the files that are not in the cache yet."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
 
 
 def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
+    """Raise DownloadError if the disk has too little space for the files."""
     blobs = repository_folder(cache, repository) / "blobs"
     partial_bytes = sum(path.stat().st_size for path in blobs.glob("*.edgespec")) if blobs.is_dir() else 0
     needed_bytes = sum(file.size_bytes for file in files) - partial_bytes
@@ -149,7 +164,7 @@ def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
 
 
 class _Report:
-    """Turns bytes into calls of a Progress, over all parts of a model."""
+    """Reports the progress over all files of a model."""
 
     def __init__(self, progress: Progress | None, total_bytes: int) -> None:
         self._progress = progress
@@ -157,7 +172,7 @@ class _Report:
         self.finished_bytes = 0
 
     def __call__(self, file: HubFile, done_bytes: int) -> None:
-        """Say how far `file` is. Raises CancelledError when the caller has had enough."""
+        """Report the bytes of `file` that are done. Raises CancelledError if the caller cancels."""
         fraction = min((self.finished_bytes + done_bytes) / self._total_bytes, 1.0)
         name = file.name.rsplit("/", 1)[-1]
         if self._progress is not None and not self._progress(
@@ -165,31 +180,37 @@ class _Report:
         ):
             raise CancelledError(
                 f"the download of {name} was cancelled at {fraction:.0%}",
-                "start it again and it goes on from there",
+                "start it again to resume it",
             )
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the bytes of one file come from and what they must add up to."""
+    """The URL of a file, its size and its checksum."""
 
     url: str
     size_bytes: int
     etag: str
 
     def new_digest(self) -> Any:
-        """What the bytes go into: the hub names large files by their SHA-256, small ones as git does."""
-        if len(self.etag) == _GIT_ETAG:
+        """Return a new hash object. The ETag is a SHA-256 for large files, and a git hash for small ones."""
+        if len(self.etag) == _GIT_ETAG_CHARACTERS:
             return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
         return hashlib.sha256()
 
     def is_digest(self, digest: Any) -> bool:
-        """Whether the checksum is right; so it is where the hub states none."""
-        return len(self.etag) not in (_GIT_ETAG, _SHA256_ETAG) or digest.hexdigest() == self.etag
+        """Return whether the checksum is correct, or not stated."""
+        return (
+            len(self.etag) not in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
+            or digest.hexdigest() == self.etag
+        )
 
 
 def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, report: _Report) -> Path:
-    """Bring one file into the layout of the cache, blobs by checksum and snapshots of links; its path."""
+    """Download a file into the cache and return its path.
+
+    The cache holds blobs named by checksum, and a folder of links to them for each commit.
+    """
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
@@ -198,8 +219,8 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
     etag, commit = metadata.etag, metadata.commit_hash
     if not etag or not commit:
         raise DownloadError(
-            f"{constants.ENDPOINT} does not answer as a model hub does",
-            "check HF_ENDPOINT and the network's proxy",
+            f"{constants.ENDPOINT} does not answer like Hugging Face",
+            "check HF_ENDPOINT and the proxy settings",
         )
     size_bytes = metadata.size or file.size_bytes
     source = _Source(url, size_bytes, etag)
@@ -208,7 +229,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # The lock other users of the cache take: two downloads of one file would write over each other.
+    # Other programs use the same lock. Two downloads of a file would overwrite each other.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial = blob.with_name(f"{etag}.edgespec")
@@ -216,8 +237,8 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
             partial.replace(blob)
         if not pointer.exists():
             _link(blob, pointer)
-    with replace_when_written(folder / "refs" / "main") as growing:
-        growing.write_text(commit, encoding="utf-8")
+    with replace_when_written(folder / "refs" / "main") as ref:
+        ref.write_text(commit, encoding="utf-8")
     report.finished_bytes += size_bytes
     return pointer
 
@@ -227,12 +248,12 @@ def _link(blob: Path, pointer: Path) -> None:
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:
-        # Where links are not allowed (Windows without developer mode) the snapshot holds the file itself.
+        # Windows allows no symbolic links without developer mode, so the snapshot holds the file itself.
         shutil.move(blob, pointer)
 
 
 def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> None:
-    """Append to `partial` until it is whole, then check it. Keeps what came when anything goes wrong."""
+    """Download the rest of a partial file and verify it. After an error the partial file remains."""
     import httpx2
 
     failures = 0
@@ -252,27 +273,32 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                     report(done_bytes)
             except httpx2.TransportError as error:
                 failures = 0 if done_bytes > before else failures + 1
-                if failures > _RETRIES:
+                if failures > _MAX_RETRIES:
                     raise DownloadError(
-                        f"the connection was cut {failures} times at {format_bytes(done_bytes)} of"
+                        f"the connection was lost {failures} times at {format_bytes(done_bytes)} of"
                         f" {format_bytes(source.size_bytes)}: {error}",
-                        "try again later; it goes on from there",
+                        "try again later to resume the download",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
                 continue
             break
     if source.size_bytes and done_bytes != source.size_bytes:
-        wrong = f"{done_bytes} bytes came where {source.size_bytes} were announced"
+        problem = f"it has {done_bytes} bytes instead of {source.size_bytes}"
     elif not source.is_digest(digest):
-        wrong = "its checksum is not the one the hub states"
+        problem = "its checksum is wrong"
     else:
         return
     partial.unlink()
-    raise DownloadError(f"{source.url.rsplit('/', 1)[-1]} came damaged: {wrong}", "download it again")
+    raise DownloadError(
+        f"the downloaded file {source.url.rsplit('/', 1)[-1]} is damaged: {problem}", "download it again"
+    )
 
 
 def _digest_start(file: Any, source: _Source, digest: Any, report: Callable[[int], None]) -> int:
-    """Take what an earlier run left in `file` into `digest`, nothing if it is too long; its size in bytes."""
+    """Add the partial file of an earlier run to `digest` and return its size.
+
+    A file that is too long is emptied.
+    """
     if file.tell() > source.size_bytes:
         file.truncate(0)
     file.seek(0)
@@ -285,7 +311,10 @@ def _digest_start(file: Any, source: _Source, digest: Any, report: Callable[[int
 
 
 def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
-    """The bytes of `url` from `start` on; True beside the first of them when the server began at 0 again."""
+    """Yield the bytes of a URL from `start` on.
+
+    The flag is True with the first bytes if the server ignored `start` and sends the whole file.
+    """
     from huggingface_hub import constants, get_session, get_token
 
     token = get_token()
@@ -304,7 +333,7 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
 
 @contextmanager
 def translate_errors(repository: str) -> Iterator[None]:
-    """Turn what the hub's library, the network and the disk raise into one line each."""
+    """Turn exceptions of `huggingface_hub`, the network and the disk into errors of one line."""
     import httpx2
     from filelock import Timeout
     from huggingface_hub import constants
@@ -326,19 +355,19 @@ def translate_errors(repository: str) -> Iterator[None]:
         ) from error
     except GatedRepoError as error:
         raise DownloadError(
-            f"{repository} is gated: its owner wants its licence accepted first",
+            f"{repository} is gated: you have to accept its licence first",
             f"accept it at {constants.ENDPOINT}/{repository}, then {sign_in}",
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"{constants.ENDPOINT} has no model repository {repository} that you may see",
+            f"{constants.ENDPOINT} has no model repository {repository}, or you have no access to it",
             f"check the spelling; if it is private, {sign_in}",
         ) from error
     except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
-        raise _refused(repository, error.response.status_code, sign_in) from error
+        raise _http_error(repository, error.response.status_code, sign_in) from error
     except HFValidationError as error:
         raise ModelNotFoundError(
-            f"{repository} is not a name a repository can have",
+            f"{repository} is not a valid repository name",
             "write it as user/repo or hf:user/repo:Q4_K_M",
         ) from error
     except httpx2.HTTPError as error:
@@ -356,35 +385,36 @@ def translate_errors(repository: str) -> Iterator[None]:
             "set HF_HOME to a folder on a local disk",
         ) from error
     except OSError as error:
-        raise _not_stored(repository, error) from error
+        raise _disk_error(repository, error) from error
 
 
-def _not_stored(repository: str, error: OSError) -> DownloadError:
+def _disk_error(repository: str, error: OSError) -> DownloadError:
     from huggingface_hub import constants
 
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DownloadError(
             f"the disk of {constants.HF_HUB_CACHE} is full",
-            "free some space and try again; it goes on from where it stopped",
+            "free some space and try again to resume the download",
         )
     return DownloadError(
         f"{repository} cannot be stored in {constants.HF_HUB_CACHE}: {error.strerror or error}",
-        "make the folder writable, or set HF_HOME to another",
+        "make the folder writable, or set HF_HOME to another folder",
     )
 
 
-def _refused(repository: str, status: int, sign_in: str) -> DownloadError:
+def _http_error(repository: str, status: int, sign_in: str) -> DownloadError:
     if status in (401, 403):
         return DownloadError(
-            f"access to {repository} was refused (status {status})",
-            f"{sign_in} with a token that may read it",
+            f"access to {repository} was denied (status {status})",
+            f"{sign_in} with a token that has access",
         )
     if status == 404:
         return DownloadError(
-            f"a file of {repository} is gone (status 404)", "try again, or choose another quantisation"
+            f"a file of {repository} does not exist any more (status 404)",
+            "try again, or choose another quantisation",
         )
     if status == 429:
         return DownloadError(
-            f"the hub gets too many requests (status {status})", "wait a few minutes and try again"
+            f"Hugging Face received too many requests (status {status})", "wait a few minutes and try again"
         )
-    return DownloadError(f"the hub failed on {repository} (status {status})", "try again later")
+    return DownloadError(f"Hugging Face could not serve {repository} (status {status})", "try again later")

@@ -1,6 +1,6 @@
-"""Which models can draft for a target, by their tokens, and which of them is worth taking.
+"""Draft models for a target: which installed models share its tokens, and which of them `--draft auto` takes.
 
-A choice is made from sizes and tokens alone, in a fixed order, and never downloads anything.
+The choice depends on sizes, tokens and measured acceptance rates only, and never downloads anything.
 """
 
 from __future__ import annotations
@@ -25,131 +25,165 @@ from edgespec.files import format_bytes
 
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
-By = Literal["catalogue", "tokens"]
+Source = Literal["catalogue", "tokens"]
 
-# A draft that reads more than this share of the target's bytes for a guess cannot bring much.
-_MOST_COST = 0.5
-# Of fewer tokens than this a draft shares, it can only be used through its text.
-_LEAST_SHARED = 0.5
-# `auto` does not take a draft of other tokens, of which the loader would say to expect less.
-_AUTO_SHARED = 0.9
-# What the expectation is not fine enough to tell apart: then the catalogue's order decides.
-_ALIKE = 0.97
-_USUAL_CONTEXT_TOKENS = 8192
+# Limits of what counts as a draft model, all chosen. A draft model reads at most this fraction of the
+# target's bytes for a token, since a larger one cannot be much faster than the target.
+_MAX_STEP_COST = 0.5
+# A draft model that shares fewer of the target's tokens than this would have to be translated via text.
+_MIN_SHARED_FRACTION = 0.5
+# `auto` requires more, because loading a pair below this fraction shows a warning.
+_AUTO_MIN_SHARED_FRACTION = 0.9
+# Estimated speed-ups within this ratio count as equal. The order of the catalogue then decides.
+_EQUAL_SPEEDUP_RATIO = 0.97
+# Context for estimating KV caches, as in `memory_check`.
+_DEFAULT_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOption:
     """A model that can draft for a target.
 
-    path: None where it is not on this machine. by: who says so, the catalogue or its tokens.
-    shared_share: of the target's tokens, those it has; None where its file is not here to be looked into.
-    size_bytes: of its files. needed_bytes: with its cache at the usual context. speedup: what may be expected
-    (see `estimate_speedup`). architecture: empty where only the catalogue tells. acceptance: of its guesses
-    for this target, where enough were made here; None where it is assumed.
+    Attributes:
+        reference: The reference that leads to the model.
+        path: Its file or folder; None if it is not on this machine.
+        format: Name of its file format.
+        source: How it was found: `catalogue` recommends it, or it shares `tokens` with the target.
+        shared_token_fraction: Fraction of the target's tokens that it has; None if its file is not on this
+            machine.
+        parameters: Number of weights.
+        size_bytes: Size of its files.
+        needed_bytes: Size of its files and of its KV cache at the default context.
+        speedup: Expected speed-up over plain decoding; see `estimate_speedup`.
+        architecture: Name of its architecture; empty if its file is not on this machine.
+        acceptance_rate: Measured acceptance rate for this target; None if it was not measured.
     """
 
     reference: str
     path: Path | None
     format: ModelFormat
-    by: By
-    shared_share: float | None
+    source: Source
+    shared_token_fraction: float | None
     parameters: int
     size_bytes: int
     needed_bytes: int
     speedup: float
     architecture: str = ""
-    acceptance: float | None = None
+    acceptance_rate: float | None = None
 
     @property
-    def why(self) -> str:
-        """What may be expected, and how that is known, in words."""
-        gain = f"about {self.speedup:.1f}x plain decoding may be expected"
-        if self.acceptance is None:
-            return f"by its size {gain}, assumed"
-        return f"with {self.acceptance:.0%} of its guesses accepted {gain}, measured"
+    def reason(self) -> str:
+        """The expected speed-up and its basis, for messages."""
+        if self.acceptance_rate is None:
+            return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
+        return (
+            f"its expected speed-up is {self.speedup:.1f}x (measured: {self.acceptance_rate:.0%} of its"
+            " drafted tokens are accepted)"
+        )
 
     @property
     def tokens(self) -> str:
-        """How its tokens relate to the target's, in words."""
-        if self.shared_share is None:
-            return "the same tokens, by the catalogue"
-        if self.shared_share == 1.0:
+        """How its tokens relate to the target's, for messages."""
+        if self.shared_token_fraction is None:
+            return "the same tokens (according to the catalogue)"
+        if self.shared_token_fraction == 1.0:
             return "the same tokens"
-        return f"{min(99.9, 100 * self.shared_share):.3g} % of its tokens"
+        return f"{min(99.9, 100 * self.shared_token_fraction):.3g} % of the target's tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The draft that `auto` takes, or None. why: in words. usual: the one a person would have named."""
+    """The draft model that `--draft auto` takes.
+
+    Attributes:
+        draft: The model; None if there is no suitable one.
+        reason: Why this model, or none, was chosen.
+        is_expected: Whether the user chose it or the catalogue recommends it, so that it needs no notice.
+    """
 
     draft: Resolved | None
-    why: str
-    usual: bool = True
+    reason: str
+    is_expected: bool = True
 
 
-def draft_options(target: Resolved, shelf: InstalledModels) -> list[DraftOption]:
-    """What can draft for a target, best first: on this machine, then what the catalogue could fetch."""
+def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
+    """Return the models that can draft for a target: first installed ones, then those to download.
+
+    Both groups are ordered by expected speed-up.
+    """
+    metadata = installed.metadata
     try:
-        info: ModelInfo | None = read_model_info(target, shelf.known)
+        info: ModelInfo | None = read_model_info(target, metadata)
     except ModelFileError:
         info = None
     recommended = recommended_drafts(target.entry) if target.entry else []
     options = {
         str(option.path): option
-        for shelved in shelf.models
-        if (option := _of_shelf(target, info, shelved, recommended, shelf.known))
+        for model in installed.models
+        if (option := _installed_option(target, info, model, recommended, metadata))
     }
     for name in recommended:
-        option = _of_catalogue(target, info, name, shelf.known)
+        option = _catalogue_option(target, info, name, metadata)
         if option and str(option.path) not in options:
             options[str(option.path or option.reference)] = option
-    for name in _by_family(target, info, shelf):
-        option = _of_catalogue(target, info, name, shelf.known)
+    for name in _same_family(target, info, installed):
+        option = _catalogue_option(target, info, name, metadata)
         if option and option.path is None:
             options.setdefault(option.reference, option)
-    shelf.known.keep()
+    metadata.save()
     return sorted(options.values(), key=lambda option: (option.path is None, *_order(option)))
 
 
 def choose_draft(
     target: Resolved, memory_bytes: int | None = None, context_tokens: int | None = None
 ) -> DraftChoice:
-    """The draft for `--draft auto`: the user's own choice, or else the one of which most may be expected.
+    """Choose the draft model for `--draft auto` among those on this machine.
 
-    Only what is on this machine counts, and what memory_bytes hold beside the target. Raises ModelFileError
-    for a choice of the user's that is no model, ModelNotFoundError where the file of it is not understood.
+    The user's own choice for this target comes first (`edgespec models pair`), then the highest expected
+    speed-up.
+
+    Args:
+        target: The target model.
+        memory_bytes: Memory for both models; None for no limit.
+        context_tokens: Context of the target; None for the default.
+
+    Raises:
+        ModelFileError: The draft model that the user chose cannot be used.
+        ModelNotFoundError: The user's alias file is invalid.
     """
-    wanted = preferred_draft(target)
-    if wanted is not None:
-        return _wanted(target, wanted)
+    preferred = preferred_draft(target)
+    if preferred is not None:
+        return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Nothing else has the tokens of the demo, and it is to start at once.
+        # Only its own draft model shares the demo's tokens, and the demo should start at once.
         return _first_recommended(target)
-    shelf = find_installed()
-    found = [option for option in draft_options(target, shelf) if _is_for_auto(option, target, shelf)]
+    installed = find_installed()
+    usable = [o for o in draft_options(target, installed) if _is_for_auto(o, target, installed)]
     fitting = [
-        o for o in found if memory_bytes is None or _fits(o, target, shelf, memory_bytes, context_tokens)
+        option
+        for option in usable
+        if memory_bytes is None or _fits(option, target, installed, memory_bytes, context_tokens)
     ]
-    promising = [option for option in fitting if option.speedup > 1.0]
-    if promising:
-        best = _best(promising, recommended_drafts(target.entry) if target.entry else [])
+    faster = [option for option in fitting if option.speedup > 1.0]
+    if faster:
+        best = _best(faster, recommended_drafts(target.entry) if target.entry else [])
         draft = resolve(best.reference, allow_download=False)
-        others = f", the best of {len(promising)}" if len(promising) > 1 else ""
-        why = f"it has {best.tokens}, and {best.why}{others}"
-        return DraftChoice(draft, why, usual=best.by == "catalogue")
-    return DraftChoice(None, _why_none(target, found, fitting))
+        others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
+        reason = f"it has {best.tokens}, and {best.reason}{others}"
+        return DraftChoice(draft, reason, is_expected=best.source == "catalogue")
+    return DraftChoice(None, _why_none(target, usable, fitting))
 
 
-def _wanted(target: Resolved, draft: str) -> DraftChoice:
-    """What the user chose."""
+def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
+    """Return the choice of a draft model that the user has set for this target."""
     if draft == "none":
-        return DraftChoice(None, f"you chose no draft for {target.name}")
+        return DraftChoice(None, f"you chose no draft model for {target.name}")
     try:
         return DraftChoice(resolve(draft, allow_download=False), f"you chose {draft} for {target.name}")
     except ModelNotFoundError:
         return DraftChoice(
-            None, f"{draft}, which you chose, is not on this machine: --draft {draft} fetches it"
+            None,
+            f"{draft}, which you chose, is not on this machine; download it with --draft {draft}",
         )
 
 
@@ -160,72 +194,80 @@ def _first_recommended(target: Resolved) -> DraftChoice:
             return DraftChoice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
         except EdgespecError:
             continue
-    return DraftChoice(None, f"no draft is known for {target.name}: name one with --draft")
+    return DraftChoice(None, _no_draft_known(target))
 
 
-def _why_none(target: Resolved, found: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
+def _no_draft_known(target: Resolved) -> str:
+    return f"no draft model is known for {target.name}; choose one with --draft"
+
+
+def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
+    """Return the reason why `auto` takes no draft model."""
     if fitting:
         return (
-            f"of {fitting[0].reference}, the best draft here, {fitting[0].speedup:.2f}x plain decoding may be"
-            " expected: name it with --draft to try"
+            f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
+            f" {fitting[0].speedup:.2f}x; try it with --draft {fitting[0].reference}"
         )
-    if found:
+    if usable:
         return (
-            f"{found[0].reference} could draft, but its {format_bytes(found[0].needed_bytes)} do not fit the"
-            " memory that is left"
+            f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which do"
+            " not fit beside the target; give more with --memory, or use a smaller --context"
         )
     names = recommended_drafts(target.entry) if target.entry else []
     if names:
-        return f"the recommended draft is not on this machine: --draft {names[0]} fetches it"
-    return f"no draft is known for {target.name}: name one with --draft"
+        return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
+    return _no_draft_known(target)
 
 
-def _is_known(option: DraftOption, target: Resolved, shelf: InstalledModels) -> bool:
-    """Whether what runs the target will know the draft's architecture: nobody asked for it by name."""
+def _is_architecture_known(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
+    """Return whether the backend supports the architecture, as a draft that fails to load helps nobody."""
     with suppress(ModelFileError):
-        if read_model_info(target, shelf.known).architecture == option.architecture:
+        if read_model_info(target, installed.metadata).architecture == option.architecture:
             return True
     return backend_of(option.format).knows_architecture(option.architecture)
 
 
-def _is_for_auto(option: DraftOption, target: Resolved, shelf: InstalledModels) -> bool:
-    """Here, in the target's form, with its tokens as far as that is known, and to be trusted to load."""
+def _is_for_auto(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
+    """Return whether `auto` may take a model: installed, on the target's backend, with the same tokens."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
-    if option.by == "tokens" and not _is_known(option, target, shelf):
+    if option.source == "tokens" and not _is_architecture_known(option, target, installed):
         return False
-    return option.by == "catalogue" if option.shared_share is None else option.shared_share >= _AUTO_SHARED
+    if option.shared_token_fraction is None:
+        return option.source == "catalogue"
+    return option.shared_token_fraction >= _AUTO_MIN_SHARED_FRACTION
 
 
 def _fits(
     option: DraftOption,
     target: Resolved,
-    shelf: InstalledModels,
+    installed: InstalledModels,
     memory_bytes: int,
     context_tokens: int | None,
 ) -> bool:
     try:
-        mine = read_model_info(target, shelf.known)
+        info = read_model_info(target, installed.metadata)
     except ModelFileError:
-        return True  # the loader knows better, and says so
-    taken = mine.size_bytes + mine.kv_bytes * _context(mine, context_tokens)
-    return taken + option.needed_bytes <= memory_bytes
+        return True  # Loading the target reports the error.
+    target_bytes = info.size_bytes + info.kv_bytes * _context(info, context_tokens)
+    return target_bytes + option.needed_bytes <= memory_bytes
 
 
 def _context(info: ModelInfo, context_tokens: int | None) -> int:
-    return context_tokens or min(info.context_tokens or _USUAL_CONTEXT_TOKENS, _USUAL_CONTEXT_TOKENS)
+    return context_tokens or min(info.context_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
 
 
 def _best(options: Sequence[DraftOption], recommended: Sequence[str]) -> DraftOption:
-    """The one of which most may be expected; among those that are alike, the catalogue's first."""
-    most = max(option.speedup for option in options)
-    alike = [option for option in options if option.speedup >= _ALIKE * most]
+    """Return the option with the highest speed-up, or among equal ones the first of the catalogue."""
+    highest = max(option.speedup for option in options)
+    equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
 
     def rank(option: DraftOption) -> tuple[int, float, int, str]:
-        place = _place(option.reference, recommended) if option.by == "catalogue" else len(recommended)
+        from_catalogue = option.source == "catalogue"
+        place = _place(option.reference, recommended) if from_catalogue else len(recommended)
         return (place, *_order(option))
 
-    return min(alike, key=rank)
+    return min(equal, key=rank)
 
 
 def _order(option: DraftOption) -> tuple[float, int, str]:
@@ -244,60 +286,60 @@ def _entry(reference: str) -> ModelEntry | None:
         return None
 
 
-def _of_shelf(
+def _installed_option(
     target: Resolved,
     info: ModelInfo | None,
-    shelved: InstalledModel,
+    model: InstalledModel,
     recommended: Sequence[str],
-    known: MetadataCache,
+    metadata: MetadataCache,
 ) -> DraftOption | None:
-    """A model that is here as a draft; None where it cannot be one, or would be too dear."""
-    by: By = "catalogue" if shelved.entry and shelved.entry.name in recommended else "tokens"
-    if shelved.path == target.path or info is None or not info.pass_bytes:
+    """Return an installed model as a draft option, or None if it has other tokens or is too large."""
+    source: Source = "catalogue" if model.entry and model.entry.name in recommended else "tokens"
+    if model.path == target.path or info is None or not info.pass_bytes:
         return None
-    shared = known.shared_token_fraction(
+    shared_fraction = metadata.shared_token_fraction(
         (target.path, target.format, info.vocabulary),
-        (shelved.path, shelved.format, shelved.info.vocabulary),
+        (model.path, model.format, model.info.vocabulary),
     )
-    if shared is None or shared < _LEAST_SHARED:
+    if shared_fraction is None or shared_fraction < _MIN_SHARED_FRACTION:
         return None
-    cost = shelved.info.pass_bytes / info.pass_bytes
-    if cost > _MOST_COST:
+    step_cost = model.info.pass_bytes / info.pass_bytes
+    if step_cost > _MAX_STEP_COST:
         return None
-    acceptance = AcceptanceHistory().of((target.path, target.format), (shelved.path, shelved.format))
-    size_share = shelved.info.parameters / max(1, info.parameters)
+    acceptance_rate = AcceptanceHistory().rate((target.path, target.format), (model.path, model.format))
+    size_ratio = model.info.parameters / max(1, info.parameters)
     return DraftOption(
-        shelved.reference,
-        shelved.path,
-        shelved.format,
-        by,
-        shared,
-        shelved.info.parameters,
-        shelved.info.size_bytes,
-        shelved.info.size_bytes + shelved.info.kv_bytes * _context(info, None),
-        estimate_speedup(min(size_share, 1.0), cost, shared, acceptance),
-        shelved.info.architecture,
-        acceptance,
+        model.reference,
+        model.path,
+        model.format,
+        source,
+        shared_fraction,
+        model.info.parameters,
+        model.info.size_bytes,
+        model.info.size_bytes + model.info.kv_bytes * _context(info, None),
+        estimate_speedup(min(size_ratio, 1.0), step_cost, shared_fraction, acceptance_rate),
+        model.info.architecture,
+        acceptance_rate,
     )
 
 
-def _of_catalogue(
-    target: Resolved, info: ModelInfo | None, name: str, known: MetadataCache
+def _catalogue_option(
+    target: Resolved, info: ModelInfo | None, name: str, metadata: MetadataCache
 ) -> DraftOption | None:
-    """A model of the catalogue as a draft, by what the catalogue says of it where its file says nothing."""
-    found = load_catalogue().find(name)
-    if found is None:
+    """Return a model of the catalogue as a draft option. Its file, if installed, overrides the catalogue."""
+    named = load_catalogue().find(name)
+    if named is None:
         return None
-    entry = found[0]
-    path, size_bytes, kv_bytes, shared = None, entry.approximate_file_bytes, 0, None
+    entry = named[0]
+    path, size_bytes, kv_bytes, shared_fraction = None, entry.approximate_file_bytes, 0, None
     try:
-        here = resolve(name, allow_download=False)
-        path = here.path
-        its = known.info(path, here.format)
-        size_bytes, kv_bytes = its.size_bytes, its.kv_bytes
+        local = resolve(name, allow_download=False)
+        path = local.path
+        draft_info = metadata.model_info(path, local.format)
+        size_bytes, kv_bytes = draft_info.size_bytes, draft_info.kv_bytes
         if info is not None:
-            shared = known.shared_token_fraction(
-                (target.path, target.format, info.vocabulary), (path, here.format, its.vocabulary)
+            shared_fraction = metadata.shared_token_fraction(
+                (target.path, target.format, info.vocabulary), (path, local.format, draft_info.vocabulary)
             )
     except EdgespecError:
         pass
@@ -307,20 +349,20 @@ def _of_catalogue(
         path,
         entry.format,
         "catalogue",
-        shared,
+        shared_fraction,
         entry.parameters,
         size_bytes,
         size_bytes + kv_bytes * (_context(info, None) if info else 0),
         estimate_speedup(
             min(entry.parameters / max(1, parameters), 1.0),
             size_bytes / max(1, target_bytes),
-            1.0 if shared is None else shared,
+            1.0 if shared_fraction is None else shared_fraction,
         ),
     )
 
 
 def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
-    """Parameters and bytes of a target, by its file or by the catalogue."""
+    """Return the parameters and the bytes of a target, from its file or else from the catalogue."""
     if info is not None:
         return info.parameters, info.pass_bytes
     if target.entry is not None:
@@ -328,24 +370,25 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
     return 0, 0
 
 
-def _by_family(target: Resolved, info: ModelInfo | None, shelf: InstalledModels) -> list[str]:
-    """Smaller models of the catalogue with the target's tokens, because one that is here has them.
+def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
+    """Return the names of smaller catalogue models that have the target's tokens.
 
-    A recommended draft has the tokens of its target, and so has whatever else it is recommended for.
+    A recommended draft model has the tokens of its target. So the models that are linked to the target by
+    recommendations, directly or through others, all have the same tokens.
     """
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()
     if info is not None and info.vocabulary:
         names |= {
-            one.entry.name for one in shelf.models if one.entry and one.info.vocabulary == info.vocabulary
+            one.entry.name for one in installed.models if one.entry and one.info.vocabulary == info.vocabulary
         }
-    grown = True
-    while grown:
-        joined = {
+    growing = True
+    while growing:
+        linked = {
             n for entry in entries if names & {entry.name, *entry.drafts} for n in (entry.name, *entry.drafts)
         }
-        grown = not joined <= names
-        names |= joined
+        growing = not linked <= names
+        names |= linked
     parameters, _ = _sizes(target, info)
     return [
         entry.name

@@ -1,4 +1,4 @@
-"""What the shared Hugging Face cache holds, whoever put it there: read without a network."""
+"""The models in the Hugging Face cache, read without network access."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from edgespec.catalog.hub_files import HubFile, snapshots
 from edgespec.catalog.stored_models import StoredModel, files_below, group_gguf_files
 from edgespec.errors import ModelFileError
 
-__all__ = ["hub_cache", "hub_models"]
+__all__ = ["hub_cache_folder", "hub_models"]
 
-_DEPTH = 3
+# Levels of subfolders in which a snapshot may hold GGUF files. Chosen.
+_MAX_DEPTH = 3
 _PREFIX = "models--"
 
 
-def hub_cache() -> Path:
-    """The folder of the shared cache."""
-    # Costs a tenth of a second, so only those who look into the cache pay for it.
+def hub_cache_folder() -> Path:
+    """Return the folder of the Hugging Face cache."""
+    # This import takes a tenth of a second, so it is not done for other references.
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def hub_models() -> Iterator[StoredModel]:
-    """Every GGUF model and every MLX model that the cache holds; a download that goes on is none."""
+    """Yield every complete GGUF and MLX model in the cache."""
     try:
-        folders = sorted(path for path in hub_cache().iterdir() if path.name.startswith(_PREFIX))
+        folders = sorted(path for path in hub_cache_folder().iterdir() if path.name.startswith(_PREFIX))
     except OSError:
         return
     for folder in folders:
@@ -35,14 +36,14 @@ def hub_models() -> Iterator[StoredModel]:
         seen: set[str] = set()
         try:
             for snapshot in snapshots(folder):
-                yield from _of_snapshot(snapshot, repository, seen)
+                yield from _snapshot_models(snapshot, repository, seen)
         except (OSError, ValueError):
             continue
 
 
-def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
-    """The models of one snapshot that no newer one has."""
-    paths = [path for path in files_below(snapshot, _DEPTH) if path.suffix.lower() == ".gguf"]
+def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
+    """Yield the models of a snapshot that are not in `seen`, and add them to it."""
+    paths = [path for path in files_below(snapshot, _MAX_DEPTH) if path.suffix.lower() == ".gguf"]
     models = [
         m
         for m in group_gguf_files([HubFile(path.relative_to(snapshot).as_posix()) for path in paths])
@@ -65,7 +66,7 @@ def _of_snapshot(snapshot: Path, repository: str, seen: set[str]) -> Iterator[St
     seen.add("")
     try:
         if missing_files(snapshot):
-            return  # not all of it was wanted, or it is not here yet
+            return  # Only some files were downloaded, or the download goes on.
     except ModelFileError:
         return
     yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")

@@ -1,4 +1,4 @@
-"""Which files of a repository make up the model that was asked for, and where the shared cache keeps them."""
+"""Selects the files of a model in a Hugging Face repository, and finds them in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ __all__ = [
     "holds_gguf",
     "is_model_file",
     "is_quantisation",
-    "listed",
+    "join_names",
     "repository_folder",
     "snapshots",
 ]
 
 DEFAULT_QUANTISATION = "Q4_K_M"
-_MOST_LISTED = 20
-_OTHERS = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+# Names that an error message lists. Chosen.
+_MAX_LISTED = 20
+# Files of an MLX model besides its weights: configuration, tokenizer and chat template.
+_MLX_SUPPORT_FILES = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -37,46 +39,58 @@ _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|M
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository; `size_bytes` is 0 where it is not known."""
+    """A file of a repository.
+
+    Attributes:
+        name: Path in the repository.
+        size_bytes: Size; 0 if unknown.
+    """
 
     name: str
     size_bytes: int = 0
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and without the number of a split part: equal for all parts of a model."""
+        """The path without `.gguf` and part number, which is the same for all parts of a split model."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
     def quantisation(self) -> str:
-        """The quantisation the name ends in, upper case (`Q4_K_M`); empty when it names none."""
+        """The quantisation at the end of the name in upper case, such as `Q4_K_M`; empty if there is none."""
         found = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return found.group(1).upper() if found else ""
 
     @property
     def part_count(self) -> int:
-        """How many files the model is split into."""
+        """Number of files that the model is split into."""
         found = _PART.search(self.name[: -len(".gguf")])
         return int(found.group(2)) if found else 1
 
 
 def is_quantisation(text: str) -> bool:
-    """Whether `text` is the label of a quantisation, such as q4_k_m."""
+    """Return whether `text` is a quantisation label, such as `q4_k_m`."""
     found = _LABEL.match(text)
     return found is not None and found.group(1) == text
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names for an error; of very many the first."""
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more:,} more" if more > 0 else "")
+def join_names(names: Sequence[str]) -> str:
+    """Join names for an error message. Beyond the first 20, only their number is given."""
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | None) -> list[HubFile]:
-    """The files of the model that was asked for, all parts in order.
+    """Return the files of a GGUF model in a repository, in the order of their parts.
 
-    `quantisation` is a label in any case, a file name ending in `.gguf`, or None for the default: Q4_K_M,
-    or the only one there is. Raises ModelNotFoundError, naming what there is, when nothing or too much fits.
+    Args:
+        repository: `user/repo`, for error messages.
+        files: The files of the repository.
+        quantisation: A label in upper or lower case, the name of a `.gguf` file, or None for Q4_K_M or the
+            only model there is.
+
+    Raises:
+        ModelNotFoundError: No model matches, several match, or parts are missing. The message lists the
+            alternatives.
     """
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
@@ -85,21 +99,21 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         raise ModelNotFoundError(
             f"{repository} holds no GGUF model", "look for a repository of the same model that ends in -GGUF"
         )
-    fitting = _fitting(models, quantisation)
-    wanted = quantisation or DEFAULT_QUANTISATION
-    if not fitting:
+    matching = _matching(models, quantisation)
+    label = quantisation or DEFAULT_QUANTISATION
+    if not matching:
         labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models.values()))
         raise ModelNotFoundError(
-            f"{repository} has no {wanted}; it has {listed(labels)}",
-            f"ask for one, such as {repository}:{labels[0]}",
+            f"{repository} has no {label}; it has {join_names(labels)}",
+            f"choose one of these, such as {repository}:{labels[0]}",
         )
-    if len(fitting) > 1:
-        names = [parts[0].name for parts in fitting]
+    if len(matching) > 1:
+        names = [parts[0].name for parts in matching]
         raise ModelNotFoundError(
-            f"{repository} has {len(fitting)} models at {wanted}: {listed(names)}",
+            f"{repository} has {len(matching)} models at {label}: {join_names(names)}",
             f"name the file, such as hf:{repository}:{names[0]}",
         )
-    parts = fitting[0]
+    parts = matching[0]
     if len(parts) != parts[0].part_count:
         raise ModelNotFoundError(
             f"{repository} has {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
@@ -109,49 +123,49 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
 
 
 def holds_gguf(files: Iterable[HubFile]) -> bool:
-    """Whether any of the files is a GGUF model."""
+    """Return whether any of the files is a GGUF model."""
     return any(map(is_model_file, files))
 
 
 def is_model_file(file: HubFile) -> bool:
-    """Whether a file is of a GGUF language model, by its name."""
+    """Return whether a file belongs to a GGUF language model, by its name."""
     name = file.name.rsplit("/", 1)[-1].lower()
-    # Projectors and importance matrices share the ending but are no language models.
+    # Projectors and importance matrices also end in .gguf, but are not language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
 
 
-def _fitting(models: dict[str, list[HubFile]], quantisation: str | None) -> list[list[HubFile]]:
-    wanted = (quantisation or DEFAULT_QUANTISATION).lower()
-    if wanted.endswith(".gguf"):
+def _matching(models: dict[str, list[HubFile]], quantisation: str | None) -> list[list[HubFile]]:
+    label = (quantisation or DEFAULT_QUANTISATION).lower()
+    if label.endswith(".gguf"):
         return [
             parts
             for parts in models.values()
-            if any(wanted in (file.name.lower(), file.name.rsplit("/", 1)[-1].lower()) for file in parts)
+            if any(label in (file.name.lower(), file.name.rsplit("/", 1)[-1].lower()) for file in parts)
         ]
-    fitting = [parts for parts in models.values() if parts[0].quantisation.lower() == wanted]
-    if not fitting and quantisation is None and len(models) == 1:
+    matching = [parts for parts in models.values() if parts[0].quantisation.lower() == label]
+    if not matching and quantisation is None and len(models) == 1:
         return list(models.values())
-    return fitting
+    return matching
 
 
 def repository_folder(cache: Path, repository: str) -> Path:
-    """Where the shared Hugging Face cache keeps a model repository."""
+    """Return the folder of a model repository in the Hugging Face cache."""
     return cache / f"models--{repository.replace('/', '--')}"
 
 
 def cached_model(cache: Path, repository: str, quantisation: str | None) -> Path | None:
-    """The first file of a model that is wholly in the shared cache, found without a network, or None."""
+    """Return the first file of a GGUF model that is completely in the Hugging Face cache, or None."""
     for snapshot in snapshots(repository_folder(cache, repository)):
-        # A link whose blob is gone does not exist, so an interrupted download is never taken for a model.
+        # `exists` is False for a link without its blob, so unfinished downloads are not listed.
         present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
         files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
-        chosen = _chosen(repository, files, quantisation)
+        chosen = _choose_or_none(repository, files, quantisation)
         if chosen:
             return snapshot / chosen[0].name
     return None
 
 
-def _chosen(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
+def _choose_or_none(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
     try:
         return choose_files(repository, files, quantisation)
     except ModelNotFoundError:
@@ -159,17 +173,17 @@ def _chosen(repository: str, files: Sequence[HubFile], quantisation: str | None)
 
 
 def snapshots(folder: Path) -> Iterator[Path]:
-    """The snapshots of a cached repository: the one `main` stands for, then the others, newest first."""
+    """Yield the snapshots of a cached repository: first that of `main`, then the others, newest first."""
     try:
-        there = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
-        main = _text(folder / "refs" / "main")
-        yield from sorted(there, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+        folders = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
+        main = _read_ref(folder / "refs" / "main")
+        yield from sorted(folders, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
     except OSError:
         return
 
 
-def _text(ref: Path) -> str:
-    """The commit that a ref is; empty for none, or for one that is being written."""
+def _read_ref(ref: Path) -> str:
+    """Return the commit in a ref file; empty if it does not exist or cannot be read."""
     try:
         return read_regular_file(ref).decode("utf-8", "replace").strip()
     except OSError:
@@ -177,22 +191,23 @@ def _text(ref: Path) -> str:
 
 
 def choose_folder_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
-    """The files of a repository that make up its MLX model, the weights last.
+    """Return the files of the MLX model in a repository, the weights last.
 
-    Raises ModelNotFoundError, naming what is not there, when they make up none.
+    Raises:
+        ModelNotFoundError: The repository holds no complete MLX model. The message lists the missing files.
     """
-    wanted = [file for file in files if "/" not in file.name and _is_wanted(file.name)]
-    missing = missing_among(file.name for file in wanted)
+    model_files = [file for file in files if "/" not in file.name and _is_mlx_file(file.name)]
+    missing = missing_among(file.name for file in model_files)
     if missing:
         raise ModelNotFoundError(
-            f"{repository} holds no GGUF model, and for an MLX one it lacks {', '.join(missing)}",
+            f"{repository} holds no GGUF model, and its MLX model lacks {', '.join(missing)}",
             "look for a repository of the same model that ends in -GGUF, or one of mlx-community",
         )
-    return sorted(wanted, key=lambda file: (is_weights(file.name), file.name))
+    return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))
 
 
 def cached_folder(cache: Path, repository: str) -> Path | None:
-    """The model in MLX's form that is wholly in the shared cache, found without a network, or None."""
+    """Return the folder of an MLX model that is completely in the Hugging Face cache, or None."""
     for snapshot in snapshots(repository_folder(cache, repository)):
         try:
             if not missing_files(snapshot):
@@ -202,5 +217,5 @@ def cached_folder(cache: Path, repository: str) -> Path | None:
     return None
 
 
-def _is_wanted(name: str) -> bool:
-    return is_weights(name) or any(fnmatchcase(name, pattern) for pattern in _OTHERS)
+def _is_mlx_file(name: str) -> bool:
+    return is_weights(name) or any(fnmatchcase(name, pattern) for pattern in _MLX_SUPPORT_FILES)

@@ -1,4 +1,4 @@
-"""The shelf: every model on this machine, whoever put it there. Looked at in place, never written to."""
+"""The models that are installed on this machine, by whichever program. Their files are only read."""
 
 from __future__ import annotations
 
@@ -31,18 +31,28 @@ __all__ = [
 ]
 
 _NOT_MODELS: dict[Kind, str] = {
-    "projector": "it is a projector for pictures, not a model",
+    "projector": "it is an image projector, not a language model",
     "adapter": "it is an adapter, not a model",
-    "embedding": "it embeds text and writes none",
-    "head": "it drafts from the hidden states of another model",
-    "other": "it is no language model",
+    "embedding": "it is an embedding model, which writes no text",
+    "head": "it is a draft head, which works only with its own target model",
+    "other": "it is not a language model",
 }
 Place = Literal["embedded", "ollama", "lmstudio", "hub"]
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    """A model on this machine. reference: what to type for it. entry: of the catalogue, if it is there."""
+    """A model on this machine.
+
+    Attributes:
+        reference: The shortest reference that leads to this model.
+        place: The program that stores it: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or
+            `embedded` for the models that come with edgespec.
+        path: The model's file or folder.
+        format: Name of its file format.
+        info: Its metadata.
+        entry: Its entry in the catalogue, if it has one.
+    """
 
     reference: str
     place: Place
@@ -54,52 +64,74 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class UnusableModel:
-    """Something in a store that cannot be used, and why."""
+    """A file in a program's store that edgespec cannot run, and the reason."""
 
     name: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class InstalledModels:
-    """What is on this machine. prepared: what `edgespec prepare` made. known: keeps what was looked up."""
+    """Everything that was found on this machine.
+
+    Attributes:
+        models: The models that can be used.
+        prepared: Models that `edgespec prepare` created.
+        unusable: Models that cannot be used.
+        metadata: The cache through which metadata was read.
+    """
 
     models: tuple[InstalledModel, ...]
     prepared: tuple[PreparedModel, ...]
-    skipped: tuple[UnusableModel, ...]
-    known: MetadataCache = field(compare=False, repr=False)
+    unusable: tuple[UnusableModel, ...]
+    metadata: MetadataCache = field(compare=False, repr=False)
 
 
 def find_installed(*, include_embedded: bool = False) -> InstalledModels:
-    """Look through the stores of Ollama, LM Studio and the Hugging Face cache. Raises nothing.
+    """Find the models of Ollama, LM Studio and the Hugging Face cache. It raises nothing.
 
-    include_embedded: the models that come with edgespec as well.
+    Args:
+        include_embedded: Include the models that come with edgespec.
     """
-    known = MetadataCache()
-    models, skipped = [], []
-    for place, stored in chain(_embedded() if include_embedded else (), _stores()):
+    metadata = MetadataCache()
+    models, unusable = [], []
+    for place, stored in chain(_embedded() if include_embedded else (), _stored()):
         try:
             if stored.path is None:
                 raise ModelFileError(stored.problem)
-            info = known.info(stored.path, stored.format)
+            info = metadata.model_info(stored.path, stored.format)
             if info.kind != "model":
                 raise ModelFileError(_NOT_MODELS[info.kind])
-            reference, entry = _reference(stored)
+            reference, entry = _shortest_reference(stored)
             models.append(InstalledModel(reference, place, stored.path, stored.format, info, entry))
         except (EdgespecError, OSError) as error:
-            skipped.append(UnusableModel(stored.names[0], str(error)))
-    known.keep()
-    return InstalledModels(tuple(models), tuple(list_prepared()), tuple(skipped), known)
+            unusable.append(UnusableModel(stored.names[0], str(error)))
+    metadata.save()
+    return InstalledModels(tuple(models), tuple(list_prepared()), tuple(unusable), metadata)
 
 
-def read_model_info(found: Resolved, known: MetadataCache) -> ModelInfo:
-    """The facts of a model that was found. Raises ModelFileError."""
-    return known.info(found.path, found.format)
+def read_model_info(resolved: Resolved, metadata: MetadataCache) -> ModelInfo:
+    """Return the metadata of a model. Raises ModelFileError if its files cannot be read."""
+    return metadata.model_info(resolved.path, resolved.format)
 
 
-def _stores() -> Iterator[tuple[Place, StoredModel]]:
-    for store in (ollama_models, lmstudio_models, hub_models):
-        for stored in store():
+def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
+    """Return installed files of the same model with fewer bits, the largest first."""
+    info = _info_or_none(resolved, installed)
+    smaller = _smaller(resolved, info, installed)
+    return _resolve_all(one for one in smaller if info and _is_same_model(one.info, info))
+
+
+def smaller_models(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
+    """Return smaller installed models: first the same model with fewer bits, then others by size."""
+    info = _info_or_none(resolved, installed)
+    smaller = _smaller(resolved, info, installed)
+    return _resolve_all(sorted(smaller, key=lambda one: not (info and _is_same_model(one.info, info))))
+
+
+def _stored() -> Iterator[tuple[Place, StoredModel]]:
+    for models in (ollama_models, lmstudio_models, hub_models):
+        for stored in models():
             yield stored.store, stored
 
 
@@ -109,60 +141,50 @@ def _embedded() -> Iterator[tuple[Place, StoredModel]]:
             yield "embedded", StoredModel("hub", (entry.name,), entry.embedded_path, entry.format)
 
 
-def _reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """The shortest reference that leads to this model and no other; its path where none does."""
+def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
+    """Return the shortest reference to this model and its catalogue entry, or else its path."""
     for name in stored.names:
         try:
-            found = resolve(name, allow_download=False)
+            resolved = resolve(name, allow_download=False)
         except EdgespecError:
             continue
-        if found.path == stored.path:
-            return name, found.entry
+        if resolved.path == stored.path:
+            return name, resolved.entry
     return str(stored.path), None
 
 
-def smaller_quantisations(found: Resolved, shelf: InstalledModels) -> list[Resolved]:
-    """Smaller files of the same model with the same tokens, the largest first."""
-    info = _info(found, shelf)
-    return _resolved(one for one in _smaller(found, info, shelf) if info and _is_same(one.info, info))
-
-
-def smaller_models(found: Resolved, shelf: InstalledModels) -> list[Resolved]:
-    """Smaller models, the largest first; smaller files of the same one before all others."""
-    info = _info(found, shelf)
-    smaller = _smaller(found, info, shelf)
-    return _resolved(sorted(smaller, key=lambda one: not (info and _is_same(one.info, info))))
-
-
-def _info(found: Resolved, shelf: InstalledModels) -> ModelInfo | None:
+def _info_or_none(resolved: Resolved, installed: InstalledModels) -> ModelInfo | None:
     try:
-        return read_model_info(found, shelf.known)
+        return read_model_info(resolved, installed.metadata)
     except EdgespecError:
         return None
 
 
-def _smaller(found: Resolved, info: ModelInfo | None, shelf: InstalledModels) -> list[InstalledModel]:
+def _smaller(resolved: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[InstalledModel]:
+    """Return the smaller models that run on the same backend, the largest first."""
     smaller = [
         one
-        for one in shelf.models
-        if same_backend(one.format, found.format)
-        and one.path != found.path
+        for one in installed.models
+        if same_backend(one.format, resolved.format)
+        and one.path != resolved.path
         and (info is None or one.info.size_bytes < info.size_bytes)
     ]
     return sorted(smaller, key=lambda one: (-one.info.size_bytes, one.reference))
 
 
-def _is_same(one: ModelInfo, other: ModelInfo) -> bool:
-    """Whether these are one model, perhaps with other bits."""
-    mine, its = ((info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other))
-    return bool(one.vocabulary) and mine == its
+def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
+    """Return whether both are the same model, perhaps at different quantisations."""
+    first, second = (
+        (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
+    )
+    return bool(one.vocabulary) and first == second
 
 
-def _resolved(models: Iterable[InstalledModel]) -> list[Resolved]:
-    found = []
+def _resolve_all(models: Iterable[InstalledModel]) -> list[Resolved]:
+    resolved = []
     for one in models:
         try:
-            found.append(resolve(one.reference, allow_download=False))
+            resolved.append(resolve(one.reference, allow_download=False))
         except EdgespecError:
             continue
-    return found
+    return resolved

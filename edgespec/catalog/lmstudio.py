@@ -1,4 +1,4 @@
-"""Models that LM Studio keeps on this machine: publisher/repository/file, read in place and never written."""
+"""The models of LM Studio, stored as publisher/repository/file. Its files are only read."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.backends.mlx_files import missing_files
-from edgespec.catalog.hub_files import HubFile, choose_files, listed
+from edgespec.catalog.hub_files import HubFile, choose_files, join_names
 from edgespec.catalog.stored_models import (
     GgufModel,
     StoredModel,
     files_below,
     find_child,
     group_gguf_files,
-    holds,
+    is_parent,
 )
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
-_DEPTH = 3
-_MOST_SETTINGS_BYTES = 1 << 22
+# Levels of subfolders in which a repository may hold model files. Chosen.
+_MAX_DEPTH = 3
+# Maximum size of settings.json. Chosen: LM Studio writes a few kilobytes.
+_MAX_SETTINGS_BYTES = 1 << 22
 
 
 class _Repository(NamedTuple):
-    """A folder of LM Studio's, its name, the GGUF files in it, and whether it may be an MLX model."""
+    """A repository folder of LM Studio.
+
+    Attributes:
+        folder: The folder.
+        name: `publisher/repository`.
+        files: The GGUF files in it.
+        has_config: Whether it has a config.json, and so may hold an MLX model.
+    """
 
     folder: Path
     name: str
@@ -37,9 +46,14 @@ class _Repository(NamedTuple):
 
 
 def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredModel | None:
-    """The model LM Studio has of `publisher/repository`, or None. quantisation: as in `choose_files`.
+    """Return LM Studio's model of a repository, or None.
 
-    Raises ModelNotFoundError, naming them, where it has several that could be meant.
+    Args:
+        repository: `publisher/repository`.
+        quantisation: As in `choose_files`.
+
+    Raises:
+        ModelNotFoundError: Several models match. The message lists them.
     """
     for folder, name, files, has_config in _repository(repository):
         models = group_gguf_files(files)
@@ -47,27 +61,27 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
             with suppress(ModelNotFoundError):
                 chosen = choose_files(f"lmstudio:{name}", files, quantisation)
                 return StoredModel("lmstudio", _names(name, chosen, models), folder / chosen[0].name)
-            fits = [model for model in models if not quantisation or _is(model.files[0], quantisation)]
-            if len(fits) > 1:
+            matching = [m for m in models if not quantisation or _has_label(m.files[0], quantisation)]
+            if len(matching) > 1:
                 raise ModelNotFoundError(
-                    f"LM Studio has {len(fits)} models of {name}:"
-                    f" {listed([model.files[0].name for model in fits])}",
-                    f"name the file, such as lmstudio:{name}/{fits[0].files[0].name}",
+                    f"LM Studio has {len(matching)} models of {name}:"
+                    f" {join_names([model.files[0].name for model in matching])}",
+                    f"name the file, such as lmstudio:{name}/{matching[0].files[0].name}",
                 )
         elif quantisation is None and has_config:
-            return _of_folder(folder, name)
+            return _mlx_model(folder, name)
     return None
 
 
 def lmstudio_file(reference: str) -> StoredModel | None:
-    """The model that `publisher/repository/file.gguf` names, or None."""
+    """Return the model of `publisher/repository/file.gguf`, or None."""
     publisher, _, rest = reference.partition("/")
     name, _, file = rest.partition("/")
     return lmstudio_model(f"{publisher}/{name}", file) if file.lower().endswith(".gguf") else None
 
 
 def lmstudio_models() -> Iterator[StoredModel]:
-    """Everything LM Studio has, what cannot be used included."""
+    """Yield all models of LM Studio, including those that cannot be used."""
     seen: set[Path] = set()
     for folder, name, files, has_config in _repositories():
         models = group_gguf_files(files)
@@ -75,7 +89,7 @@ def lmstudio_models() -> Iterator[StoredModel]:
         for model in models:
             file = (folder / model.files[0].name).resolve()
             if file in seen:
-                continue  # a link leads to it a second time
+                continue  # Another symbolic link has led to the same file.
             seen.add(file)
             names = _names(name, model.files, models, labels)
             if model.whole:
@@ -89,10 +103,10 @@ def lmstudio_models() -> Iterator[StoredModel]:
                     problem=f"{missing} of its {model.files[0].part_count} parts are missing",
                 )
         if not models and has_config:
-            yield _of_folder(folder, name)
+            yield _mlx_model(folder, name)
 
 
-def _of_folder(folder: Path, name: str) -> StoredModel:
+def _mlx_model(folder: Path, name: str) -> StoredModel:
     names = (name, f"lmstudio:{name}")
     try:
         missing = missing_files(folder)
@@ -104,7 +118,7 @@ def _of_folder(folder: Path, name: str) -> StoredModel:
 
 
 def _labels(models: Sequence[GgufModel]) -> Counter[str]:
-    """How many models of a repository there are of each quantisation."""
+    """Count the models of a repository by quantisation."""
     return Counter(model.files[0].quantisation for model in models)
 
 
@@ -114,7 +128,14 @@ def _names(
     models: Sequence[GgufModel],
     labels: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
-    """What a model may be called: by its repository, its quantisation, its file. models: all of them."""
+    """Return the references to a model of a repository, the shortest first.
+
+    Args:
+        repository: `publisher/repository`.
+        files: The files of the model.
+        models: All models of the repository.
+        labels: Number of models by quantisation; None to count them.
+    """
     first = files[0]
     label = first.quantisation
     names = [repository] if len(models) == 1 else []
@@ -124,29 +145,29 @@ def _names(
     return (*names, f"lmstudio:{names[0]}", f"lmstudio:{names[-1]}")
 
 
-def _is(file: HubFile, quantisation: str) -> bool:
-    wanted = quantisation.lower()
-    return wanted in (file.quantisation.lower(), file.name.lower(), file.name.rsplit("/", 1)[-1].lower())
+def _has_label(file: HubFile, quantisation: str) -> bool:
+    label = quantisation.lower()
+    return label in (file.quantisation.lower(), file.name.lower(), file.name.rsplit("/", 1)[-1].lower())
 
 
 def _repository(name: str) -> Iterator[_Repository]:
-    """The folders that LM Studio has for publisher/repository."""
+    """Yield the folders of publisher/repository in all of LM Studio's model folders."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
         found = find_child(root, publisher)
         folder = find_child(found, repository) if found else None
-        if found and folder and folder.is_dir() and not holds(folder, root):
-            files = [path.relative_to(folder).as_posix() for path in files_below(folder, _DEPTH)]
+        if found and folder and folder.is_dir() and not is_parent(folder, root):
+            files = [path.relative_to(folder).as_posix() for path in files_below(folder, _MAX_DEPTH)]
             yield _read(folder, f"{found.name}/{folder.name}", files)
 
 
 def _repositories() -> Iterator[_Repository]:
-    """Everything LM Studio has, by publisher and repository."""
+    """Yield all repository folders of LM Studio."""
     for root in _folders():
         found: dict[str, list[str]] = {}
-        # One walk, so that a root that is somebody's whole disk is given up soon.
-        for path in files_below(root, _DEPTH + 2):
-            if _matters(path.name):
+        # A single search, so that its limit applies to the whole model folder.
+        for path in files_below(root, _MAX_DEPTH + 2):
+            if _is_model_file(path.name):
                 publisher, _, rest = path.relative_to(root).as_posix().partition("/")
                 repository, _, file = rest.partition("/")
                 if file:
@@ -155,7 +176,7 @@ def _repositories() -> Iterator[_Repository]:
             yield _read(root / name, name, files)
 
 
-def _matters(name: str) -> bool:
+def _is_model_file(name: str) -> bool:
     return name == "config.json" or name.lower().endswith(".gguf")
 
 
@@ -165,7 +186,7 @@ def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
 
 
 def _folders() -> list[Path]:
-    """Where LM Studio keeps models: where its settings say, and where it does without being told."""
+    """Return LM Studio's model folders: those of its settings, and the defaults of its versions."""
     home = Path.home()
     homes = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with suppress(OSError, ValueError):
@@ -175,11 +196,11 @@ def _folders() -> list[Path]:
     for one in homes:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             settings = one / "settings.json"
-            if settings.stat().st_size < _MOST_SETTINGS_BYTES:
+            if settings.stat().st_size < _MAX_SETTINGS_BYTES:
                 folders.append(Path(json.loads(settings.read_text(encoding="utf-8"))["downloadsFolder"]))
         folders.append(one / "models")
     distinct: dict[Path, Path] = {}
     for folder in folders:
-        with suppress(OSError, RuntimeError):  # a loop of links
+        with suppress(OSError, RuntimeError):  # Symbolic links may form a loop.
             distinct.setdefault(folder.resolve(), folder)
     return list(distinct.values())

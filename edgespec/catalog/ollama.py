@@ -1,4 +1,4 @@
-"""Models that Ollama keeps on this machine: its store, read in place and never written."""
+"""The models of Ollama, read from its store. Its files are only read."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ _MODEL = "application/vnd.ollama.image.model"
 _ADAPTER = "application/vnd.ollama.image.adapter"
 _DIGEST = re.compile(r"sha256:([0-9a-f]+)")
 _REGISTRY, _OWN = "registry.ollama.ai", "library"
-# Where the package for Linux keeps what its service pulls.
-_SERVICE = Path("/usr/share/ollama/.ollama/models")
-_MOST_MANIFEST_BYTES = 1 << 20
+# The store of Ollama's system service on Linux.
+_SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
+# Maximum size of a manifest. Chosen: Ollama writes a few kilobytes.
+_MAX_MANIFEST_BYTES = 1 << 20
 
 
 def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
-    """What Ollama calls `name:tag` (tag `latest` when None), or None when it has nothing of that name.
+    """Return Ollama's model `name:tag`, or None.
 
-    name: `llama3.2`, `user/name`, or with the registry before it, as in `hf.co/user/repo`.
+    Args:
+        name: `llama3.2`, `user/name`, or a name with its registry, such as `hf.co/user/repo`.
+        tag: The tag; None for `latest`.
     """
     for folder in _folders():
         root = at = folder / "manifests"
-        for part in (*_place(name), tag or "latest"):
+        for part in (*_manifest_path(name), tag or "latest"):
             found = find_child(at, part)
             if found is None:
                 break
@@ -41,7 +44,7 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 
 
 def ollama_models() -> Iterator[StoredModel]:
-    """Everything Ollama has, what cannot be used included."""
+    """Yield all models of Ollama, including those that cannot be used."""
     for folder in _folders():
         for manifest, place in _manifests(folder):
             yield _stored(folder, manifest, place)
@@ -50,11 +53,11 @@ def ollama_models() -> Iterator[StoredModel]:
 def _folders() -> list[Path]:
     if chosen := os.environ.get("OLLAMA_MODELS"):
         return [Path(chosen).expanduser()]
-    return [Path.home() / ".ollama" / "models", _SERVICE]
+    return [Path.home() / ".ollama" / "models", _SERVICE_STORE]
 
 
-def _place(name: str) -> tuple[str, ...]:
-    """Registry, owner and name that a name stands for."""
+def _manifest_path(name: str) -> tuple[str, ...]:
+    """Return the registry, the owner and the model of a name."""
     parts = tuple(name.split("/"))
     if len(parts) == 1:
         return (_REGISTRY, _OWN, *parts)
@@ -62,7 +65,7 @@ def _place(name: str) -> tuple[str, ...]:
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
-    """The manifests of a store, each with its place in it: registry/owner/name/tag."""
+    """Yield the manifests of a store, each with its registry/owner/name/tag."""
     root = folder / "manifests"
     for path in files_below(root, 5):
         place = path.relative_to(root).as_posix()
@@ -75,8 +78,8 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
     try:
-        if manifest.stat().st_size > _MOST_MANIFEST_BYTES:
-            raise ValueError("it is too large")
+        if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError("the manifest is too large")
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
@@ -84,24 +87,24 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
             "ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}"
         )
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Somebody else's store in a form we do not know.
-        return StoredModel(
-            "ollama", names, None, problem="its manifest is in a form that edgespec does not know"
-        )
+        # Another program's file may change its form at any time.
+        return StoredModel("ollama", names, None, problem="edgespec cannot parse its manifest")
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:
-        return StoredModel("ollama", names, None, problem="it holds no model in GGUF's form")
+        return StoredModel("ollama", names, None, problem="it has no GGUF model")
     if _ADAPTER in kinds:
-        return StoredModel("ollama", names, None, problem="it is a model with an adapter on it")
+        return StoredModel(
+            "ollama", names, None, problem="it is a model with an adapter, which edgespec cannot load"
+        )
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
         regular_file_bytes(blob)
         with blob.open("rb") as file:
-            whole = file.read(4) == b"GGUF"
+            is_gguf = file.read(4) == b"GGUF"
     except OSError as error:
         return StoredModel(
             "ollama", names, None, problem=f"its file {blob} cannot be read: {error_reason(error)}"
         )
-    if not whole:
-        return StoredModel("ollama", names, None, problem="its file is not in GGUF's form")
+    if not is_gguf:
+        return StoredModel("ollama", names, None, problem="its file is not a GGUF file")
     return StoredModel("ollama", names, blob)

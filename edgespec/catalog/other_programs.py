@@ -1,4 +1,4 @@
-"""The stores of other programs, asked for a model by what a person typed."""
+"""Finds models in the stores of Ollama and LM Studio by what a user typed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ __all__ = [
 
 
 def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredModel:
-    """What a store calls `name`. Raises ModelNotFoundError, naming the nearest, when it has none."""
+    """Return the model that Ollama or LM Studio lists as `name`.
+
+    Raises:
+        ModelNotFoundError: There is no such model. The hint names similar ones.
+    """
     found = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
     if found:
         return found
@@ -34,12 +38,14 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names[:2]
     raise ModelNotFoundError(
         f"{'Ollama' if store == 'ollama' else 'LM Studio'} has no model {name} on this machine",
-        f"it has {' and '.join(near)}" if near else "`edgespec models list` shows what is here",
+        f"its models include {' and '.join(near)}"
+        if near
+        else "`edgespec models list` shows the models on this machine",
     )
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """What a path that leads nowhere may mean instead: publisher/repo/file.gguf, registry/owner/name:tag."""
+    """Return the model that a missing path may mean: publisher/repo/file.gguf or registry/owner/name:tag."""
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None
@@ -53,29 +59,32 @@ def find_by_missing_path(path: Path) -> StoredModel | None:
 def find_in_other_programs(
     repository: str, quantisation: str | None, *, hub_only: bool = False
 ) -> list[StoredModel]:
-    """What LM Studio and Ollama keep under the name of a hub repository.
+    """Return the models that LM Studio and Ollama store under the name of a Hugging Face repository.
 
-    hub_only: without what Ollama calls owner/name in its own registry, which is another thing.
+    Args:
+        repository: `user/repo`.
+        quantisation: A label, the name of a `.gguf` file, or None for the default.
+        hub_only: Leave out models called `user/repo` in Ollama's own registry, which is another namespace.
     """
     registries = (
         ["hf.co", "huggingface.co"] if hub_only else ["hf.co", "huggingface.co", "registry.ollama.ai"]
     )
-    kept = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
-    return [one for one in (lmstudio_model(repository, quantisation), *kept) if one]
+    stored = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
+    return [one for one in (lmstudio_model(repository, quantisation), *stored) if one]
 
 
 def are_same_size(paths: Sequence[Path]) -> bool:
-    """Whether models at several places are of one size, to the byte: copies of each other."""
+    """Return whether models have the same size to the byte, and so are probably copies of each other."""
     return len({_size(path) for path in paths}) <= 1
 
 
 def ollama_names() -> list[str]:
-    """The names of all that Ollama has and that can be used."""
+    """Return the names of all usable models of Ollama."""
     return [one.names[0] for one in ollama_models() if one.path]
 
 
 def installed_names() -> list[str]:
-    """The shortest names of all that Ollama and LM Studio have and that can be used."""
+    """Return the shortest names of all usable models of Ollama and LM Studio."""
     return [*ollama_names(), *(one.names[0] for one in lmstudio_models() if one.path)]
 
 
@@ -84,7 +93,7 @@ def _in_ollama(name: str) -> StoredModel | None:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """A name and what stands after its colon."""
+    """Split a name from the tag after its last colon."""
     base, colon, tag = name.rpartition(":")
     return (base, tag) if colon and "/" not in tag else (name, None)
 

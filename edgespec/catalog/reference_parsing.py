@@ -1,4 +1,4 @@
-"""What a person types for a model, told apart: a path, a hub repository, a store's model, a name."""
+"""Parses model references: paths, Hugging Face repositories, models of Ollama and LM Studio, and names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from edgespec.errors import ModelNotFoundError
 
-__all__ = ["HubReference", "NameReference", "PathReference", "Reference", "StoreReference", "parse"]
+__all__ = ["HubReference", "NameReference", "PathReference", "Reference", "StoreReference", "parse_reference"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,12 @@ class PathReference:
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model of a hub repository; `quantisation` is a label, a `.gguf` file name, or None (the default).
+    """A model of a Hugging Face repository.
 
-    explicit: written as one of the hub, so that a name of Ollama's is not meant.
+    Attributes:
+        repository: `user/repo`.
+        quantisation: A label such as `Q4_K_M`, the name of a `.gguf` file, or None for the default.
+        explicit: Whether it was written as a Hugging Face reference, so that no model of Ollama is meant.
     """
 
     repository: str
@@ -34,7 +37,7 @@ class HubReference:
 
 @dataclass(frozen=True)
 class StoreReference:
-    """A model of one store: what `ollama` or `lmstudio` calls `name`."""
+    """The model that Ollama or LM Studio lists as `name`."""
 
     store: Literal["ollama", "lmstudio"]
     name: str
@@ -42,7 +45,7 @@ class StoreReference:
 
 @dataclass(frozen=True)
 class NameReference:
-    """A name to look up, with what stood after its colon."""
+    """A name of the catalogue, of Ollama or of the user, and the tag after its colon."""
 
     name: str
     tag: str | None
@@ -50,37 +53,41 @@ class NameReference:
 
 Reference = PathReference | HubReference | StoreReference | NameReference
 
-# No system has longer paths, and no hub or store longer names.
-_LONGEST_PATH, _LONGEST_NAME = 4096, 512
-_SHOWN = 60
+# Maximum characters of a path (the limit of Linux) and of a name (chosen).
+_MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
+# Characters of a reference that an error message shows. Chosen.
+_MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# As a browser shows it: a folder of a repository, or one of its files.
-_PAGE = re.compile(
+# The address in a browser: a folder of a repository, or one of its files.
+_WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )
 _REVISION = re.compile(r"^((?:hf:)?(?:[\w.-]+/)?[\w.-]+)@([\w./-]*)(:[\w./-]+)?$")
 _NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
 _WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
-_HOW = "give a path, user/repo:quant or a name such as demo"
+_HINT = "give a path, user/repo:quant or a name such as demo"
 
 
-def parse(reference: str) -> Reference:
-    """Tell what kind of reference this is. Looks at the disk only to tell `user/repo` from a folder's file.
+def parse_reference(reference: str) -> Reference:
+    """Parse a model reference.
 
-    Raises ModelNotFoundError when it is none.
+    The disk is read only to distinguish the repository `user/repo` from a local path.
+
+    Raises:
+        ModelNotFoundError: The text is not a valid reference.
     """
     text = reference.strip()
     if not text:
-        raise ModelNotFoundError("the model reference is empty", _HOW)
-    if len(text) > _LONGEST_PATH:
+        raise ModelNotFoundError("the model reference is empty", _HINT)
+    if len(text) > _MAX_PATH_CHARACTERS:
         raise _too_long(text)
     if prefix := _HUB_PREFIX.match(text):
-        return _of_hub(text, text[prefix.end() :])
+        return _parse_hub(text, text[prefix.end() :])
     if store := _STORE_PREFIX.match(text):
         if not store[2].strip():
-            raise ModelNotFoundError(f"{text} names no model", f"write it as {store[1].lower()}:NAME")
+            raise ModelNotFoundError(f"{text} has no model name", f"write it as {store[1].lower()}:NAME")
         return StoreReference("ollama" if store[1].lower() == "ollama" else "lmstudio", store[2].strip())
     path = Path(os.path.expanduser(text))
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
@@ -93,51 +100,52 @@ def parse(reference: str) -> Reference:
         return NameReference(_short(name.group(1)), name.group(2))
     if repository := _REPOSITORY.match(text):
         return HubReference(_short(repository.group(1)), repository.group(2))
-    _refuse_misspelt(text)
+    _reject_near_misses(text)
     return PathReference(path)
 
 
-def _of_hub(text: str, rest: str) -> HubReference:
-    """What stands after `hf:`, or after the hub's address. Raises ModelNotFoundError."""
+def _parse_hub(text: str, rest: str) -> HubReference:
+    """Parse what follows `hf:` or the address of Hugging Face. Raises ModelNotFoundError."""
     if rest:
-        _refuse_misspelt(text)
-    found = _REPOSITORY.match(rest) or _PAGE.match(rest)
+        _reject_near_misses(text)
+    found = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)
     if not found:
         raise ModelNotFoundError(
-            f"{_cut(text)} names no hub repository", "write it as hf:user/repo or hf:user/repo:Q4_K_M"
+            f"{_cut(text)} is not a Hugging Face repository",
+            "write it as hf:user/repo or hf:user/repo:Q4_K_M",
         )
     return HubReference(_short(found.group(1)), found.group(2), explicit=True)
 
 
-def _refuse_misspelt(text: str) -> None:
-    """Raises ModelNotFoundError for what is nearly a reference, and would only be called a missing file."""
+def _reject_near_misses(text: str) -> None:
+    """Raise ModelNotFoundError with a specific hint for common mistakes."""
     if "://" in text and not _HUB_PREFIX.match(text):
         raise ModelNotFoundError(
-            f"{_cut(text)} is not an address of the Hugging Face hub",
+            f"{_cut(text)} is not an address of Hugging Face",
             "download the file yourself and give its path, or write hf:user/repo:Q4_K_M",
         )
     if revision := _REVISION.match(text):
-        wanted = f"revision {revision[2]}" if revision[2] else "a revision"
+        requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
-            f"{_cut(text)} asks for {wanted}, and only the newest can be had",
+            f"{_cut(text)} names {requested}, and edgespec supports the newest only",
             f"write {_cut(revision[1])}{revision[3] or ''}",
         )
     if text.endswith(":"):
         raise ModelNotFoundError(
-            f"{_cut(text)} ends in a colon, and no quantisation follows",
+            f"{_cut(text)} ends in a colon without a quantisation",
             f"write {_cut(text)}Q4_K_M, or leave the colon out",
         )
 
 
 def _short(name: str) -> str:
-    if len(name) > _LONGEST_NAME:
+    if len(name) > _MAX_NAME_CHARACTERS:
         raise _too_long(name)
     return name
 
 
 def _too_long(text: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"no model has a name of {len(text):,} characters: {_cut(text)}", _HOW)
+    return ModelNotFoundError(f"a reference of {len(text):,} characters is too long: {_cut(text)}", _HINT)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

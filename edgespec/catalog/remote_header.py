@@ -1,7 +1,7 @@
-"""The metadata of a model that is not on this machine: the beginnings of its files, read from the hub.
+"""Reads the metadata of a model that is not on this machine, by downloading the headers of its files.
 
-What comes of it are files as long as the real ones, of which nothing but the beginning was written: they take
-hardly any disk, and whatever asks for metadata alone cannot tell them from the real ones.
+The headers are written to sparse files of the full length. These take hardly any disk space, and code that
+reads metadata only can use them like the real files.
 """
 
 from __future__ import annotations
@@ -14,40 +14,51 @@ from edgespec.backends.registry import format_at
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue, user_aliases
 from edgespec.catalog.download import Progress, choose, list_repository, translate_errors
 from edgespec.catalog.hub_files import HubFile, holds_gguf, is_quantisation
-from edgespec.catalog.reference import HubReference, NameReference, Resolved, parse, resolve
+from edgespec.catalog.reference import HubReference, NameReference, Resolved, parse_reference, resolve
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 
 __all__ = ["resolve_metadata"]
 
-_FIRST_BYTES = 1 << 20
-_MOST_BYTES = 1 << 29
+# Bytes after which a header is parsed for the first time, and then whenever their number has doubled.
+_FIRST_PARSE_BYTES = 1 << 20
+# Maximum bytes of a header. Chosen: the largest known ones have a few dozen megabytes.
+_MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
+# A safetensors file begins with the length of its header in this many bytes.
 _LENGTH_BYTES = 8
 
 
 def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
-    """The model a reference stands for: on this machine, or its metadata in `folder`, read from the hub.
+    """Return the model that a reference stands for, or else its downloaded metadata.
 
-    Raises what `resolve` does.
+    Args:
+        reference: What the user typed.
+        folder: Where to write the metadata of a model that is not on this machine.
+        progress: Called during the download. It cancels by returning False.
+
+    Raises:
+        The exceptions of `resolve`.
     """
     try:
         return resolve(reference, allow_download=False)
     except ModelNotFoundError:
-        meant = _repository_of(reference)
-        if meant is None:
+        source = _repository_of(reference)
+        if source is None:
             raise
-    repository, quantisation, entry = meant
-    if progress is not None and not progress(f"reading about {repository}", 0.0):
-        raise CancelledError(f"reading about {repository} was cancelled")
+    repository, quantisation, entry = source
+    if progress is not None and not progress(f"reading metadata of {repository}", 0.0):
+        raise CancelledError(f"reading metadata of {repository} was cancelled")
     with translate_errors(repository):
         listing = list_repository(repository)
-        # Of an MLX model what tokenises is not asked about.
-        files = [file for file in choose(repository, listing.files, quantisation) if _says_sizes(file)]
+        # The tokenizer of an MLX model is not needed.
+        files = [file for file in choose(repository, listing.files, quantisation) if _has_metadata(file)]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):
-            _write_beginning(repository, listing.commit, file, target / Path(file.name).name)
-            if progress is not None and not progress(f"reading about {repository}", (done + 1) / len(files)):
-                raise CancelledError(f"reading about {repository} was cancelled")
+            _write_header(repository, listing.commit, file, target / Path(file.name).name)
+            if progress is not None and not progress(
+                f"reading metadata of {repository}", (done + 1) / len(files)
+            ):
+                raise CancelledError(f"reading metadata of {repository} was cancelled")
     gguf = holds_gguf(files)
     path = target / Path(files[0].name).name if gguf else target
     label = f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
@@ -56,61 +67,65 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
 
 
 def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] | None:
-    """Repository, quantisation and entry of what a reference names on the hub; None for nothing."""
+    """Return the repository, the quantisation and the catalogue entry of a reference, or None."""
     text, aliases = reference.strip(), user_aliases()
     for _ in range(len(aliases) + 1):
         text = aliases.get(text.lower(), text)
-    meaning = parse(text)
+    parsed = parse_reference(text)
     catalogue = load_catalogue()
-    if isinstance(meaning, HubReference):
-        entry = catalogue.of_repository(meaning.repository)
-        return meaning.repository, meaning.quantisation, entry
-    if not isinstance(meaning, NameReference):
+    if isinstance(parsed, HubReference):
+        entry = catalogue.of_repository(parsed.repository)
+        return parsed.repository, parsed.quantisation, entry
+    if not isinstance(parsed, NameReference):
         return None
-    found = catalogue.find(f"{meaning.name}:{meaning.tag}" if meaning.tag else meaning.name)
-    if found is None and meaning.tag and is_quantisation(meaning.tag):
-        base = catalogue.find(meaning.name)
-        found = (base[0], meaning.tag) if base else None
-    if found is None or not found[0].repository:
+    named = catalogue.find(f"{parsed.name}:{parsed.tag}" if parsed.tag else parsed.name)
+    if named is None and parsed.tag and is_quantisation(parsed.tag):
+        base = catalogue.find(parsed.name)
+        named = (base[0], parsed.tag) if base else None
+    if named is None or not named[0].repository:
         return None
-    entry, quantisation = found
+    entry, quantisation = named
     return entry.repository, quantisation if entry.file_format.one_file_per_quantisation else None, entry
 
 
-def _write_beginning(repository: str, commit: str, file: HubFile, path: Path) -> None:
-    """A file as long as the one of the hub, with its header; small ones whole."""
+def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
+    """Download the header of a file, and write it to a sparse file of the full length.
+
+    Files without a header, such as config.json, are downloaded completely.
+    """
     from huggingface_hub import constants, hf_hub_url
 
     url = hf_hub_url(repository, file.name, revision=commit or None, endpoint=constants.ENDPOINT)
     data = b""
-    wanted = _FIRST_BYTES
+    parse_at = _FIRST_PARSE_BYTES
     size_bytes = file.size_bytes
-    for total, chunk in _beginning(url):
+    for total, chunk in _stream_from_start(url):
         size_bytes = total or size_bytes
         data += chunk
-        if len(data) >= min(wanted, size_bytes or wanted):
-            if _is_whole(file, data):
+        if len(data) >= min(parse_at, size_bytes or parse_at):
+            if _is_header_complete(file, data):
                 break
-            wanted *= 2
-        if len(data) > _MOST_BYTES:
+            parse_at *= 2
+        if len(data) > _MAX_HEADER_BYTES:
             raise DownloadError(
-                f"the header of {file.name} is longer than {_MOST_BYTES:,} bytes", "choose another model"
+                f"the header of {file.name} is longer than {_MAX_HEADER_BYTES:,} bytes",
+                "choose another model",
             )
     else:
-        if not _is_whole(file, data):
-            raise DownloadError(f"the header of {file.name} came cut short", "try again")
+        if not _is_header_complete(file, data):
+            raise DownloadError(f"the download of the header of {file.name} was incomplete", "try again")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(data)
         stream.truncate(max(size_bytes, len(data)))
 
 
-def _says_sizes(file: HubFile) -> bool:
+def _has_metadata(file: HubFile) -> bool:
     return file.name.endswith((".gguf", ".safetensors", "config.json", ".index.json"))
 
 
-def _is_whole(file: HubFile, data: bytes) -> bool:
-    """Whether `data` holds the header of a file; of what has none, such as config.json, all is wanted."""
+def _is_header_complete(file: HubFile, data: bytes) -> bool:
+    """Return whether `data` holds the whole header of a file, or the whole file if it has no header."""
     if file.name.endswith(".safetensors"):
         header = int.from_bytes(data[:_LENGTH_BYTES], "little")
         return len(data) >= _LENGTH_BYTES + header
@@ -121,12 +136,12 @@ def _is_whole(file: HubFile, data: bytes) -> bool:
     except TruncatedHeader:
         return False
     except ValueError as error:
-        raise DownloadError(f"{file.name} is no GGUF file: {error}", "choose another model") from error
+        raise DownloadError(f"{file.name} is not a GGUF file: {error}", "choose another model") from error
     return True
 
 
-def _beginning(url: str) -> Iterator[tuple[int, bytes]]:
-    """The bytes of `url` from the front, each with the length of the whole; leaving off ends the transfer."""
+def _stream_from_start(url: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the total length and the next bytes of a file. Closing the iterator ends the transfer."""
     from huggingface_hub import constants, get_session, get_token
 
     token = get_token()

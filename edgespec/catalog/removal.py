@@ -1,4 +1,4 @@
-"""Taking a model out of the Hugging Face cache; what other programs keep is theirs."""
+"""Removes a model from the Hugging Face cache. Models of other programs are not touched."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.gguf_files import gguf_files
-from edgespec.catalog.hub_cache import hub_cache
+from edgespec.catalog.hub_cache import hub_cache_folder
 from edgespec.catalog.reference import Resolved
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import delete_files, error_reason
 
 __all__ = ["RemovalPlan", "plan_removal"]
 
-_THEIRS = {
-    "embedded": "it comes with edgespec",
-    "ollama": "Ollama keeps it: use `ollama rm`",
-    "lmstudio": "LM Studio keeps it: delete it there",
-    "path": "it is a file of yours: delete it yourself",
+_HINTS = {
+    "embedded": "this model comes with edgespec",
+    "ollama": "it belongs to Ollama; use `ollama rm`",
+    "lmstudio": "it belongs to LM Studio; delete it there",
+    "path": "it is your own file; delete it yourself",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """What would be deleted. links: in snapshots. blobs: the bytes, where nothing else uses them."""
+    """The files that removing a model would delete.
+
+    Attributes:
+        links: Links in snapshots.
+        blobs: Files with the data, if no other model uses them.
+    """
 
     links: tuple[Path, ...]
     blobs: tuple[Path, ...]
 
     @property
     def size_bytes(self) -> int:
-        """What that frees."""
+        """Bytes of disk that the removal frees."""
         return sum(path.stat().st_size for path in self.blobs)
 
     def execute(self) -> int:
-        """Delete it. Gives the bytes that were freed. Raises ModelFileError where that is not allowed."""
+        """Delete the files and return the bytes freed. Raises ModelFileError if that is not permitted."""
         try:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
-                with suppress(OSError):  # other files are in it
+                with suppress(OSError):  # The folder holds other files.
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
@@ -49,27 +54,30 @@ class RemovalPlan:
         return freed_bytes
 
 
-def plan_removal(found: Resolved) -> RemovalPlan:
+def plan_removal(resolved: Resolved) -> RemovalPlan:
     """Find the files that belong to one cached model and to no other.
 
-    Raises OptionError for a model that is not in the cache.
+    Raises:
+        OptionError: The model is not in the Hugging Face cache.
     """
-    if found.source != "hub":
-        raise OptionError(f"{found.name} is not edgespec's to remove", _THEIRS[found.source])
-    cache = hub_cache().resolve()
-    links = sorted(path for path in found.path.iterdir() if path.is_file()) if found.path.is_dir() else None
+    if resolved.source != "hub":
+        raise OptionError(f"edgespec does not remove {resolved.name}", _HINTS[resolved.source])
+    cache = hub_cache_folder().resolve()
+    links = (
+        sorted(path for path in resolved.path.iterdir() if path.is_file()) if resolved.path.is_dir() else None
+    )
     if links is None:
-        links = gguf_files(found.path)
-    repository = next((p for p in found.path.absolute().parents if p.name.startswith("models--")), None)
+        links = gguf_files(resolved.path)
+    repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
-        raise OptionError(f"{found.path} is not in the cache {cache}", "delete it yourself")
-    ours = {link.absolute() for link in links}
+        raise OptionError(f"{resolved.path} is not in the cache {cache}", "delete it yourself")
+    own = {link.absolute() for link in links}
     others = {
         path.resolve()
         for path in (repository / "snapshots").rglob("*")
-        if path.is_file() and path.absolute() not in ours
+        if path.is_file() and path.absolute() not in own
     }
     blobs = {link.resolve() for link in links} - others
     if not all(blob.is_relative_to(cache) for blob in blobs):
-        raise OptionError(f"{found.path} leads out of the cache {cache}", "delete it yourself")
+        raise OptionError(f"{resolved.path} links to files outside the cache {cache}", "delete it yourself")
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))

@@ -1,41 +1,53 @@
-"""What a draft may bring, before either model was run: a guess by sizes, to choose by and not to promise."""
+"""Estimates the speed-up of a draft model from sizes alone, to rank draft models without running them."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["estimate_acceptance", "estimate_speedup"]
+__all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
-# Our assumption, not a measurement: of drafts of 1, 10 and 100 % of the target's size 0.70, 0.78 and 0.86 of
-# the guesses are accepted. Larger drafts guess better, and even as large a model not perfectly. The embedded
-# pair (21 %) has 0.75 where this says 0.80; what has run here is known better, see `AcceptanceHistory`.
-_AT_EQUAL_SIZE, _PER_DECADE = 0.86, 0.08
-_LEAST, _MOST = 0.3, 0.95
-# A verified row costs this much of a plain step, with F16 weights on two cores of a processor.
-_ROW = 0.14
-_LONGEST = 8
+# Assumed, not measured: drafts with 1, 10 and 100 % of the target's size have an acceptance rate of 0.70,
+# 0.78 and 0.86. The embedded pair (21 %) measures 0.75 where this estimate gives 0.80. `AcceptanceHistory`
+# has the measured rates of pairs that have run.
+_RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
+_MIN_RATE, _MAX_RATE = 0.3, 0.95
+# Cost of one more row in a verify pass, in target steps. Measured with F16 weights on a 2-core CPU.
+_COST_PER_ROW = 0.14
+# Longest draft that is considered, in tokens. Chosen.
+_MAX_DRAFT_LENGTH = 8
 
 
-def estimate_acceptance(size_share: float, shared_share: float = 1.0) -> float:
-    """The share of guesses that come true, in [0, 1], by the draft's share of the target's parameters.
+def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1.0) -> float:
+    """Return the expected acceptance rate, in [0, 1].
 
-    shared_share: of the target's tokens, those that the draft has; others it can never guess.
+    Args:
+        size_ratio: Parameters of the draft model divided by those of the target.
+        shared_token_fraction: Fraction of the target's tokens that the draft model has. It can never
+            propose the others.
     """
-    guess = _AT_EQUAL_SIZE + _PER_DECADE * math.log10(max(size_share, 1e-9))
-    return min(max(guess, _LEAST), _MOST) * shared_share
+    rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
+    return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction
 
 
 def estimate_speedup(
-    size_share: float, cost: float, shared_share: float = 1.0, measured: float | None = None
+    size_ratio: float,
+    step_cost: float,
+    shared_token_fraction: float = 1.0,
+    acceptance_rate: float | None = None,
 ) -> float:
-    """Tokens per second against plain decoding, at the best draft length.
+    """Return the expected speed-up over plain decoding at the best draft length.
 
-    cost: what one guess costs in plain steps: the bytes it reads over the bytes that the target reads, for
-    decoding waits for memory. measured: the acceptance, where this pair has run.
+    Args:
+        size_ratio: Parameters of the draft model divided by those of the target.
+        step_cost: Cost of a draft step in target steps. Decoding is limited by memory bandwidth, so this is
+            the ratio of the bytes that the two models read.
+        shared_token_fraction: Fraction of the target's tokens that the draft model has.
+        acceptance_rate: The measured acceptance rate; None to estimate it.
     """
-    acceptance = estimate_acceptance(size_share, shared_share) if measured is None else measured
+    if acceptance_rate is None:
+        acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)
     best, tokens = 0.0, 1.0
-    for length in range(1, _LONGEST + 1):
-        tokens += acceptance**length
-        best = max(best, tokens / (length * cost + 1.0 + _ROW * length))
+    for length in range(1, _MAX_DRAFT_LENGTH + 1):
+        tokens += acceptance_rate**length
+        best = max(best, tokens / (length * step_cost + 1.0 + _COST_PER_ROW * length))
     return best

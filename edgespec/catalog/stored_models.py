@@ -1,4 +1,4 @@
-"""A model that some program keeps on this machine, and looking for such without being led astray."""
+"""Models in the stores of other programs, and a bounded search through their folders."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from typing import Literal
 from edgespec.catalog.catalogue import ModelFormat
 from edgespec.catalog.hub_files import HubFile, is_model_file
 
-__all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "holds"]
+__all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "is_parent"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
-# A shelf of this many files is somebody's whole disk.
-_MOST_ENTRIES = 100_000
-# A link that leads to so many leads to no model.
-_MOST_LINKED_ENTRIES = 10_000
+# Maximum folder entries of a search. Chosen: a store with more is probably a whole disk.
+_MAX_ENTRIES = 100_000
+# Maximum folder entries below one symbolic link. Chosen: more are probably no models.
+_MAX_LINKED_ENTRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
     """A model in another program's store.
 
-    names: references it may be called by, shortest first; nothing else is called by the last of them.
-    path: as in `Resolved`; None where the model cannot be used, for the reason `problem`.
+    Attributes:
+        store: The program that stores it; `hub` is the Hugging Face cache.
+        names: References to it, the shortest first. The last one is unique.
+        path: Its file or folder; None if the model cannot be used.
+        format: Name of its file format.
+        problem: Why it cannot be used.
     """
 
     store: Store
@@ -38,18 +42,18 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The files of one GGUF model, all parts in order, by their paths below a folder."""
+    """The files of one GGUF model, in the order of its parts. Their names are paths below a folder."""
 
     files: tuple[HubFile, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether all its parts are there."""
+        """Whether all parts are present."""
         return len(self.files) == self.files[0].part_count
 
 
 def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
-    """The GGUF models that some files make up; projectors and the like are none."""
+    """Group files into GGUF models. Projectors and importance matrices are left out."""
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
@@ -57,7 +61,7 @@ def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """What is called `name` in a folder, in this or, where there is none, in another case."""
+    """Return the entry `name` of a folder, or one that differs in case only, or None."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -71,17 +75,21 @@ def find_child(folder: Path, name: str) -> Path | None:
 
 
 def files_below(folder: Path, depth: int) -> Iterator[Path]:
-    """The files in a folder and the folders in it, `depth` levels of these, in the order of their names.
+    """Yield the files below a folder, ordered by name.
 
-    Links are followed, for models may lie on another disk; each folder is entered once, and none that holds
-    `folder` itself. What cannot be read, or is hidden, is passed over.
+    Symbolic links are followed, as models may lie on another disk. Each folder is entered once, and no parent
+    of `folder` is entered. Hidden and unreadable entries are skipped.
+
+    Args:
+        folder: The folder to search.
+        depth: Levels of subfolders to search.
     """
-    seen = set(_around(folder))
-    whole = _Allowance(_MOST_ENTRIES)
-    waiting = [(folder, depth, whole)]
+    seen = set(_parents(folder))
+    total = _EntryBudget(_MAX_ENTRIES)
+    waiting = [(folder, depth, total)]
     while waiting:
-        here, levels, allowance = waiting.pop()
-        if min(whole.left, allowance.left) < 0:
+        here, levels, budget = waiting.pop()
+        if min(total.left, budget.left) < 0:
             continue
         try:
             if (identity := _identity(here.stat())) in seen:
@@ -91,9 +99,9 @@ def files_below(folder: Path, depth: int) -> Iterator[Path]:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError:
             continue
-        for one in {whole, allowance}:
+        for one in {total, budget}:
             one.left -= len(entries)
-        if min(whole.left, allowance.left) < 0:
+        if min(total.left, budget.left) < 0:
             continue
         inner = []
         for entry in entries:
@@ -102,37 +110,35 @@ def files_below(folder: Path, depth: int) -> Iterator[Path]:
             path = here / entry.name
             try:
                 if entry.is_dir():
-                    inner.append(
-                        (path, _Allowance(_MOST_LINKED_ENTRIES) if entry.is_symlink() else allowance)
-                    )
+                    inner.append((path, _EntryBudget(_MAX_LINKED_ENTRIES) if entry.is_symlink() else budget))
                 elif entry.is_file():
                     yield path
             except OSError:
                 continue
         if levels:
-            waiting += [(path, levels - 1, allowed) for path, allowed in reversed(inner)]
+            waiting += [(path, levels - 1, inner_budget) for path, inner_budget in reversed(inner)]
 
 
-def holds(folder: Path, inner: Path) -> bool:
-    """Whether a folder, by whatever links, is one that `inner` lies in."""
+def is_parent(folder: Path, inner: Path) -> bool:
+    """Return whether `inner` lies below `folder`, symbolic links resolved."""
     try:
-        return _identity(folder.stat()) in set(_around(inner))
+        return _identity(folder.stat()) in set(_parents(inner))
     except OSError:
         return False
 
 
-class _Allowance:
-    """How many entries of folders may still be looked at; below 0 more were wanted."""
+class _EntryBudget:
+    """The number of folder entries that a search may still read. It is exceeded below 0."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
-def _around(folder: Path) -> Iterator[tuple[int, int]]:
-    """The folders that a folder lies in."""
-    for around in Path(os.path.realpath(folder)).parents:
+def _parents(folder: Path) -> Iterator[tuple[int, int]]:
+    """Yield the device and inode of each parent folder."""
+    for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
-            yield _identity(around.stat())
+            yield _identity(parent.stat())
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

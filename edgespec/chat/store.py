@@ -1,7 +1,6 @@
-"""Saved chats: one versioned JSON file each, written atomically, read with suspicion.
+"""Saved chats: one JSON file each, with a format version, written atomically and validated when read.
 
-A chat file that cannot be read is reported and left where it is: nothing here deletes or overwrites
-a file that was not asked for by its id.
+A file that cannot be read is reported and left unchanged.
 """
 
 from __future__ import annotations
@@ -29,18 +28,21 @@ from edgespec.files import (
 __all__ = ["ChatStore", "SavedChat", "Setting", "StoredChat", "title_of"]
 
 Setting = str | int | float | bool | list[str]
-"""What one sampling setting may hold in a chat file."""
+"""Type of the value of one setting in a chat file."""
 
 VERSION = 1
+# Characters of a title that is made from the first message. Chosen.
 _MAX_TITLE = 60
+# How long saving waits for another program that saves. Chosen.
 _LOCK_SECONDS = 5.0
+# Larger files are rejected before they are read. Chosen: no chat gets this long.
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
 
 
 def title_of(messages: Sequence[Message]) -> str:
-    """A short one-line title from the first user message."""
+    """Return a short title made from the first user message."""
     first = next((m.content for m in messages if m.role == "user"), "")
     line = " ".join(first.split())
     if len(line) <= _MAX_TITLE:
@@ -51,7 +53,18 @@ def title_of(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """One chat as it is kept on disk. Times are UTC; an empty `title` is filled from the first message."""
+    """A chat in the form that is saved.
+
+    Attributes:
+        id: Identifier, which is also the file name.
+        messages: The conversation.
+        created: Time of creation, in UTC.
+        updated: Time of the last change, in UTC.
+        title: The title. An empty one is made from the first message.
+        target: Name of the model.
+        system: The system prompt.
+        sampling: Settings that are not default.
+    """
 
     id: str
     messages: tuple[Message, ...]
@@ -63,7 +76,7 @@ class SavedChat:
     sampling: Mapping[str, Setting] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """The chat as the JSON object of version 1."""
+        """Return the chat as the JSON object of format version 1."""
         return {
             "version": VERSION,
             "id": self.id,
@@ -79,7 +92,16 @@ class SavedChat:
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
-    """One line of the list of chats. `problem` is empty, or says why the file cannot be opened."""
+    """An entry of the list of saved chats.
+
+    Attributes:
+        id: Identifier of the chat.
+        path: The file.
+        title: The title, or the file name if the file cannot be read.
+        updated: Time of the last change.
+        message_count: Number of messages.
+        problem: The reason why the file cannot be read, or an empty string.
+    """
 
     id: str
     path: Path
@@ -90,13 +112,13 @@ class StoredChat:
 
 
 class ChatStore:
-    """The folder of saved chats."""
+    """The folder of saved chats. None means the folder `chats` in the user's data folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
 
     def new_id(self) -> str:
-        """An id no chat has yet: sortable by time, random at the end."""
+        """Return an unused id, which starts with the time and ends with random digits."""
         while True:
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             chat_id = f"{stamp}-{secrets.token_hex(4)}"
@@ -104,9 +126,9 @@ class ChatStore:
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:
-        """Write `chat`, replacing its older version in one step. Raises ChatFileError."""
+        """Write a chat atomically, replacing its older version. Raises ChatFileError."""
         path = self._path(chat.id)
-        # Lone surrogates can reach us through a paste; they have no UTF-8 form.
+        # Pasted text can contain lone surrogates, which have no UTF-8 encoding.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
         payload = text.encode("utf-8", "replace") + b"\n"
         if not path.exists():
@@ -121,12 +143,21 @@ class ChatStore:
         return path
 
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
-        """Save a chat that goes on from what it was at `known`, None where that is not known.
+        """Save a chat unless another program has changed its file.
 
-        Where another program has changed it since, what that wrote stays, and this one becomes a chat of its
-        own. Returns the chat as it was saved. Raises ChatFileError.
+        In that case the file stays as it is, and the chat is saved under a new id.
+
+        Args:
+            chat: The chat to save.
+            known: `updated` of the version that this chat continues, or None if there is none.
+
+        Returns:
+            The chat with the id that it was saved under.
+
+        Raises:
+            ChatFileError: The chat could not be saved.
         """
-        with self._alone():
+        with self._locked():
             if known is not None and self._changed(chat.id, known):
                 chat = replace(chat, id=self.new_id())
             self.save(chat)
@@ -136,12 +167,12 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # One that is gone is saved again; one that a later edgespec wrote, say, stays.
+            # A deleted file is saved again. A file that cannot be read, perhaps of a newer version, stays.
             return self._path(chat_id).exists()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While no other program looks at a chat to write it; at once where there are no locks."""
+    def _locked(self) -> Iterator[None]:
+        """Hold a lock against other programs, if the file system supports locks."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)
@@ -158,7 +189,7 @@ class ChatStore:
         return read_chat(self._path(chat_id))
 
     def delete(self, chat_id: str) -> None:
-        """Remove one chat by its id; a chat that is already gone is fine. Raises ChatFileError."""
+        """Delete one chat by its id. A chat that does not exist is ignored. Raises ChatFileError."""
         path = self._path(chat_id)
         try:
             path.unlink(missing_ok=True)
@@ -168,7 +199,7 @@ class ChatStore:
             ) from error
 
     def list(self) -> list[StoredChat]:
-        """All chats, newest first; files that cannot be read are listed with the reason."""
+        """Return all chats, newest first. Files that cannot be read are listed with the reason."""
         try:
             paths = [p for p in self.folder.iterdir() if p.suffix == ".json" and not p.name.startswith(".")]
         except FileNotFoundError:
@@ -183,7 +214,7 @@ class ChatStore:
         )
 
     def _path(self, chat_id: str) -> Path:
-        # The id becomes a file name: nothing that could name another folder gets through.
+        # The id becomes a file name, so ids that could name another folder are rejected.
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat id", "use an id from the list of saved chats")
         return self.folder / f"{chat_id}.json"
@@ -202,7 +233,7 @@ def _entry(path: Path) -> StoredChat:
 
 
 def read_chat(path: Path) -> SavedChat:
-    """Read and check one chat file. Raises ChatFileError with what is wrong and what to do."""
+    """Read and validate one chat file. Raises ChatFileError."""
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
@@ -303,7 +334,7 @@ def _sampling(path: Path, value: object) -> dict[str, Setting]:
 
 def _broken(path: Path, why: str) -> ChatFileError:
     return ChatFileError(
-        f"{path.name} is not a readable chat: {why}", f"mend or move {path}; other chats are not affected"
+        f"{path.name} is not a readable chat: {why}", f"repair or move {path}; other chats are not affected"
     )
 
 

@@ -17,9 +17,15 @@ __all__ = ["ChatTemplate"]
 
 
 class ChatTemplate:
-    """Renders messages the way the model was trained on them.
+    """Renders messages with the Jinja template of a model.
 
-    Raises TemplateError when the template does not compile or refuses the messages.
+    Args:
+        source: The template.
+        start_text: Text of the start token, `bos_token` in templates.
+        end_text: Text of the end token, `eos_token` in templates.
+
+    Raises:
+        TemplateError: The template does not compile.
     """
 
     def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
@@ -39,16 +45,16 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt for the next reply of the assistant."""
+        """Return the prompt for the assistant's next reply. Raises TemplateError."""
         try:
             return self._render(messages)
         except JinjaError as error:
             folded = _without_system(messages)
             if folded is None:
                 raise TemplateError(
-                    f"the model's chat template refuses these messages: {error}", "change or shorten the chat"
+                    f"the model's chat template rejects these messages: {error}", "change or shorten the chat"
                 ) from error
-        # Some templates know no system role (Gemma); the instructions then lead the first message.
+        # Templates such as Gemma's have no system role. The system prompt then leads the first message.
         return self.render(folded)
 
     def _render(self, messages: Sequence[Message]) -> str:
@@ -62,7 +68,7 @@ class ChatTemplate:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:
-    """The same messages with the system's words put before the user's first; None when there are none."""
+    """Return the messages with the system prompt moved into the first message, or None if there is none."""
     if len(messages) < 2 or messages[0].role != "system":
         return None
     first = messages[1]

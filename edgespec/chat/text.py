@@ -1,4 +1,4 @@
-"""From tokens to text as it streams: whole characters only, stop strings held back until they are decided."""
+"""Streaming conversion of tokens to text, with whole characters and stop strings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["ReplyText"]
 class ReplyText:
     """Collects the text of one reply token by token.
 
-    A character spread over several tokens appears with its last byte. Text that may be the beginning
-    of a stop string is held back until it is clear that it is not.
+    A character that is spread over several tokens appears with its last byte. Text that may be the start of a
+    stop string is held back until the next tokens decide it.
     """
 
     def __init__(
@@ -23,16 +23,16 @@ class ReplyText:
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self._said: list[str] = []
+        self._released: list[str] = []
         self._fresh: list[str] = []
 
     @property
     def text(self) -> str:
-        """All text that is certain."""
-        return "".join(self._said)
+        """The text so far, without text that is held back."""
+        return "".join(self._released)
 
     def feed(self, token: int) -> bool:
-        """Take one emitted token; True when the reply ends with it."""
+        """Add a token. Returns True if the reply ends with it."""
         if self._is_end(token):
             self._fresh.append("")
             return True
@@ -47,7 +47,7 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """The length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that starts a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
@@ -55,18 +55,18 @@ class ReplyText:
         return 0
 
     def _release(self, length: int) -> None:
-        said, self._held = self._held[:length], self._held[length:]
-        self._said.append(said)
-        self._fresh.append(said)
+        released, self._held = self._held[:length], self._held[length:]
+        self._released.append(released)
+        self._fresh.append(released)
 
     def drain(self) -> list[str]:
-        """What each token since the last call added to the text."""
+        """Return the text that each token since the last call has added."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def finish(self) -> str:
-        """The reply is over: the text still held back, an unfinished character as U+FFFD."""
+        """End the reply and return the text that was held back. An incomplete character becomes U+FFFD."""
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
-        self._said.append(rest)
+        self._released.append(rest)
         return rest

@@ -51,9 +51,9 @@ __all__ = ["command"]
 @reply_options
 @click.option(
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value=LAST,
-    help="Go on with the last chat, or with this one. What was read of it is not read again.",
+    help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
-@click.option("--light/--dark", default=None, help="The colours. [default: as last time]")
+@click.option("--light/--dark", default=None, help="Use light or dark colours. [default: as last time]")
 @model_options
 @prefix_cache_options(default="disk")
 @drafting_options(remember=True)
@@ -63,9 +63,9 @@ __all__ = ["command"]
 def command(
     ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
 ) -> int:
-    """Chat with a model in the terminal. F1 there shows the keys and the commands, such as /memory.
+    """Chat with a model in the terminal. Press F1 in the chat for its keys and commands.
 
-    Chats are saved as you go. Without --target the embedded demo answers, a tiny terminal helper.
+    Chats are saved after each reply. Without --target the built-in demo model answers.
     """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
@@ -91,7 +91,7 @@ def command(
         terminated = True
         signal.raise_signal(signal.SIGINT)
 
-    # Ended at once, the chat would leave the terminal as it had set it up.
+    # SIGTERM becomes SIGINT, so that the chat can restore the terminal before it ends.
     before = signal.signal(signal.SIGTERM, on_terminate)
     try:
         run_chat(

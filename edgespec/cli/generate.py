@@ -108,7 +108,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
-        for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.line):
+        for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.summary):
             note(line)
         return stream.reply
 

@@ -1,4 +1,4 @@
-"""Help texts: what it does, examples, then the options in sections; a wrong command gets the nearest one."""
+"""Commands whose help shows examples first and options in sections, and that suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import click
 
 from edgespec.cli.failures import WRONG_USAGE
 
-__all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
+__all__ = ["BEFORE_COMMAND", "HelpfulCommand", "HelpfulGroup", "SectionOption"]
+
+BEFORE_COMMAND = "edgespec.cli.before_command"
+"""The key in `ctx.meta` of a function that is called with the context before the command runs."""
 
 
 class SectionOption(click.Option):
-    """An option that knows under which heading the help shows it."""
+    """An option with the heading under which the help lists it."""
 
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
@@ -22,7 +25,7 @@ class SectionOption(click.Option):
 
 
 class _Helpful(click.Command):
-    """Shows `examples`, each a line for the shell, before the options."""
+    """A command whose help shows `examples`, each one line for the shell, before the options."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **settings: Any) -> None:
         self.examples = tuple(examples)
@@ -33,7 +36,7 @@ class _Helpful(click.Command):
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
-                    # Written as it is: a wrapped command cannot be copied.
+                    # Not wrapped, so that it can be copied.
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -49,21 +52,17 @@ class _Helpful(click.Command):
 
 
 class HelpfulCommand(_Helpful):
-    """A command with examples and sections."""
+    """A command whose help has examples and sections."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it, with those of the settings that this run reads."""
-        if ctx.meta:
-            from edgespec.cli.screen import note
-            from edgespec.cli.settings import leave_out_unread
-
-            for line in leave_out_unread(ctx):
-                note(line)
+        """Run the command, after the function under BEFORE_COMMAND if there is one."""
+        if before := ctx.meta.get(BEFORE_COMMAND):
+            before(ctx)
         return super().invoke(ctx)
 
 
 class HelpfulGroup(_Helpful, click.Group):
-    """A group of commands with examples; commands are shown before options."""
+    """A group of commands whose help has examples, and lists commands before options."""
 
     command_class = HelpfulCommand
 
@@ -71,7 +70,7 @@ class HelpfulGroup(_Helpful, click.Group):
         super().__init__(*args, no_args_is_help=False, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's; a group that does nothing alone shows its help, and that counts as wrong usage."""
+        """Parse arguments. A group without a command shows its help, which counts as wrong usage."""
         if not args and not ctx.resilient_parsing and not self.invoke_without_command:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(WRONG_USAGE)
@@ -84,7 +83,7 @@ class HelpfulGroup(_Helpful, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, but a wrong name is answered with the nearest right one."""
+        """Find a subcommand. The error for an unknown name suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, known, 1)

@@ -96,7 +96,7 @@ def list_models(as_json: bool) -> None:
                 "models": [entry_json(entry) | _downloaded_json(files) for entry, files in listed],
                 "local": [installed_json(installed_model) for installed_model in installed.models],
                 "prepared": [prepared_json(prepared) for prepared in installed.prepared],
-                "skipped": [{"name": skipped.name, "why": skipped.why} for skipped in installed.skipped],
+                "skipped": [{"name": skipped.name, "why": skipped.reason} for skipped in installed.unusable],
                 "aliases": own,
                 "pairs": pairs,
             }
@@ -125,9 +125,9 @@ def list_models(as_json: bool) -> None:
         print_table(("YOUR TARGET", "DRAFT MODEL"), sorted(pairs.items()))
     if not own and not pairs:
         note(f"To name models yourself, see `edgespec models alias --help` ({user_aliases_path()}).")
-    if installed.skipped:
-        what = ", ".join(one.name for one in installed.skipped[:3]) + (
-            ", ..." if len(installed.skipped) > 3 else ""
+    if installed.unusable:
+        what = ", ".join(one.name for one in installed.unusable[:3]) + (
+            ", ..." if len(installed.unusable) > 3 else ""
         )
         note(f"Not usable: {what}. `edgespec models list --json` shows why.")
 
@@ -168,7 +168,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
         has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
         installed = find_installed(include_embedded=True)
         try:
-            shown = replace(shown, info=read_model_info(found, installed.known))
+            shown = replace(shown, info=read_model_info(found, installed.metadata))
         except ModelFileError as error:
             shown = replace(shown, problem=str(error))
         shown = replace(shown, options=draft_options(found, installed), choice=choose_draft(found))

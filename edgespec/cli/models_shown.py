@@ -89,7 +89,7 @@ class Shown:
             "drafts": [_draft_json(option) for option in self.options],
             "auto_draft": {
                 "draft": choice.draft.name if choice and choice.draft else None,
-                "why": choice.why if choice else self.missing,
+                "why": choice.reason if choice else self.missing,
             },
             "problem": self.problem,
         }
@@ -228,12 +228,12 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
         "reference": option.reference,
         "on_this_machine": option.path is not None,
         "format": option.format,
-        "by": option.by,
-        "shared_tokens": option.shared_share,
+        "by": option.source,
+        "shared_tokens": option.shared_token_fraction,
         "parameters": option.parameters,
         "file_bytes": option.size_bytes,
         "expected_speedup": round(option.speedup, 3),
-        "measured_acceptance": option.acceptance,
+        "measured_acceptance": option.acceptance_rate,
     }
 
 
@@ -288,10 +288,10 @@ def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tu
         here = "" if option.path else ", not on this machine"
         form = option.format.upper()
         sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}, {form}"
-        basis = "estimated" if option.acceptance is None else "measured"
+        basis = "estimated" if option.acceptance_rate is None else "measured"
         gain = f"expected speed-up {option.speedup:.1f}x ({basis}){here}"
         lines.append(("draft model", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
     if len(options) > _MAX_DRAFTS:
         lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))
     taken = f"{choice.draft.name}: " if choice.draft else "none: "
-    return [*lines, ("--draft auto", taken + choice.why)]
+    return [*lines, ("--draft auto", taken + choice.reason)]

@@ -10,7 +10,15 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import json_option, model_options, pick, planned_options, prefix_cache_options
+from edgespec.cli.options import (
+    MODEL_NAMES,
+    PREFIX_CACHE_NAMES,
+    json_option,
+    model_options,
+    pick,
+    planned_options,
+    prefix_cache_options,
+)
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -18,12 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-# Those that are left out, such as --threads, change nothing that is planned.
-_NAMES = (
-    "target", "draft", "memory", "prefer", "context", "gpu_layers", "kv_type", "flash_attention", "mmap",
-    "mlock", "adapter", "exact", "prefix_cache", "prefix_cache_memory", "method", "draft_branches",
-    "draft_window", "draft_sinks",
-)  # fmt: skip
 _WIDTH = 100
 
 
@@ -74,7 +76,7 @@ def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
 
     progress = ProgressLine(stop)
     try:
-        return plan(**pick(options, _NAMES), progress=progress)
+        return plan(**pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, "method")), progress=progress)
     finally:
         progress.clear()
 

@@ -1,62 +1,44 @@
-"""The program: its commands, found when asked for, and what every way of ending looks like."""
+"""The program `edgespec`: its commands, and how a run ends."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 from edgespec import __version__
+from edgespec.cli.commands import COMMANDS, load_command
 from edgespec.cli.failures import DONE, INTERRUPTED, describe, exit_status
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.screen import printable
 from edgespec.errors import EdgespecError
 
-__all__ = ["COMMANDS", "Program", "program"]
-
-COMMANDS = (
-    "chat",
-    "generate",
-    "plan",
-    "verify",
-    "tune",
-    "bench",
-    "prepare",
-    "doctor",
-    "models",
-    "config",
-    "delete-data",
-    "completion",
-)
+__all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """Imports a command's file when the command is used, so that starting stays quick."""
+    """The group of all commands. It imports a command when it is used, so that edgespec starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """The commands, most used first."""
+        """Return the names of the commands, most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
-        """The command of that name, or None."""
-        if name not in COMMANDS:
-            return None
-        command: click.Command = import_module(f"edgespec.cli.{name.replace('-', '_')}").command
-        return command
+        """Return the command of that name, or None."""
+        return load_command(name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Read the command line; --help and --version print and end here."""
+        """Parse the command line. `--help` and `--version` print their text and exit."""
         try:
             return super().make_context(*args, **extra)
         except BrokenPipeError:
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. A reader that leaves early (`| head -1`) has got what it wanted."""
+        """Run the command. A reader that closes the pipe early, such as `head -1`, is no failure."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -64,17 +46,17 @@ class Program(HelpfulGroup):
         except EdgespecError as error:
             if not ctx.meta:
                 raise
-            from edgespec.cli.settings import traced
+            from edgespec.cli.settings import with_setting_source
 
-            raise traced(error, ctx) from error
+            raise with_setting_source(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
-        """Run one command and end the process with the exit status of the contract."""
+        """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
         if sys.stdout is None:
-            # Started with it closed: what is printed goes where the person sent it, nowhere.
+            # Started with a closed standard output: discard what is printed.
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with suppress(AttributeError):
-            # A character the terminal does not have must not end a reply.
+            # A character that the terminal cannot show must not end a reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
         extra |= {"prog_name": "edgespec", "standalone_mode": False}
@@ -94,7 +76,7 @@ class Program(HelpfulGroup):
 
 
 def _reader_left() -> int:
-    """Send what is still buffered nowhere, so that nothing complains about it at the end."""
+    """Discard buffered output, so that Python does not report a broken pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DONE
 

@@ -1,4 +1,4 @@
-"""What a person sets once: options in a file or in the environment. The command line wins over both."""
+"""Settings for all runs: options in the settings file or the environment. The command line overrides both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import click
 from click.core import ParameterSource
 
-from edgespec.cli.options import SAMPLING_NAMES, SIZE_NAMES, SettingOption, every_setting
+from edgespec.cli.commands import COMMANDS, load_command
+from edgespec.cli.help import BEFORE_COMMAND, SectionOption
 from edgespec.cli.settings_file import KeyPath, line_number
 from edgespec.errors import (
     ConfigurationError,
@@ -25,48 +26,66 @@ from edgespec.errors import (
     OptionError,
 )
 from edgespec.files import config_folder, error_reason, read_regular_file
+from edgespec.option_kinds import Flag, Size
+from edgespec.options import SETTINGS, Option, unread_options
 
 __all__ = [
-    "FOR_ALL",
+    "ALL_COMMANDS",
     "VARIABLES",
-    "Found",
+    "SettingOption",
+    "SettingValue",
     "Settings",
     "Written",
-    "configured",
-    "from_text",
-    "leave_out_unread",
-    "nearest",
+    "error_text",
     "read_text",
-    "said_of",
+    "setting_value",
     "settings_of",
     "settings_path",
-    "traced",
+    "suggestion",
     "variable_of",
+    "with_setting_source",
 ]
 
 Written: TypeAlias = bool | str | tuple[str, ...]
-"""A value as it would be written on the command line; several where an option may be repeated."""
+"""A value as it would be written on the command line. Repeatable options have several."""
 
-FOR_ALL = ""
+ALL_COMMANDS = ""
+"""The section of settings that are for every command: the lines above the first section."""
 _PREFIX = "EDGESPEC_"
 VARIABLES = {
-    "EDGESPEC_CONFIG_DIR": "the folder of the settings file and of aliases",
-    "EDGESPEC_DATA_DIR": "the folder of chats, and of what was learnt",
-    "EDGESPEC_CACHE_DIR": "the folder of what can be made again",
-    "EDGESPEC_DEBUG": "1 shows where an error comes from",
+    "EDGESPEC_CONFIG_DIR": "folder of the settings file and of aliases",
+    "EDGESPEC_DATA_DIR": "folder of chats and saved measurements",
+    "EDGESPEC_CACHE_DIR": "folder of files that can be made again",
+    "EDGESPEC_DEBUG": "1 shows a traceback with errors",
 }
-"""Variables that are no settings, and what they are for."""
+"""Environment variables that are not settings, with what they are for."""
 
-_TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-_KEPT = "edgespec.cli.settings"
-_USED = "edgespec.cli.settings used"
+_TRUTHS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+_SETTINGS_KEY = "edgespec.cli.settings"
+_USED_KEY = "edgespec.cli.settings used"
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*)?\.?\d+(e[+-]?\d+)?", re.IGNORECASE)
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A value that was set. where: the file, or the name of the variable."""
+class SettingValue:
+    """One value that was set.
+
+    Attributes:
+        written: The value as text, as on the command line.
+        value: The value that the text stands for.
+        source: The environment, or the file (DEFAULT_MAP).
+        where: The path of the file, or the name of the variable.
+    """
 
     written: Written
     value: Any
@@ -74,60 +93,90 @@ class Found:
     where: str
 
 
+class SettingOption(SectionOption):
+    """A command line option whose value may come from the environment or the settings file.
+
+    Attributes:
+        declaration: The option in `edgespec.options`.
+    """
+
+    def __init__(self, *args: Any, declaration: Option, **settings: Any) -> None:
+        self.declaration = declaration
+        super().__init__(*args, **settings)
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """Return the value on the command line, else the setting, else the default.
+
+        Raises:
+            ConfigurationError: A setting is wrong.
+        """
+        value, source = super().consume_value(ctx, opts)
+        if source is not ParameterSource.DEFAULT or ctx.resilient_parsing:
+            return value, source
+        found = _configured(ctx, str(self.name))
+        return (found.written, found.source) if found else (value, source)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """What the environment and the file say. `file` is by command, FOR_ALL for the lines above the sections.
+    """All settings of the environment and the file.
 
-    What cannot be used is not among the values, and `problems` says why.
+    Attributes:
+        path: The settings file, which need not exist.
+        environment: Values of variables, by setting.
+        file: Values of the file, by command (ALL_COMMANDS for every command) and setting.
+        problems: One error for each setting that cannot be used. Such a setting has no value above.
     """
 
     path: Path
-    environment: Mapping[str, Found]
-    file: Mapping[str, Mapping[str, Found]]
+    environment: Mapping[str, SettingValue]
+    file: Mapping[str, Mapping[str, SettingValue]]
     problems: tuple[ConfigurationError, ...]
 
     @classmethod
     def read(cls) -> Settings:
-        """Look at both. Raises nothing: see `problems`."""
+        """Read the environment and the file. Errors are collected in `problems`, not raised."""
         path = settings_path()
         problems: list[ConfigurationError] = []
         environment = dict(_from_environment(os.environ, problems))
-        file: dict[str, dict[str, Found]] = {}
+        file: dict[str, dict[str, SettingValue]] = {}
         try:
             text = read_text(path)
             if text is not None:
-                file = _File(path, text, problems).read()
+                file = _FileReader(path, text, problems).read()
         except ConfigurationError as error:
             problems.append(error)
         return cls(path, environment, file, tuple(problems))
 
-    def find(self, command: str, name: str) -> Found | None:
-        """What holds for this option of a command: the environment, its own section, the lines above."""
-        places = (self.environment, self.file.get(command, {}), self.file.get(FOR_ALL, {}))
+    def find(self, command: str, name: str) -> SettingValue | None:
+        """Return the setting of a command: from the environment, its section, or the lines for all."""
+        places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
 
 def settings_path() -> Path:
-    """The file of a user's settings. It need not exist."""
+    """Return the path of the settings file, which need not exist."""
     return config_folder() / "config.toml"
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the environment variable of a setting."""
     return _PREFIX + name.upper()
 
 
 def settings_of(command: str) -> dict[str, SettingOption]:
-    """The settings that a command reads, by name; none for one that reads none."""
-    from edgespec.cli.program import program
-
-    found = program.get_command(click.Context(program), command)
-    options = found.params if found else ()
+    """Return the settings that a command uses, by name."""
+    loaded = load_command(command)
+    options = loaded.params if loaded else ()
     return {option.name: option for option in options if isinstance(option, SettingOption) and option.name}
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a sound settings file; None where there is none. Raises ConfigurationError."""
+    """Return the text of a settings file, or None if there is no file.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not TOML.
+    """
     try:
         text = read_regular_file(path).decode("utf-8-sig")
         tomllib.loads(text)
@@ -144,205 +193,206 @@ def read_text(path: Path) -> str | None:
             "make it a readable file, or move it away",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _broken(path, text, error) from error
+        raise _syntax_error(path, text, error) from error
     return text
 
 
-def _broken(path: Path, text: str, error: Exception) -> ConfigurationError:
-    """A file that is not TOML: where, and what the parser says of it."""
-    said = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
-    place = _PLACE.search(said)
+def _syntax_error(path: Path, text: str, error: Exception) -> ConfigurationError:
+    """Return the error for a file that is not TOML, with the line and column."""
+    reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+    place = _PLACE.search(reason)
     where = str(path)
     if place:
-        said = said[: place.start()]
+        reason = reason[: place.start()]
         where += f", line {place[1] or text.rstrip().count(chr(10)) + 1}"
         where += f", column {place[2]}" if place[2] else ""
     return ConfigurationError(
-        f"{where}: {said[:1].lower()}{said[1:]}",
+        f"{where}: {reason[:1].lower()}{reason[1:]}",
         'write lines such as target = "8b-q4", or move the file away',
     )
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The next step for a name that is not known. prefix: what all of them begin with."""
+def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the next step for an unknown name: the nearest known one. prefix: common to all known names."""
     stems = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), stems, 1)
-    return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all there are"
+    return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all settings"
 
 
-def from_text(option: SettingOption, text: Written) -> Any:
-    """What an option makes of a text, or of several. Raises click.BadParameter or OptionError."""
-    if option.is_flag and isinstance(text, str) and text.lower() not in _TRUTHS:
-        raise click.BadParameter(f"{text!r} is neither true nor false")
-    value = option.type_cast_value(click.Context(click.Command("config")), text)
-    if option.name in SAMPLING_NAMES:
-        import edgespec
+def setting_value(name: str, text: Written) -> Any:
+    """Return the value of a setting that is written as text, or as several texts.
 
-        setting: dict[str, Any] = {option.name: dict(value) if option.multiple else value}
-        edgespec.SamplingParams(**setting)
-    elif option.name in SIZE_NAMES:
-        from edgespec.checks import parse_size
-
-        parse_size(option.name, value)
-    elif option.name == "method":
-        from edgespec.assembly.drafting_options import Drafting
-
-        Drafting(methods=(value,))
+    Raises:
+        ValueError: The text does not have the right form. Its subclass OptionError: the value is wrong.
+    """
+    option = SETTINGS[name]
+    if isinstance(option.kind, Flag):
+        if isinstance(text, bool):
+            return text
+        if str(text).lower() not in _TRUTHS:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return _TRUTHS[str(text).lower()]
+    if option.kind.repeatable:
+        texts = text if isinstance(text, tuple) else (str(text),)
+        value: Any = tuple(option.kind.parse(each) for each in texts)
+        option.check(name, type(option.default)(value))
+    else:
+        value = option.kind.parse(str(text))
+        option.check(name, value)
     return value
+
+
+def error_text(name: str, error: ValueError) -> str:
+    """Return one line that says what is wrong with a setting."""
+    return str(error) if isinstance(error, OptionError) else f"{name}: {str(error).rstrip('.')}"
 
 
 def _from_environment(
     environment: Mapping[str, str], problems: list[ConfigurationError]
-) -> Iterator[tuple[str, Found]]:
-    """The settings among the variables; an empty one is none."""
-    options = every_setting()
-    names = {variable_of(name): name for name in options}
+) -> Iterator[tuple[str, SettingValue]]:
+    """Yield the settings among the environment variables. An empty variable counts as unset."""
+    names = {variable_of(name): name for name in SETTINGS}
     for variable, text in sorted(environment.items()):
         if not variable.startswith(_PREFIX) or variable in VARIABLES or not text:
             continue
         if variable not in names:
-            step = nearest(variable, [*names, *VARIABLES], _PREFIX)
+            step = suggestion(variable, [*names, *VARIABLES], _PREFIX)
             problems.append(ConfigurationError(f"there is no setting for the variable {variable}", step))
             continue
-        option = options[names[variable]]
-        written: Written = (text,) if option.multiple else text
+        name = names[variable]
+        written: Written = (text,) if SETTINGS[name].kind.repeatable else text
         try:
-            value = from_text(option, written)
-        except (click.BadParameter, OptionError) as error:
+            value = setting_value(name, written)
+        except ValueError as error:
             step = "" if isinstance(error, OptionError) else f"correct it, or unset {variable}"
-            problems.append(ConfigurationError(f"{variable}: {said_of(names[variable], error)}", step))
+            problems.append(ConfigurationError(f"{variable}: {error_text(name, error)}", step))
         else:
-            yield names[variable], Found(written, value, ParameterSource.ENVIRONMENT, variable)
+            yield name, SettingValue(written, value, ParameterSource.ENVIRONMENT, variable)
 
 
-def said_of(name: str, error: click.BadParameter | OptionError) -> str:
-    """What is wrong with a value, in one line."""
-    return str(error) if isinstance(error, OptionError) else f"{name}: {error.message.rstrip('.')}"
-
-
-class _File:
-    """The values of a sound file; what is wrong with others goes to `problems`."""
+class _FileReader:
+    """Reads the values of a TOML file. Errors in single settings are added to `problems`."""
 
     def __init__(self, path: Path, text: str, problems: list[ConfigurationError]) -> None:
         self._path = path
         self._text = text
         self._problems = problems
 
-    def read(self) -> dict[str, dict[str, Found]]:
-        from edgespec.cli.program import COMMANDS
-
-        settings = every_setting()
-        found: dict[str, dict[str, Found]] = {FOR_ALL: {}}
+    def read(self) -> dict[str, dict[str, SettingValue]]:
+        """Return the values by command and setting."""
+        values: dict[str, dict[str, SettingValue]] = {ALL_COMMANDS: {}}
         for name, value in tomllib.loads(self._text).items():
             if name in COMMANDS and isinstance(value, dict):
-                found[name] = dict(self._section(name, value))
-            elif name in settings:
-                found[FOR_ALL] |= self._value(settings[name], (name,), value)
+                values[name] = dict(self._read_section(name, value))
+            elif name in SETTINGS:
+                values[ALL_COMMANDS] |= self._read_value((name,), value)
             elif name in ("aliases", "pairs"):
                 from edgespec.catalog.catalogue import user_aliases_path
 
                 self._refuse((name,), f"{name} are not settings", f"put them into {user_aliases_path()}")
             else:
                 sections = COMMANDS if isinstance(value, dict) else ()
-                self._refuse((name,), f"there is no setting {name!r}", nearest(name, sections or settings))
-        return found
+                step = suggestion(name, sections or SETTINGS)
+                self._refuse((name,), f"there is no setting {name!r}", step)
+        return values
 
-    def _section(self, command: str, table: dict[str, Any]) -> Iterator[tuple[str, Found]]:
+    def _read_section(self, command: str, table: dict[str, Any]) -> Iterator[tuple[str, SettingValue]]:
         options = settings_of(command)
         if not options:
             self._refuse((command,), f"{command} has no settings", "take the section out")
             return
         for name, value in table.items():
             if name in options:
-                yield from self._value(options[name], (command, name), value).items()
+                yield from self._read_value((command, name), value).items()
             else:
-                what = f"{command} has no setting {name!r}"
-                self._refuse((command, name), what, nearest(name, options))
+                problem = f"{command} has no setting {name!r}"
+                self._refuse((command, name), problem, suggestion(name, options))
 
-    def _value(self, option: SettingOption, path: KeyPath, given: Any) -> dict[str, Found]:
+    def _read_value(self, path: KeyPath, given: Any) -> dict[str, SettingValue]:
+        name = path[-1]
         try:
-            written = _as_written(option, given)
-            value = from_text(option, written)
-            if not (option.name in SIZE_NAMES and isinstance(given, int)):
-                _check_type(given, value)
-        except (click.BadParameter, OptionError) as error:
+            written = _as_written(name, given)
+            value = setting_value(name, written)
+            if not (isinstance(SETTINGS[name].kind, Size) and isinstance(given, int)):
+                _check_toml_type(given, value)
+        except ValueError as error:
             step = f"correct it, or `edgespec config unset {'.'.join(path)}`"
-            self._refuse(path, said_of(path[-1], error), "" if isinstance(error, OptionError) else step)
+            self._refuse(path, error_text(name, error), "" if isinstance(error, OptionError) else step)
             return {}
-        return {path[-1]: Found(written, value, ParameterSource.DEFAULT_MAP, str(self._path))}
+        return {name: SettingValue(written, value, ParameterSource.DEFAULT_MAP, str(self._path))}
 
-    def _refuse(self, path: KeyPath, what: str, next_step: str) -> None:
+    def _refuse(self, path: KeyPath, problem: str, next_step: str) -> None:
         line = line_number(self._text, path)
         where = f"{self._path}, line {line}" if line else str(self._path)
-        self._problems.append(ConfigurationError(f"{where}: {what}", next_step))
+        self._problems.append(ConfigurationError(f"{where}: {problem}", next_step))
 
 
-def _as_written(option: SettingOption, value: Any) -> Written:
-    """What one would write on the command line for a value of the file. Raises click.BadParameter."""
-    if option.is_flag:
+def _as_written(name: str, value: Any) -> Written:
+    """Return a TOML value as it would be written on the command line. Raises ValueError."""
+    kind = SETTINGS[name].kind
+    if isinstance(kind, Flag):
         if isinstance(value, bool):
             return value
-        raise click.BadParameter(f"{value!r} is neither true nor false, without quotes")
+        raise ValueError(f"{value!r} is neither true nor false, without quotes")
     if isinstance(value, list):
         texts = tuple(str(item) for item in value if _is_plain(item))
         if len(texts) == len(value):
-            return texts if option.multiple else ",".join(texts)
-    elif option.multiple:
-        raise click.BadParameter(f"{value!r} is not a list, such as {option.name} = [...]")
+            return texts if kind.repeatable else ",".join(texts)
+    elif kind.repeatable:
+        raise ValueError(f"{value!r} is not a list, such as {name} = [...]")
     elif _is_plain(value):
         return str(value)
-    raise click.BadParameter(f"{value!r} is not what this setting takes")
+    raise ValueError(f"{value!r} is not what this setting takes")
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-def _check_type(given: Any, value: Any) -> None:
-    """Refuse what would be understood on the command line, where all is text, but has another type here."""
+def _check_toml_type(given: Any, value: Any) -> None:
+    """Raise ValueError for a TOML value of the wrong type, even if its text would be right."""
     if isinstance(given, list) and not isinstance(value, tuple):
-        raise click.BadParameter(f"{given!r} is a list, and this takes one value")
+        raise ValueError(f"{given!r} is a list, and this takes one value")
     if isinstance(value, str) and not isinstance(given, str):
-        raise click.BadParameter(f'{given!r} is not a text: write "{given}"')
+        raise ValueError(f'{given!r} is not a text: write "{given}"')
     if isinstance(given, str) and isinstance(value, int | float) and _NUMBER.fullmatch(given):
-        raise click.BadParameter(f"{given!r} is a text: write it without quotes")
+        raise ValueError(f"{given!r} is a text: write it without quotes")
 
 
-def configured(ctx: click.Context, option: SettingOption) -> Found | None:
-    """What is set for this option of the command that runs. Raises ConfigurationError."""
-    settings = ctx.meta.get(_KEPT)
+def _configured(ctx: click.Context, name: str) -> SettingValue | None:
+    """Return the setting for an option of the running command. Raises ConfigurationError."""
+    settings = ctx.meta.get(_SETTINGS_KEY)
     if settings is None:
-        settings = ctx.meta[_KEPT] = Settings.read()
+        settings = ctx.meta[_SETTINGS_KEY] = Settings.read()
+        ctx.meta[BEFORE_COMMAND] = _leave_out_unread
     if settings.problems:
         raise settings.problems[0]
-    found: Found | None = settings.find(ctx.info_name or "", option.name)
+    found: SettingValue | None = settings.find(ctx.info_name or "", name)
     if found:
-        ctx.meta.setdefault(_USED, {})[option.name] = found
+        ctx.meta.setdefault(_USED_KEY, {})[name] = found
     return found
 
 
-def leave_out_unread(ctx: click.Context) -> list[str]:
-    """Leave options at their defaults that are set for all runs, and that no drafter of this one reads.
+def _leave_out_unread(ctx: click.Context) -> None:
+    """Reset settings that no drafter of this run's method reads to their defaults, and note each of them.
 
-    Written on the command line they are refused: see `Drafting`. Gives what was left out, a line each.
+    On the command line such an option is an error, but a setting for all runs need only fit some of them.
     """
-    used: dict[str, Found] = ctx.meta.get(_USED, {})
+    from edgespec.cli.screen import note
+
+    used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     if not used:
-        return []
-    from edgespec.assembly.drafting_options import unread
-
+        return
     params = ctx.params
-    left_out = []
-    for name in unread((params.get("method") or "auto", *(params.get("methods") or ()))):
+    for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            del params[name]  # what is not given to `load` has its default there
-            left_out.append(f"{name} ({used.pop(name).where}) is left out: this method does not read it")
-    return left_out
+            del params[name]  # `load` then uses its default
+            note(f"{name} ({used.pop(name).where}) is left out: this method does not read it")
 
 
-def traced(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """The error with the place where the setting it is about was set, if that is not the command line."""
-    used: dict[str, Found] = ctx.meta.get(_USED, {})
+def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
+    """Return the error, naming where the setting it is about was set if not on the command line."""
+    used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     for name, found in used.items():
         if isinstance(error, OptionError):
             dashed = re.escape("--" + name.replace("_", "-"))

@@ -123,11 +123,11 @@ def _verify(
     acceptance: str,
     options: dict[str, Any],
 ) -> Report:
-    from edgespec.assembly.loading import eagerly
+    from edgespec.assembly.loading import always_draft
     from edgespec.losslessness import verify
 
     wanted = pick(options, MODEL_NAMES)
-    with eagerly(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
+    with always_draft(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
         stop.on_request(runtime.cancel)
         progress = ProgressLine(stop)
         try:

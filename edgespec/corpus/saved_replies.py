@@ -219,7 +219,7 @@ class SavedReplies:
 def delete_saved_replies(folder: Path | None = None) -> int:
     """Delete the saved replies of all vocabularies.
 
-    Running chats do not save the turn that is not written yet.
+    A running chat drops the turn that it has not saved yet, because the turn may repeat deleted text.
 
     Returns:
         The number of freed bytes.

@@ -1,1 +1,1 @@
-"""Ways of guessing what the target will say. One file for each; `base.py` is the Protocol."""
+"""Drafters: one module per method of drafting. They propose tokens; `edgespec.auto` decides when to draft."""

@@ -124,7 +124,7 @@ class LookaheadDrafter(Drafter):
 
     Drafts depend only on emitted tokens, the drafter's own random numbers and earlier passes. The tokens of
     the window are drawn with the noise of `Stream.TOKEN`, which the acceptance draws of rejection mode never
-    use, so acceptance stays unbiased. Only the hit rate is kept from one reply to the next.
+    use, so acceptance stays unbiased. Only the hit rate carries over from one reply to the next.
 
     Args:
         capabilities: What the target can verify. Without trees, drafts are chains of n-grams of the sequence.

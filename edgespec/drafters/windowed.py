@@ -221,7 +221,9 @@ class WindowedModel(BaseModel):
             self._start = sinks
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} evicts tokens itself; it cannot remove {start} to {end}")
+        raise CapabilityError(
+            f"tokens {start} to {end} of {self.facts.name} cannot be removed: its window evicts tokens itself"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """See `LanguageModel.snapshot`. Only tokens are stored, because a window is recomputed quickly."""
@@ -237,7 +239,7 @@ class WindowedModel(BaseModel):
         except ValueError:
             tokens = None
         if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.free_tokens:
-            raise BackendError("the saved state does not fit this model and context", "compute it again")
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
         self._tokens = tokens
 
     def resize(self, context_tokens: int) -> None:

@@ -61,7 +61,7 @@ def verify(
     below 0.001 after Holm's correction over all tests of a method are violations.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified; load the runtime with
-    `eagerly` to draft even where that is slower.
+    `always_draft` to draft even where that is slower.
 
     Args:
         runtime: The loaded models.

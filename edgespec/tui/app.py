@@ -1,4 +1,4 @@
-"""The terminal chat as an app: it loads the model, shows the chat, and leaves without hanging."""
+"""The terminal chat as a Textual app: it loads the model, shows the chat, and quits without hanging."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
+from edgespec.tui.slash import run_command
 from edgespec.tui.themes import DARK, THEMES
 from edgespec.tui.worker import Loaded, LoadFailed, LoadingProgress, ModelThread
 
@@ -27,16 +28,29 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatApp", "run_chat"]
 
+# How often the loading screen is updated. Chosen.
 _TICK_SECONDS = 1 / 25
-_PATIENCE_SECONDS = 5.0
+# How long quitting waits for the reply and the model thread. Chosen.
+_QUIT_SECONDS = 5.0
+# Python's thread switch interval during the chat. Its default of 5 ms is longer than a small model's pass.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
 
 class ChatApp(App[None]):
-    """The chat. `load` is called in the model thread.
+    """The chat app.
 
-    After `run`, `load_error` holds what went wrong while loading, if anything.
+    Args:
+        load: Loads the model. Called in the model thread.
+        model_name: Name of the model that the loading screen shows.
+        system: System prompt of new chats.
+        settings: Settings of new chats.
+        resume: Id or part of the title of a saved chat to open, or `last`.
+        store: The saved chats. None means the user's data folder.
+        light: Use the light theme. None means as last time.
+
+    Attributes:
+        load_error: The error that ended loading, or None.
     """
 
     TITLE = "edgespec"
@@ -77,11 +91,11 @@ class ChatApp(App[None]):
             self.register_theme(theme)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """What every line goes through before it is drawn."""
+        """Return the filters that every drawn line passes."""
         return [*super().get_line_filters(), _NO_CONTROLS]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Our own colour names, for the moments when another theme is on."""
+        """Define our colour names for the moments before our theme is active."""
         return DARK.variables
 
     @property
@@ -89,7 +103,7 @@ class ChatApp(App[None]):
         return self.store.folder.parent / "preferences.json"
 
     def on_mount(self) -> None:
-        """Begin to load, and show that."""
+        """Start loading and show the loading screen."""
         self._show_theme()
         self._loading = LoadingScreen(self._model_name)
         self.push_screen(self._loading)
@@ -97,7 +111,7 @@ class ChatApp(App[None]):
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._follow_loading)
 
     def on_chat_view_preferences_changed(self) -> None:
-        """Follow the preferences, and keep them."""
+        """Apply and save changed preferences."""
         self._show_theme()
         self.preferences.write(self._preferences_path)
 
@@ -105,7 +119,7 @@ class ChatApp(App[None]):
         self.theme = THEMES["light" if self.preferences.light else "dark"].name
 
     async def _follow_loading(self) -> None:
-        # Once the chat is there, the events are for it.
+        # After loading, the chat screen takes the events.
         if self._loading is None:
             return
         for event in self.model_thread.take_events():
@@ -123,6 +137,7 @@ class ChatApp(App[None]):
                     self.preferences,
                     system=self._system,
                     settings=self._settings,
+                    run_command=run_command,
                     typed=typed,
                 )
                 self._leaving = False
@@ -134,7 +149,7 @@ class ChatApp(App[None]):
                 return
 
     def on_loading_screen_cancel_wanted(self) -> None:
-        """Stop loading; leave at once when asked twice."""
+        """Stop loading. A second request quits at once."""
         if self._leaving:
             self.load_error = CancelledError("loading was cancelled")
             self.exit()
@@ -142,7 +157,7 @@ class ChatApp(App[None]):
         self.model_thread.cancel_load()
 
     async def action_quit(self) -> None:
-        """Stop the reply, save, and leave. Asked twice, leave at once."""
+        """Stop the reply, save the chat and quit. A second request quits at once."""
         if self._loading is not None:
             self._loading.action_cancel()
             return
@@ -155,9 +170,9 @@ class ChatApp(App[None]):
     async def _leave(self) -> None:
         chat = next((screen for screen in self.screen_stack if isinstance(screen, ChatScreen)), None)
         if chat is not None:
-            await chat.finish(_PATIENCE_SECONDS)
+            await chat.finish(_QUIT_SECONDS)
         self.model_thread.close()
-        deadline = asyncio.get_running_loop().time() + _PATIENCE_SECONDS
+        deadline = asyncio.get_running_loop().time() + _QUIT_SECONDS
         while self.model_thread.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
         self.exit()
@@ -173,10 +188,11 @@ def run_chat(
     store: ChatStore | None = None,
     light: bool | None = None,
 ) -> None:
-    """Run the chat until the person leaves.
+    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
 
-    resume: the id or part of the title of a saved chat to open, or `last`.
-    Raises what `load` raised, CancelledError when loading was cancelled.
+    Raises:
+        CancelledError: Loading was cancelled.
+        EdgespecError: Loading failed.
     """
     app = ChatApp(
         load,
@@ -187,8 +203,7 @@ def run_chat(
         store=store,
         light=light,
     )
-    # The model thread needs the interpreter after every pass; by default it would wait up to 5 ms
-    # for the screen to let go of it, longer than a small model's pass takes.
+    # The model thread needs the interpreter lock after every pass, which the screen would hold too long.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -196,9 +211,9 @@ def run_chat(
     finally:
         sys.setswitchinterval(before)
         app.model_thread.close()
-    if not app.model_thread.join(_PATIENCE_SECONDS):
-        # The thread is inside a native call that does not return. Tearing the interpreter down
-        # under it could crash; everything is saved, so leave without that.
+    if not app.model_thread.join(_QUIT_SECONDS):
+        # The thread is inside a native call that does not return. Everything is saved, and finalising the
+        # interpreter under a running call could crash, so the process ends without it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)

@@ -1,4 +1,4 @@
-"""The saved chats, reached without making the screen wait for the disk."""
+"""Access to the saved chats that does not block the screen."""
 
 from __future__ import annotations
 
@@ -13,55 +13,57 @@ __all__ = ["Archive"]
 
 
 class Archive:
-    """Store calls in a thread, one after the other. They raise ChatFileError."""
+    """Runs `ChatStore` calls in a thread, one at a time. All methods raise ChatFileError."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
         self._lock = asyncio.Lock()
-        # When each chat was changed last, as far as it is known here.
+        # Time of the last change of each chat that this program has read or written.
         self._updated: dict[str, datetime] = {}
 
     async def save(self, chat: OpenChat, target: str) -> bool:
-        """Save the chat as it is now, giving it an id the first time. An empty chat is not saved.
+        """Save the chat, unless it is empty. A chat without an id gets one.
 
-        True where another program has changed the chat meanwhile: what it wrote stays, and the chat has
-        a new id.
+        If another program has changed the file meanwhile, its version stays and this chat gets a new id.
+
+        Returns:
+            Whether the chat got a new id because of such a change.
         """
         if not chat.entries:
             return False
         async with self._lock:
             if not chat.id:
                 chat.id = self._store.new_id()
-            wanted = chat.saved(target)
-            known = self._updated.get(wanted.id)
-            saved = await asyncio.to_thread(self._store.save_after, wanted, known)
+            snapshot = chat.saved(target)
+            known = self._updated.get(snapshot.id)
+            saved = await asyncio.to_thread(self._store.save_after, snapshot, known)
             chat.id = saved.id
             self._updated[saved.id] = saved.updated
-        return saved.id != wanted.id
+        return saved.id != snapshot.id
 
     async def list(self) -> list[StoredChat]:
-        """All chats, newest first."""
+        """Return all chats, newest first."""
         async with self._lock:
             return await asyncio.to_thread(self._store.list)
 
     async def load(self, chat_id: str) -> SavedChat:
-        """One chat."""
+        """Return one chat."""
         async with self._lock:
             chat = await asyncio.to_thread(self._store.load, chat_id)
             self._updated[chat.id] = chat.updated
             return chat
 
     async def delete(self, chat_id: str) -> None:
-        """Remove one chat, and with it what is kept of chats for later ones: to guess from, and as read.
+        """Delete one chat, all saved replies and the prefix cache.
 
-        Nobody knows any more which of that is of it: all goes.
+        Saved replies and cached prefixes do not record which chat they come from, so all of them are deleted.
         """
         async with self._lock:
             await asyncio.to_thread(self._store.delete, chat_id)
-            await asyncio.to_thread(_forget_texts)
+            await asyncio.to_thread(_delete_chat_data)
 
 
-def _forget_texts() -> None:
+def _delete_chat_data() -> None:
     import edgespec
 
     try:

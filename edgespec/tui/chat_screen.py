@@ -1,4 +1,4 @@
-"""The chat with its keys and commands."""
+"""The chat screen: its keys, and the actions that keys and slash commands run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.screens.system import SystemScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.slash import run_command
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.transcript import Transcript
@@ -29,16 +28,17 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
+# Ctrl+C twice within this time quits. Chosen.
 _TWICE_SECONDS = 2.0
 
 
 def _key(keys: str, action: str, description: str) -> Binding:
-    # Priority, because the input would take some of these for itself.
+    # With priority, because the text input handles some of these keys itself.
     return Binding(keys, action, description, show=False, priority=True)
 
 
 class ChatScreen(ChatView):
-    """The chat as the person uses it."""
+    """The chat view with key bindings and actions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("f1", "help", "Help"),
@@ -70,13 +70,13 @@ class ChatScreen(ChatView):
             return
         typed = commands.read(text)
         if typed is not None and not self.editing:
-            if await run_command(self, typed):
+            if await self.run_command(self, typed):
                 self.history.add(text)
                 if self.prompt.text == text:
                     self.prompt.clear()
             return
         if self.turns.writing:
-            self.say("The reply is still being written. Esc stops it.")
+            self.say("The reply is not finished yet. Press Esc to stop it.")
             return
         act: Act = "edit" if self.editing else "send"
         self.history.add(text)
@@ -87,7 +87,7 @@ class ChatScreen(ChatView):
     # Replies
 
     async def action_back(self) -> None:
-        """Esc: stop the reply, leave an edit, or close a column, whichever comes first."""
+        """Stop the reply, or else stop editing, or else close a column."""
         if self.turns.writing:
             self.turns.stop()
         elif self.editing:
@@ -99,10 +99,10 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def action_interrupt(self) -> None:
-        """Ctrl+C: copy a selection, stop the reply, empty the input; twice on nothing leaves."""
+        """Copy the selection, stop the reply or clear the input. Twice without any of these quits."""
         selected = self.get_selected_text() or self.prompt.selected_text
         if selected:
-            await self.copy(selected, "the selection")
+            await self.copy(selected, "selection")
             self.clear_selection()
         elif self.turns.writing:
             self.turns.stop()
@@ -114,12 +114,12 @@ class ChatScreen(ChatView):
             await self.app.run_action("quit")
         else:
             self._interrupted_at = monotonic()
-            self.say("Ctrl+C again leaves. The chat is saved.")
+            self.say("Press Ctrl+C again to quit. The chat is saved.")
 
     async def action_regenerate(self) -> None:
-        """Write the last reply again."""
+        """Generate the last reply again."""
         if not self.current_chat.entries and not self.turns.writing:
-            self.say("There is no reply to write again yet.")
+            self.say("There is no reply to generate again yet.")
             return
 
         async def again() -> None:
@@ -129,34 +129,34 @@ class ChatScreen(ChatView):
         await self.when_free(again)
 
     async def action_edit_last(self) -> None:
-        """Put the last message into the input, to be sent again."""
+        """Put the last message into the input, to edit it and send it again."""
         if not self.editing:
             await self.when_free(self.begin_edit)
 
     async def action_copy_reply(self) -> None:
-        """Copy the last reply as it was written."""
+        """Copy the last reply as Markdown."""
         entry = self.current_chat.last_reply
-        await self.copy(entry.content.strip() if entry is not None else "", "the last reply")
+        await self.copy(entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
         """Copy the last code block of the last reply."""
         entry = self.current_chat.last_reply
         blocks = code_blocks(entry.content) if entry is not None else []
-        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "the code block")
+        await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
 
-    async def copy(self, text: str, what: str) -> None:
-        """Put `text` on the clipboard."""
+    async def copy(self, text: str, name: str) -> None:
+        """Copy `text` to the clipboard. `name` says what it is in the confirmation."""
         if not text:
-            self.say(f"There is nothing to copy: {what} is not there yet.")
+            self.say(f"Nothing to copy: there is no {name} yet.")
             return
         self.app.copy_to_clipboard(text)
         await asyncio.to_thread(copy_with_desktop_tool, text)
-        self.say(f"Copied {what}.")
+        self.say(f"Copied the {name}.")
 
     # Chats
 
     async def action_new_chat(self) -> None:
-        """A new chat with the settings the program was started with."""
+        """Start a new chat with the settings that edgespec was started with."""
         await self.when_free(self._new_chat)
 
     async def _new_chat(self) -> None:
@@ -165,7 +165,7 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def action_clear(self) -> None:
-        """An empty chat with the system prompt and settings of this one, which stays saved."""
+        """Start a new chat with the system prompt and settings of this one, which stays saved."""
         await self.when_free(self._clear)
 
     async def _clear(self) -> None:
@@ -174,9 +174,9 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def save_as(self, title: str) -> None:
-        """Save now, under this title if it is not empty."""
+        """Save the chat. A title that is not empty replaces its title."""
         if not self.current_chat.entries:
-            self.say("There is nothing to save yet.")
+            self.say("Nothing to save: the chat is empty.")
             return
         self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
         if await self.save():
@@ -184,17 +184,17 @@ class ChatScreen(ChatView):
             self.say(f"Saved as {self.current_chat.shown_title!r}.")
 
     async def open_by_title(self, title: str) -> bool:
-        """Open the newest chat whose title holds these words. False when there is none."""
+        """Open the newest chat with these words in its title. Returns False if there is none."""
         if await self._open_chosen(title):
             return True
-        await self.transcript.note(f"No saved chat has {title!r} in its title. F2 lists them.")
+        await self.transcript.note(f"No saved chat has {title!r} in its title. Press F2 for the list.")
         return False
 
     async def resume(self, wanted: str) -> None:
-        """Go on with the last chat, or the one of that id or title; say so where there is none."""
+        """Open the last chat, or the chat with this id or title. Shows a note if there is none."""
         if not await self._open_chosen(wanted):
-            said = "no saved chat yet" if wanted == LAST else f"no saved chat {wanted!r}"
-            await self.transcript.note(f"There is {said}: this is a new one. F2 lists them.")
+            missing = "no saved chat yet" if wanted == LAST else f"no saved chat {wanted!r}"
+            await self.transcript.note(f"There is {missing}. This is a new chat. Press F2 for the list.")
 
     async def _open_chosen(self, wanted: str) -> bool:
         try:
@@ -213,7 +213,7 @@ class ChatScreen(ChatView):
         await self.open_chat(event.chat)
 
     async def open_chat(self, chat: StoredChat) -> None:
-        """Open a saved chat; a broken one is explained and left alone."""
+        """Open a saved chat. Shows an error if its file is damaged."""
 
         async def opened() -> None:
             try:
@@ -225,10 +225,11 @@ class ChatScreen(ChatView):
             await self.show_chat(OpenChat.opened(saved, settings))
             await self.refresh_sidebar()
             for problem in problems:
-                await self.transcript.note(f"A setting of this chat was left out: {problem}.")
+                await self.transcript.note(f"Ignored a setting of this chat: {problem}.")
             if (other := saved.target) and other != self.runtime.target.name:
-                said = f"This chat was held with {other}: --target {other} goes on with it."
-                await self.transcript.note(said)
+                await self.transcript.note(
+                    f"This chat was written with {other}. Start with --target {other} to use that model."
+                )
             self.prompt.focus()
 
         await self.when_free(opened)
@@ -237,7 +238,9 @@ class ChatScreen(ChatView):
     @work
     async def _delete_wanted(self, event: Sidebar.DeleteWanted) -> None:
         chat = event.chat
-        if not await self.app.push_screen_wait(ConfirmScreen(f"Remove “{chat.title}” for good?", "Remove")):
+        if not await self.app.push_screen_wait(
+            ConfirmScreen(f"Delete “{chat.title}”? This cannot be undone.", "Delete")
+        ):
             return
         try:
             await self.archive.delete(chat.id)
@@ -258,7 +261,7 @@ class ChatScreen(ChatView):
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self) -> None:
-        """Show the list of chats and go there."""
+        """Show the list of chats and focus it."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
         self.sidebar.focus_list()
@@ -273,24 +276,26 @@ class ChatScreen(ChatView):
             await self.set_system(text or None)
 
     async def set_system(self, text: str | None) -> None:
-        """Use another system prompt from the next message on."""
+        """Set the system prompt for the next message on."""
         if text == self.current_chat.system:
             return
         self.current_chat.system = text
         await self.transcript.note(
-            "The system prompt holds from your next message on." if text else "No system prompt from now on."
+            "The system prompt applies from your next message on."
+            if text
+            else "The system prompt is removed."
         )
         await self.save()
 
     @work
     async def action_settings(self) -> None:
-        """Edit the sampling settings."""
+        """Edit the settings of the chat."""
         settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings))
         if settings is not None and settings != self.current_chat.settings:
-            await self.set_settings(settings, "The settings hold from your next message on.")
+            await self.set_settings(settings, "The settings apply from your next message on.")
 
-    async def set_settings(self, settings: dict[str, Setting], said: str) -> bool:
-        """Use other settings from the next message on; False where the method among them cannot be used."""
+    async def set_settings(self, settings: dict[str, Setting], note: str) -> bool:
+        """Set the settings for the next message on and show `note`. Returns False if they cannot be used."""
         try:
             if "method" in settings:
                 self.runtime.method_for(str(settings["method"]))
@@ -298,14 +303,14 @@ class ChatScreen(ChatView):
             await self.transcript.note(f"Not set: {error}.")
             return False
         self.current_chat.settings = settings
-        await self.transcript.note(said)
+        await self.transcript.note(note)
         await self.save()
         return True
 
-    # Looking
+    # View
 
     def action_help(self) -> None:
-        """Keys and commands."""
+        """Show keys and commands."""
         self.app.push_screen(HelpScreen())
 
     async def action_details(self) -> None:
@@ -314,29 +319,29 @@ class ChatScreen(ChatView):
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Colour tokens by who wrote them, or show markdown."""
+        """Switch between coloured tokens and Markdown."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
-            self.say("The next replies show who wrote each token.")
+            self.say("The next replies show which words were guessed right.")
         self.post_message(self.PreferencesChanged())
 
     def action_theme(self) -> None:
-        """Light or dark."""
+        """Switch between the light and the dark theme."""
         self.preferences.light = not self.preferences.light
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:
-        """Go to the top; a second time brings older messages."""
+        """Scroll to the top. At the top, show older messages."""
         if self.transcript.scroll_y == 0:
             await self.transcript.show_earlier()
         self.transcript.scroll_home(animate=False)
 
     def action_to_end(self) -> None:
-        """Go to the end and follow the reply."""
+        """Scroll to the end and follow the reply."""
         self.transcript.to_end()
 
-    # Words from the widgets
+    # Events of the widgets
 
     @on(PromptInput.HelpWanted)
     def _help_wanted(self) -> None:
@@ -354,7 +359,7 @@ class ChatScreen(ChatView):
             self.transcript.scroll_page_down(animate=False)
 
     def on_key(self, event: events.Key) -> None:
-        """A letter typed anywhere else goes to the input."""
+        """Send a character that was typed outside the input to the input."""
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

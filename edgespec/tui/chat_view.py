@@ -1,11 +1,11 @@
-"""The chat itself: it takes turns with the model and keeps the screen, and the disk, in step."""
+"""The widgets of the chat and the course of a turn. It keeps screen, model thread and saved chat in sync."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from time import monotonic, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from textual import events
 from textual.app import ComposeResult
@@ -17,10 +17,11 @@ from textual.timer import Timer
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
+from edgespec.tui.commands import Typed
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.texts import error_text, notices, welcome_rows
+from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.turns import Turns
 from edgespec.tui.widgets.details import Details, details_content
 from edgespec.tui.widgets.header import Header
@@ -37,19 +38,26 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatView"]
 
+# How often new text is drawn. Chosen.
 _TICK_SECONDS = 1 / 25
-# Numbers that change with every token are easier to read when they change less often.
+# Ticks between updates of the details panel. Chosen: numbers that change with every token are hard to read.
 _TICKS_PER_DETAILS = 5
+# How often the memory is measured. Chosen.
 _MEMORY_SECONDS = 3.0
-_DRAWING_SHARE = 0.25
-_LONGEST_PAUSE_SECONDS = 0.2
+# Largest part of the time that drawing may take, and the longest pause between two drawings. Both chosen.
+_MAX_DRAWING_SHARE = 0.25
+_MAX_PAUSE_SECONDS = 0.2
+
+
+# Runs a typed slash command on this screen. False leaves the text in the input.
+RunCommand = Callable[[Any, Typed], Awaitable[bool]]
 
 
 class ChatView(Screen[None]):
-    """The widgets of the chat and the course of a turn. Keys and commands: `ChatScreen`."""
+    """The chat without its keys and commands, which `ChatScreen` adds."""
 
     class PreferencesChanged(Event):
-        """What the person likes to see has changed."""
+        """The user changed the theme or the visible columns."""
 
     def __init__(
         self,
@@ -60,9 +68,11 @@ class ChatView(Screen[None]):
         *,
         system: str | None,
         settings: Mapping[str, Setting],
+        run_command: RunCommand,
         typed: str = "",
     ) -> None:
         super().__init__()
+        self.run_command = run_command
         self.runtime = runtime
         self.preferences = preferences
         self.first_system = system
@@ -92,7 +102,7 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        """Header, the three columns, the input and the status."""
+        """Create header, columns, input and status line."""
         yield self._header
         with Horizontal(id="middle"):
             yield self.sidebar
@@ -104,7 +114,9 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         """Open an empty chat."""
         draft = self.runtime.draft
-        self._header.models = self.runtime.target.name + (f" + {draft.name}" if draft is not None else "")
+        self._header.models = self.runtime.target.name + (
+            f" with helper {draft.name}" if draft is not None else ""
+        )
         self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.turns.open_chat(self.current_chat.system, self.current_chat.messages)
@@ -113,10 +125,10 @@ class ChatView(Screen[None]):
         self.prompt.replace_text(self._typed)
         self.prompt.focus()
 
-    # The chat that is open
+    # The open chat
 
     async def show_chat(self, chat: OpenChat) -> None:
-        """Open this chat in the place of the present one."""
+        """Replace the open chat by this one."""
         self.current_chat = chat
         self._last_stats = None
         self.leave_edit()
@@ -130,19 +142,21 @@ class ChatView(Screen[None]):
         return Welcome(welcome_rows(self.runtime), notices(self.runtime))
 
     async def save(self) -> bool:
-        """Save the chat and refresh the list; a failure is said in the transcript."""
+        """Save the chat and refresh the list. Returns False, and shows the error, if that failed."""
         try:
-            parted = await self.archive.save(self.current_chat, self.runtime.target.name)
+            got_new_id = await self.archive.save(self.current_chat, self.runtime.target.name)
         except ChatFileError as error:
             await self.show_error(error)
             return False
-        if parted:
-            await self.transcript.note("This chat was changed elsewhere: from here on it is one of its own.")
+        if got_new_id:
+            await self.transcript.note(
+                "Another program changed this chat. Your version is saved as a new chat."
+            )
         await self.refresh_sidebar()
         return True
 
     async def refresh_sidebar(self) -> None:
-        """List the chats anew, if the list is to be seen."""
+        """Refresh the list of chats if it is visible."""
         if "sidebar" not in self._panels:
             return
         try:
@@ -153,18 +167,18 @@ class ChatView(Screen[None]):
         self.sidebar.show(chats, current=self.current_chat.id)
 
     async def show_error(self, error: Exception) -> None:
-        """Say what went wrong, and what can be done, in the transcript."""
+        """Show an error in the transcript."""
         title, body = error_text(error)
         await self.transcript.add(Panel(title, body, kind="error"))
 
-    async def finish(self, patience_seconds: float) -> None:
-        """Stop what runs, for leaving: the end of a reply saves the chat."""
-        await self.turns.finish(patience_seconds)
+    async def finish(self, timeout_seconds: float) -> None:
+        """Stop the reply before quitting. Its end saves the chat."""
+        await self.turns.finish(timeout_seconds)
 
-    # The course of a turn
+    # A turn
 
     async def take_turn(self, act: Act, text: str) -> None:
-        """Ask the model, with the transcript showing at once what will be answered."""
+        """Show the message in the transcript and start the reply."""
         transcript, entries = self.transcript, self.current_chat.entries
         await transcript.remove_notes()
         if act == "send":
@@ -207,7 +221,7 @@ class ChatView(Screen[None]):
             entry.chunks, entry.reply = tuple(reply.chunks), event.reply
             await transcript.prune()
         else:
-            # The conversation is not what the screen shows: begin again from what it is.
+            # There is no reply, so the transcript is rebuilt from the conversation.
             await reply.finish(reply.text, event.reply)
             self._give_back_text()
             await transcript.show_chat(chat.entries, welcome=self._welcome())
@@ -218,7 +232,7 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     def _give_back_text(self) -> None:
-        """Put a message that got no answer back into the input, where it can be sent again."""
+        """Put a message that got no reply back into the input, so that it can be sent again."""
         ask = self._asked
         if ask is None or ask.act == "regenerate" or self.prompt.text:
             return
@@ -229,14 +243,14 @@ class ChatView(Screen[None]):
         self.prompt.replace_text(ask.text)
 
     def leave_edit(self) -> None:
-        """Stop editing the last message; what was being written before comes back."""
+        """Stop editing the last message and restore the text that was in the input before."""
         if self.editing:
             self.editing = False
             self.prompt.replace_text(self._unsent)
             self.refresh_facts()
 
     async def begin_edit(self) -> None:
-        """Put the last message into the input."""
+        """Put the last message into the input for editing."""
         text = self.current_chat.last_user_text
         if text is None:
             self.say("There is no message to edit yet.")
@@ -248,15 +262,15 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Do this now, or stop the reply being written and do it then."""
+        """Run `action` now, or after stopping the running reply."""
         await self.turns.when_free(action)
 
-    # What is shown around the conversation
+    # Header, status line and details
 
     async def _tick(self) -> None:
-        # The model needs the cores more than the screen does: where drawing is slow, draw less often.
+        # A screen that is slow to draw is drawn less often, because the model needs the cores.
         now, spent = monotonic(), thread_time()
-        pause = min((spent - self._spent_at) / _DRAWING_SHARE, _LONGEST_PAUSE_SECONDS)
+        pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
         if now - self._drawn_at < pause:
             return
         self._drawn_at, self._spent_at = now, spent
@@ -276,12 +290,12 @@ class ChatView(Screen[None]):
 
     @property
     def stats(self) -> Stats | None:
-        """The stats of the running or last reply."""
+        """Stats of the running or last reply."""
         return self.turns.live_stats or self._last_stats
 
     @property
     def method(self) -> MethodReport:
-        """How the running or last reply is sped up; before the first, what is planned."""
+        """Method of the running or last reply. Before the first reply, the planned method."""
         if live := self.turns.live_method:
             return live
         entry = self.current_chat.last_reply
@@ -290,7 +304,7 @@ class ChatView(Screen[None]):
         return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
-        """Bring header, status, hints and details up to date."""
+        """Refresh header, status line, hints and details."""
         stats, method = self.stats, self.method
         writing = self.turns.writing
         used = self._context_used_tokens
@@ -298,12 +312,12 @@ class ChatView(Screen[None]):
             used = max(used, stats.prompt_tokens + stats.generated_tokens)
         self._status.facts = StatusFacts.of(
             stats,
-            method=method.short,
+            speed_up=speed_up_short(method),
             writing=writing,
             context_used_tokens=min(used, self.runtime.context_tokens),
             context_tokens=self.runtime.context_tokens,
             memory_bytes=self._memory_bytes,
-            unseen_messages=self._dropped_messages,
+            dropped_messages=self._dropped_messages,
         )
         self._header.chat_title = self.current_chat.shown_title
         self._refresh_hints()
@@ -319,7 +333,7 @@ class ChatView(Screen[None]):
         narrow = self._width_class == "narrow"
         prompt.border_title = "Editing your last message" if self.editing else ""
         if self.editing:
-            hint = "Esc leaves it" if narrow else "Enter sends it again · Esc leaves it"
+            hint = "Esc cancels" if narrow else "Enter sends it again · Esc cancels"
         elif self.turns.writing:
             hint = "Esc stops the reply"
         else:
@@ -329,13 +343,13 @@ class ChatView(Screen[None]):
         prompt.set_class(self.editing, "-editing")
 
     def say(self, text: str) -> None:
-        """A short word that goes away by itself."""
+        """Show a short message that disappears by itself."""
         self.notify(text, timeout=4, markup=False)
 
     # The columns
 
     def on_resize(self, event: events.Resize) -> None:
-        """Three columns where there is room, two or one where not."""
+        """Choose the visible columns by the width of the terminal."""
         width = event.size.width
         now = "narrow" if width < 64 else "medium" if width < 110 else "wide"
         if now == self._width_class:
@@ -347,7 +361,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show these columns next to the conversation, or in its place where it is narrow."""
+        """Show these columns beside the conversation, or instead of it in a narrow terminal."""
         self._panels = panels
         self.sidebar.display = "sidebar" in panels
         self._details.display = "details" in panels
@@ -356,7 +370,7 @@ class ChatView(Screen[None]):
         self.call_after_refresh(self.refresh_facts)
 
     async def toggle_panel(self, name: str) -> bool:
-        """Show or hide one column. True when it is now shown."""
+        """Show or hide one column. Returns True if it is now visible."""
         panels = set(self._panels)
         if name in panels:
             panels.remove(name)

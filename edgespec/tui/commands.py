@@ -1,4 +1,4 @@
-"""Slash commands: the table, how a line is read, and the nearest name to a wrong one."""
+"""The table of slash commands, and the parser for typed ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ __all__ = ["COMMANDS", "Command", "Typed", "completion", "nearest", "read"]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One slash command: its name, what may follow, what it does, and other names people type."""
+    """A slash command.
+
+    Attributes:
+        name: The name without the slash.
+        arguments: The arguments as help shows them.
+        help: What the command does.
+        aliases: Other names for it.
+    """
 
     name: str
     arguments: str
@@ -21,31 +28,31 @@ class Command:
 
 COMMANDS = (
     Command("help", "", "keys and commands", ("?", "h")),
-    Command("new", "", "a new chat; this one stays in the list"),
-    Command("clear", "", "an empty chat with the same system prompt and settings", ("reset",)),
+    Command("new", "", "start a new chat; this one stays saved"),
+    Command("clear", "", "start a new chat with the same system prompt and settings", ("reset",)),
     Command("regen", "", "write the last reply again", ("regenerate", "retry", "again")),
     Command("edit", "", "change your last message and send it again"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat"),
-    Command("system", "[text|none]", "see or change the system prompt"),
-    Command("set", "[name value]", "sampling settings, all or one"),
-    Command("show", "", "the model, the method and the settings in use", ("info",)),
-    Command("memory", "", "what takes memory, and what is kept of other chats"),
-    Command("save", "[title]", "save the chat now, and give it a title"),
+    Command("system", "[text|none]", "show or change the system prompt"),
+    Command("set", "[name value]", "show or change the settings, or one of them"),
+    Command("show", "", "show the models, the speed-up and the settings", ("info",)),
+    Command("memory", "", "show the memory in use"),
+    Command("save", "[title]", "save the chat now under a title"),
     Command("load", "[title]", "open a saved chat", ("open", "chats", "list")),
-    Command("details", "", "show or hide speed, acceptance and time of each phase", ("stats",)),
-    Command("colours", "", "colour the tokens by who wrote them", ("colors", "origin")),
-    Command("theme", "[light|dark]", "light or dark"),
-    Command("quit", "", "leave; the chat is saved", ("exit", "bye", "q")),
+    Command("details", "", "show or hide measurements of the last reply", ("stats",)),
+    Command("colours", "", "colour the words that were guessed right", ("colors", "origin")),
+    Command("theme", "[light|dark]", "switch between light and dark"),
+    Command("quit", "", "quit; the chat is saved", ("exit", "bye", "q")),
 )
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
-# A slash, a word, then nothing or a blank: '/etc/hosts' and '/* C */' are ordinary text.
+# A slash and a word, followed by a blank or the end, so that '/etc/hosts' and '/* C */' are messages.
 _LINE = re.compile(r"/([A-Za-z?][\w?-]*)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A slash command as typed. `command` is None when there is none of that name."""
+    """A slash command as typed. `command` is None if the name is unknown."""
 
     name: str
     argument: str
@@ -53,7 +60,7 @@ class Typed:
 
 
 def read(text: str) -> Typed | None:
-    """The command in `text`, or None when it is a message for the model."""
+    """Parse `text`. Returns None if it is a message for the model."""
     match = _LINE.fullmatch(text.rstrip())
     if match is None:
         return None
@@ -62,7 +69,7 @@ def read(text: str) -> Typed | None:
 
 
 def nearest(name: str) -> str:
-    """The command whose name is most like `name`."""
+    """Return the name of the most similar command."""
     for known in _BY_NAME:
         if known.startswith(name):
             return _BY_NAME[known].name
@@ -71,7 +78,7 @@ def nearest(name: str) -> str:
 
 
 def completion(text: str) -> str:
-    """What would complete the command being typed, or an empty string."""
+    """Return the rest of the command name that is being typed, or an empty string."""
     if not text.startswith("/") or len(text) < 2:
         return ""
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Nothing that a model, a chat file or a name says steers the terminal."""
+"""A filter that keeps control characters in model output and chat files from reaching the terminal."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from textual.filter import LineFilter
 
 __all__ = ["NoControls"]
 
-# Those that turn the direction of what follows would let one name be read as another.
+# Includes characters that change the text direction, which can make one name look like another.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class NoControls(LineFilter):
-    """Takes control characters out of what is drawn; they have no width, so nothing moves."""
+    """Removes control characters from drawn lines. They have no width, so the layout does not change."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
-        """The segments without them."""
+        """Return the segments without control characters."""
         return [
             segment
             if segment.control or not _CONTROLS.search(segment.text)

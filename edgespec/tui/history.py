@@ -1,4 +1,4 @@
-"""What was sent before, walked with Up and Down like in a shell."""
+"""The history of sent messages, for Up and Down as in a shell."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 __all__ = ["History"]
 
-_LIMIT = 500
+# Messages in the history. Chosen.
+_MAX_MESSAGES = 500
 
 
 class History:
-    """Sent texts, oldest first, and a place in them. The unsent text is kept while walking."""
+    """Sent messages, oldest first, with a current position. The unsent text is restored at the end."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -18,24 +19,24 @@ class History:
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Remember a sent text and go back to the end."""
+        """Append a sent message and go to the end."""
         if text.strip() and (not self._sent or self._sent[-1] != text):
             self._sent.append(text)
-            del self._sent[:-_LIMIT]
+            del self._sent[:-_MAX_MESSAGES]
         self.rewind()
 
     def seed(self, texts: Iterable[str]) -> None:
-        """Remember the texts of an opened chat."""
+        """Append the messages of an opened chat."""
         for text in texts:
             self.add(text)
 
     def rewind(self) -> None:
-        """Go back to the end: the next `older` gives the newest text."""
+        """Go to the end, so that `older` returns the newest message."""
         self._place = len(self._sent)
         self._unsent = ""
 
     def older(self, current: str) -> str | None:
-        """The text before, or None at the oldest."""
+        """Return the message before the current one, or None at the oldest."""
         if self._place == 0:
             return None
         if self._place == len(self._sent):
@@ -44,7 +45,7 @@ class History:
         return self._sent[self._place]
 
     def newer(self) -> str | None:
-        """The text after, the unsent text at the end, or None when already there."""
+        """Return the message after the current one, then the unsent text, then None."""
         if self._place == len(self._sent):
             return None
         self._place += 1

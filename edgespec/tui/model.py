@@ -1,6 +1,6 @@
-"""What the terminal chat needs of a runtime: the part of the public API it uses, as Protocols.
+"""Protocols of the part of the public API that the terminal chat uses.
 
-`edgespec.Runtime` fits them; so does a scripted stand-in that fails or stalls on demand.
+`edgespec.Runtime` implements them, and so does the scripted runtime of the tests.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
 __all__ = ["ChatLike", "Load", "Progress", "RuntimeLike", "StreamLike"]
 
 Progress = Callable[[str, float], bool]
-"""Called with what is being done and the fraction done, 0 to 1; returning False cancels."""
+"""Called with a description and the fraction done, from 0 to 1. Returning False cancels."""
 
 
 class StreamLike(Protocol):
-    """A reply being written: iterated in one thread, cancelled from any."""
+    """A reply that is being generated. Iterate in one thread; `cancel` may be called from any."""
 
     @property
     def stats(self) -> Stats:
-        """The live counts and times."""
+        """Counts and times, updated during the reply."""
 
     @property
     def method(self) -> MethodReport:
-        """What guesses in this reply by now, why, and what that gains."""
+        """The drafting method and its speed-up so far."""
 
     @property
     def reply(self) -> Reply:
-        """The whole reply, once the iteration has ended."""
+        """The finished reply."""
 
     def __iter__(self) -> Iterator[TextChunk]:
-        """The chunks, in order."""
+        """Return the iterator over the text."""
 
     def cancel(self) -> None:
-        """Ask the reply to end within one round."""
+        """End the reply after the current target pass."""
 
 
 class ChatLike(Protocol):
-    """One conversation."""
+    """A conversation."""
 
     @property
     def system(self) -> str | None:
@@ -56,14 +56,14 @@ class ChatLike(Protocol):
 
     @property
     def context_used_tokens(self) -> int:
-        """How much of the context is taken."""
+        """Tokens of the conversation."""
 
     @property
     def dropped_messages(self) -> int:
-        """How many messages no longer fit the context."""
+        """Number of oldest messages that no longer fit the context."""
 
     def stream(self, text: str, **options: Any) -> StreamLike:
-        """Say `text` and stream the answer."""
+        """Send a message and stream the reply."""
 
     def regenerate(self, **options: Any) -> StreamLike:
         """Answer the last message again."""
@@ -77,7 +77,7 @@ class RuntimeLike(Protocol):
 
     @property
     def target(self) -> ModelFacts:
-        """The model whose words the user gets."""
+        """The target."""
 
     @property
     def draft(self) -> ModelFacts | None:
@@ -85,26 +85,26 @@ class RuntimeLike(Protocol):
 
     @property
     def method(self) -> MethodReport:
-        """How replies are sped up, and why so."""
+        """The default drafting method."""
 
     @property
     def context_tokens(self) -> int:
-        """The size of the context."""
+        """The context size."""
 
     def method_for(self, method: str) -> MethodReport:
-        """What a method comes to here. Raises OptionError for one that cannot be used."""
+        """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
 
     def memory_bytes(self) -> int:
-        """Resident bytes of the process."""
+        """Return the resident memory of the process."""
 
     def memory(self) -> MemoryUse:
-        """What takes memory, and what is kept of other chats."""
+        """Return the memory in use."""
 
     def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ChatLike:
-        """Open a conversation."""
+        """Start or continue a conversation."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free the models."""
 
 
 Load = Callable[[Progress], RuntimeLike]

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatting of numbers, rates and times for people."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def count(number: int, noun: str = "") -> str:
-    """1234 -> '1,234'; with a noun, '1 message' or '2 messages'."""
+    """Format 1234 as '1,234', or with a noun as '1 message' and '2 messages'."""
     if not noun:
         return f"{number:,}"
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def rate(tokens_per_second: float | None) -> str:
-    """212.3 -> '212 tok/s'."""
+    """Format 212.3 as '212 tok/s'."""
     if tokens_per_second is None:
         return "– tok/s"
     digits = 1 if tokens_per_second < 10 else 0
@@ -25,12 +25,12 @@ def rate(tokens_per_second: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """0.714 -> '71%'."""
+    """Format 0.714 as '71%'."""
     return "–" if fraction is None else f"{fraction * 100:.0f}%"
 
 
 def seconds_text(seconds: float | None) -> str:
-    """0.0047 -> '4.7 ms'; 0.35 -> '0.35 s'; 75 -> '1 m 15 s'."""
+    """Format 0.0047 as '4.7 ms', 0.35 as '0.35 s' and 75 as '1 m 15 s'."""
     if seconds is None:
         return "–"
     if seconds >= 60:
@@ -44,7 +44,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def parameters_text(parameters: int) -> str:
-    """11540736 -> '11.5 M parameters'."""
+    """Format 11540736 as '11.5 M parameters'."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if parameters >= size:
             return f"{parameters / size:.3g} {unit} parameters"
@@ -52,7 +52,7 @@ def parameters_text(parameters: int) -> str:
 
 
 def ago(then: datetime, now: datetime) -> str:
-    """How long ago, in one or two words: 'now', '5 min', '3 h', 'Tue', '12 Mar', '12 Mar 2024'."""
+    """Format a time in the past as 'now', '5 min', '3 h', 'Tue', '12 Mar' or '12 Mar 2024'."""
     seconds = (now - then).total_seconds()
     if seconds < 60:
         return "now"
@@ -68,7 +68,7 @@ def ago(then: datetime, now: datetime) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """A bar of `width` cells filled to `fraction`, in eighths of a cell."""
+    """Return a bar of `width` cells that is filled to `fraction`, in steps of an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
     full, part = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[part] if part else "")

@@ -1,4 +1,4 @@
-"""The open chat as the screen knows it: its messages, how each reply was made, and its settings."""
+"""The open chat: its messages, the stats of its replies, and its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ __all__ = ["ChatEntry", "OpenChat", "code_blocks"]
 
 @dataclass(slots=True)
 class ChatEntry:
-    """One message; a reply written in this run also knows its chunks and its stats."""
+    """A message of the open chat.
+
+    Attributes:
+        role: The author.
+        content: The text.
+        chunks: Chunks of a reply that was generated since the chat was opened.
+        reply: The reply itself, with its stats.
+    """
 
     role: Role
     content: str
@@ -30,7 +37,7 @@ class ChatEntry:
 
 @dataclass(slots=True)
 class OpenChat:
-    """One chat. `id` is empty until it is first saved."""
+    """The chat that is open. `id` is empty until it is first saved."""
 
     system: str | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -41,32 +48,32 @@ class OpenChat:
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
-        """The chat of a saved chat, with the settings that were found to make sense."""
+        """Return an open chat with the contents of a saved one and its valid settings."""
         entries = [ChatEntry(message.role, message.content) for message in chat.messages]
         return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The bare messages."""
+        """The messages without chunks and stats."""
         return tuple(Message(entry.role, entry.content) for entry in self.entries)
 
     @property
     def shown_title(self) -> str:
-        """The given title, or one from the first message; empty for an empty chat."""
+        """The title, or one made from the first message. Empty for an empty chat."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
     def last_reply(self) -> ChatEntry | None:
-        """The newest reply."""
+        """The last reply, or None."""
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     @property
     def last_user_text(self) -> str | None:
-        """What the person said last."""
+        """The last message of the user, or None."""
         return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:
-        """Become these messages, keeping what is known about the ones that did not change."""
+        """Replace the messages. Unchanged ones keep their chunks and stats."""
         entries = []
         for place, message in enumerate(messages):
             old = self.entries[place] if place < len(self.entries) else None
@@ -75,7 +82,7 @@ class OpenChat:
         self.entries[:] = entries
 
     def saved(self, target: str) -> SavedChat:
-        """The chat as it goes to disk."""
+        """Return the chat in the form that is saved."""
         return SavedChat(
             id=self.id,
             messages=self.messages,
@@ -88,12 +95,12 @@ class OpenChat:
         )
 
     def as_markdown(self) -> str:
-        """The whole chat, to paste somewhere else."""
+        """Return the whole chat as Markdown."""
         names = {"user": "You", "assistant": "Model", "system": "System"}
         return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """The code blocks of a text, in order, without their fences."""
+    """Return the code blocks of a Markdown text, without their fences."""
     tokens = MarkdownIt("gfm-like").parse(markdown)
     return [token.content for token in tokens if token.type in ("fence", "code_block")]

@@ -1,4 +1,4 @@
-"""What the person likes to see, kept from one run to the next. Losing it must never hurt."""
+"""Preferences for the screen, saved between runs. Errors in reading or writing them are ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ __all__ = ["Preferences"]
 
 @dataclass(slots=True)
 class Preferences:
-    """Which parts are shown, and in which theme."""
+    """Theme and visible parts of the screen.
+
+    Attributes:
+        light: Use the light theme.
+        details: Show the details column.
+        origin: Colour tokens by their origin.
+        sidebar: Show the list of chats.
+    """
 
     light: bool = False
     details: bool = False
@@ -23,7 +30,7 @@ class Preferences:
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
-        """The kept preferences; the defaults for whatever cannot be read."""
+        """Read the preferences. Values that cannot be read get their defaults."""
         try:
             data = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -35,6 +42,6 @@ class Preferences:
         return cls(**known)
 
     def write(self, path: Path) -> None:
-        """Keep them, if that is possible: a full disk must not disturb the chat."""
+        """Write the preferences. Errors are ignored, so that a full disk does not disturb the chat."""
         with suppress(OSError):
             write_private_file(path, json.dumps(asdict(self)).encode())

@@ -1,4 +1,4 @@
-"""Sampling settings: what each is called, how its text is read, and what makes no sense."""
+"""The settings of a chat: names, labels, and parsing of what the user types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ __all__ = ["FIELDS", "Field", "accepted", "default_text", "field_named", "parse"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One setting: its name in the API, a label, a few words about it, and the reader of its text."""
+    """A setting.
+
+    Attributes:
+        name: Its name in the Python API and after `/set`.
+        label: Its name in the form.
+        hint: A short explanation.
+        read: Parses its text. Called with the name and the text. Raises OptionError.
+        is_sampling: Whether it is a field of `SamplingParams`.
+    """
 
     name: str
     label: str
@@ -25,7 +33,7 @@ class Field:
 
 
 def parse(field: Field, text: str) -> Setting:
-    """The value in `text`. Raises OptionError with the range."""
+    """Return the value of `text`. Raises OptionError with the allowed range."""
     value = field.read(field.name, text.strip())
     if field.is_sampling:
         _check_sampling(field.name, value)
@@ -33,7 +41,7 @@ def parse(field: Field, text: str) -> Setting:
 
 
 def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """The settings that make sense, and one line for each that does not."""
+    """Split saved settings into the valid ones and one message for each invalid one."""
     kept: dict[str, Setting] = {}
     problems: list[str] = []
     for name, value in settings.items():
@@ -45,21 +53,24 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def field_named(name: str) -> Field:
-    """The setting called `name` here or in other tools. Raises OptionError with the nearest name."""
+    """Return the setting with this name in edgespec or in similar tools. Raises OptionError."""
     wanted = name.strip().lower().replace("-", "_")
     if wanted in ("context", "num_ctx", "ctx", "n_ctx"):
-        raise OptionError("the context size is chosen at the start", "start again with --context N")
+        raise OptionError(
+            "the context size cannot change while a model is loaded", "quit and start again with --context N"
+        )
     wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted in _BY_NAME:
         return _BY_NAME[wanted]
     close = difflib.get_close_matches(wanted, _BY_NAME, n=1, cutoff=0.5)
     raise OptionError(
-        f"there is no setting {name!r}", f"did you mean {close[0]}?" if close else "see /set for all of them"
+        f"there is no setting {name!r}",
+        f"did you mean {close[0]}?" if close else "type /set to see all settings",
     )
 
 
 def shown(value: Setting) -> str:
-    """A value as text that `parse` reads back."""
+    """Return a value as text that `parse` understands."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -70,7 +81,7 @@ def shown(value: Setting) -> str:
 
 
 def default_text(field: Field) -> str:
-    """The value in use when nothing is set."""
+    """Return the default value as text."""
     if field.is_sampling:
         from edgespec import SamplingParams
 
@@ -133,7 +144,8 @@ def _stops(name: str, text: str) -> list[str]:
     stops = [_unescaped(item.strip()) for item in text.split(",")]
     if not all(stops):
         raise OptionError(
-            f"{name} holds an empty text", "separate texts with commas; \\n is a new line, \\c a comma"
+            f"{name} contains an empty text",
+            "separate texts with commas; write \\n for a new line, \\c for a comma",
         )
     return stops
 
@@ -142,7 +154,7 @@ def _escaped(text: str) -> str:
     for meant, written in (("\\", "\\\\"), *_ESCAPES.items()):
         if meant != " ":
             text = text.replace(meant, written)
-    # Blanks at the ends matter in a stop text, and would be stripped with those around the comma.
+    # Blanks at the ends of a stop text are escaped, because blanks around commas are stripped.
     inner = text.strip(" ")
     if not inner:
         return "\\s" * len(text)
@@ -158,30 +170,30 @@ def _unescaped(text: str) -> str:
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
 FIELDS = (
-    Field("temperature", "Temperature", "0 always takes the likeliest", _number, True),
-    Field("top_k", "Top k", "keep the k likeliest; 0 is off", _integer, True),
-    Field("top_p", "Top p", "likeliest share kept; 1 is off", _number, True),
-    Field("min_p", "Min p", "least share of the best; 0 is off", _number, True),
-    Field("typical_p", "Typical p", "1 is off", _number, True),
-    Field("repetition_penalty", "Repetition penalty", "1 is off", _number, True),
-    Field("presence_penalty", "Presence penalty", "0 is off", _number, True),
-    Field("frequency_penalty", "Frequency penalty", "0 is off", _number, True),
-    Field("penalty_window", "Penalty window", "tokens penalised; -1 is all", _integer, True),
-    Field("max_tokens", "Longest reply", "in tokens, within the context", _whole(1, 1 << 40)),
+    Field("temperature", "Temperature", "0: always the likeliest word", _number, True),
+    Field("top_k", "Top k", "only the k likeliest; 0 is off", _integer, True),
+    Field("top_p", "Top p", "only the likeliest part; 1 is off", _number, True),
+    Field("min_p", "Min p", "at least this likely; 0 is off", _number, True),
+    Field("typical_p", "Typical p", "only typical words; 1 is off", _number, True),
+    Field("repetition_penalty", "Repetition penalty", "against repetition; 1 is off", _number, True),
+    Field("presence_penalty", "Presence penalty", "against used words; 0 is off", _number, True),
+    Field("frequency_penalty", "Frequency penalty", "against frequent words; 0 is off", _number, True),
+    Field("penalty_window", "Penalty window", "last tokens penalised; -1 is all", _integer, True),
+    Field("max_tokens", "Maximum length", "of a reply, in tokens", _whole(1, 1 << 40)),
     Field("seed", "Seed", "same seed, same reply", _whole(0, (1 << 63) - 1)),
-    Field("stop", "Stop texts", "between commas; \\n is a new line", _stops),
-    Field("method", "Method", "auto, none, or names joined by +", _method),
-    Field("draft_length", "Draft length", "most tokens to guess, 1 to 64", _whole(1, 64)),
+    Field("stop", "Stop texts", "separated by commas", _stops),
+    Field("method", "Speed-up method", "auto, none, or e.g. model+suffix", _method),
+    Field("draft_length", "Draft length", "tokens guessed at once, 1 to 64", _whole(1, 64)),
     Field("acceptance", "Acceptance", "invariant or rejection", _one_of("invariant", "rejection")),
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _OTHER_DEFAULTS = {
     "max_tokens": "8,192",
-    "seed": "another each time",
+    "seed": "random",
     "stop": "none",
-    "method": "as started",
-    "draft_length": "as started",
-    "acceptance": "as started",
+    "method": "as at start",
+    "draft_length": "as at start",
+    "acceptance": "as at start",
 }
 _OTHER_NAMES = {
     "temp": "temperature",

@@ -1,4 +1,4 @@
-"""What each slash command does."""
+"""The slash commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["run_command"]
 
 
 async def run_command(screen: ChatScreen, typed: Typed) -> bool:
-    """Do what was typed. False when there is no such command: the text then stays in the input."""
+    """Run a typed command. Returns False if it failed, so that the text stays in the input."""
     if typed.command is None:
         await screen.transcript.note(
             f"There is no /{typed.name}. Did you mean /{nearest(typed.name)}? "
-            "Put a blank in front to send it as a message."
+            "To send it as a message, put a blank in front."
         )
         return False
     return await _ACTIONS[typed.command.name](screen, typed.argument)
@@ -55,16 +55,16 @@ async def _edit(screen: ChatScreen, _argument: str) -> bool:
 
 
 async def _copy(screen: ChatScreen, argument: str) -> bool:
-    what = argument.lower()
-    if what in ("code", "block"):
+    part = argument.lower()
+    if part in ("code", "block"):
         await screen.action_copy_code()
-    elif what in ("chat", "all"):
-        await screen.copy(screen.current_chat.as_markdown(), "the chat")
-    elif what in ("", "reply", "last"):
+    elif part in ("chat", "all"):
+        await screen.copy(screen.current_chat.as_markdown(), "chat")
+    elif part in ("", "reply", "last"):
         await screen.action_copy_reply()
     else:
         await screen.transcript.note(
-            "/copy copies the last reply, /copy code its last code block, /copy chat all."
+            "/copy copies the last reply, /copy code its last code block, /copy chat the whole chat."
         )
         return False
     return True
@@ -79,7 +79,7 @@ async def _system(screen: ChatScreen, argument: str) -> bool:
 
 
 async def _set(screen: ChatScreen, argument: str) -> bool:
-    # Ollama's spelling: /set parameter temperature 0.5, /set system "Be brief."
+    # Ollama's syntax works too: /set parameter temperature 0.5, /set system "Be brief."
     words = argument.removeprefix("parameter ").replace("=", " ", 1).split(maxsplit=1)
     if not words:
         screen.action_settings()
@@ -99,14 +99,14 @@ async def _set(screen: ChatScreen, argument: str) -> bool:
         settings = dict(screen.current_chat.settings)
         if text.lower() in ("default", "none", "off") and not (field.name == "method" and text == "none"):
             settings.pop(field.name, None)
-            said = f"{field.name} is back to its default, {default_text(field)}."
+            note = f"{field.name} is back to its default, {default_text(field)}."
         else:
             settings[field.name] = parse(field, _unquoted(text))
-            said = f"{field.name} is now {shown(settings[field.name])}."
+            note = f"{field.name} is now {shown(settings[field.name])}."
     except OptionError as error:
         await screen.transcript.note(f"Not set: {error}.")
         return False
-    return await screen.set_settings(settings, said)
+    return await screen.set_settings(settings, note)
 
 
 async def _show(screen: ChatScreen, _argument: str) -> bool:
@@ -150,11 +150,11 @@ async def _colours(screen: ChatScreen, _argument: str) -> bool:
 
 
 async def _theme(screen: ChatScreen, argument: str) -> bool:
-    wanted = argument.lower()
-    if wanted not in ("", "light", "dark"):
-        await screen.transcript.note("Themes are light and dark.")
+    theme = argument.lower()
+    if theme not in ("", "light", "dark"):
+        await screen.transcript.note("The themes are light and dark.")
         return False
-    if not wanted or (wanted == "light") != screen.preferences.light:
+    if not theme or (theme == "light") != screen.preferences.light:
         screen.action_theme()
     return True
 

@@ -1,4 +1,4 @@
-"""Longer texts of the chat screen: the welcome, /show, /memory, and errors."""
+"""Longer texts of the chat screen: the welcome, /show, /memory, the speed-up, and errors."""
 
 from __future__ import annotations
 
@@ -14,130 +14,181 @@ if TYPE_CHECKING:
     from edgespec.tui.model import RuntimeLike
     from edgespec.tui.open_chat import OpenChat
 
-__all__ = ["error_text", "facts_line", "memory_rows", "notices", "show_rows", "welcome_rows"]
+__all__ = [
+    "error_text",
+    "facts_line",
+    "memory_rows",
+    "notices",
+    "show_rows",
+    "speed_up_short",
+    "speed_up_text",
+    "welcome_rows",
+]
+
+# Where guesses come from, in the words of the screen.
+_SOURCES = {
+    "layerskip": "first layers of the model",
+    "lookahead": "parallel guesses",
+    "lowbit": "a low-precision copy of the model",
+    "model": "helper model",
+    "ngram": "repeated text",
+    "suffix": "repeated text",
+    "swift": "some layers of the model",
+}
 
 
 def facts_line(facts: ModelFacts) -> str:
-    """A model in one line."""
-    parts = [
-        facts.name,
-        parameters_text(facts.parameters),
-        facts.quantisation,
-        format_bytes(facts.file_bytes),
-    ]
+    """Return name, parameters, quantisation and file size of a model in one line."""
+    file_size = format_bytes(facts.file_bytes)
+    parts = [facts.name, parameters_text(facts.parameters), facts.quantisation, file_size]
     return " · ".join(part for part in parts if part)
 
 
+def speed_up_text(method: MethodReport) -> str:
+    """Return whether the speed-up is on, where the guesses come from, and how much faster replies are."""
+    if method.effective == "none":
+        return "off" if method.requested == "none" else f"off now: {method.reason}"
+    sources = " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in method.effective.split("+")))
+    mode = "automatic" if method.requested == "auto" else "on"
+    factor = "" if method.gain is None else f"{1 + method.gain:.1f}× as fast · "
+    return f"{factor}{mode} ({sources})"
+
+
+def speed_up_short(method: MethodReport) -> str:
+    """Return the speed-up in two words, for the status line."""
+    if method.effective == "none":
+        return "speed-up off"
+    return "speed-up on" if method.gain is None else f"speed-up {1 + method.gain:.1f}×"
+
+
 def welcome_rows(runtime: RuntimeLike) -> list[tuple[str, str]]:
-    """What is running, in a few lines."""
-    rows = [("target", facts_line(runtime.target))]
+    """Return the rows above an empty chat: the models, the speed-up, and an explanation of it."""
+    method = runtime.method
+    rows = [("Model", facts_line(runtime.target))]
     if runtime.draft is not None:
-        rows.append(("draft", facts_line(runtime.draft)))
-    return [*rows, ("method", runtime.method.line)]
+        rows.append(("Helper model", facts_line(runtime.draft)))
+    elif method.requested == "auto" and method.effective != "none":
+        rows.append(("Helper model", f"none: {method.reason}"))
+    rows.append(("Speed-up", speed_up_text(method)))
+    if explanation := _explanation(runtime):
+        rows += [("", ""), ("", explanation)]
+    return rows
+
+
+def _explanation(runtime: RuntimeLike) -> str:
+    if runtime.method.effective == "none":
+        return ""
+    uses_helper = "model" in runtime.method.effective.split("+")
+    guesser = "The smaller helper model guesses" if uses_helper else "edgespec guesses"
+    return (
+        f"{guesser} the next words, and {runtime.target.name} checks several guesses at once. Correct guesses"
+        " make replies faster. Wrong guesses are thrown away, so the answers do not change."
+        " The line at the bottom shows the speed-up."
+    )
 
 
 def notices(runtime: RuntimeLike) -> list[str]:
-    """What should be said about the models, such as that one is a demo."""
-    said = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
-    return list(dict.fromkeys(said))
+    """Return what the user should know about the models, such as that one is a demo."""
+    texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
+    return list(dict.fromkeys(texts))
 
 
 def show_rows(
     runtime: RuntimeLike, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
-    """The answer to /show: the models, how replies are made, settings not at their default, the others.
+    """Return the rows of /show: models, speed-up, context and settings.
 
-    method, stats: of the running or last reply.
+    Args:
+        runtime: The loaded models.
+        chat: The open chat, whose settings are listed.
+        method: The method of the running or last reply.
+        stats: Stats of that reply, if there was one.
     """
-    rows = [("target", facts_line(runtime.target)), ("file", runtime.target.path)]
+    rows = [("model", facts_line(runtime.target)), ("file", runtime.target.path)]
     if runtime.draft is not None:
-        rows.append(("draft", facts_line(runtime.draft)))
-    rows.append(("method", method.line))
+        rows.append(("helper model", facts_line(runtime.draft)))
+    rows.append(("speed-up", speed_up_text(method)))
+    if method.effective != "none":
+        rows.append(("reason", method.reason))
     if stats is not None and stats.worst_case_loss is not None:
         rows.append(
-            ("may lose", f"{percent(stats.worst_case_loss)} of the reply's time at most, by guessing")
+            ("loss limit", f"wrong guesses cost at most {percent(stats.worst_case_loss)} of a reply's time")
         )
     rows += [
-        ("takes back", runtime.target.rollback or "–"),
+        ("wrong guesses", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
-        ("system", chat.system or "none"),
+        ("system prompt", chat.system or "none"),
     ]
     rows += [
         (field.name, shown(chat.settings[field.name])) for field in FIELDS if field.name in chat.settings
     ]
-    rest = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
-    return [*rows, ("defaults", ", ".join(rest))]
+    defaults = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
+    return [*rows, ("defaults", ", ".join(defaults))]
 
 
-def _context(most_tokens: int, tokens_now: int) -> str:
-    """How long the text may become, and for how much of it there is memory by now."""
-    so_far = f", memory for {count(tokens_now)} so far" if tokens_now < most_tokens else ""
-    return f"{count(most_tokens)} tokens{so_far}"
+def _context(max_tokens: int, current_tokens: int) -> str:
+    allocated = f", memory for {count(current_tokens)} so far" if current_tokens < max_tokens else ""
+    return f"{count(max_tokens)} tokens{allocated}"
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """The answer to /memory."""
-    kept = use.prefix_cache
+    """Return the rows of /memory."""
+    cache = use.prefix_cache
     rows = [
-        ("weights", format_bytes(use.weight_bytes)),
-        ("caches", format_bytes(use.kv_bytes)),
-        ("process", format_bytes(use.resident_bytes)),
-        *_now_rows(use),
+        ("model files", format_bytes(use.weight_bytes)),
+        ("KV caches", format_bytes(use.kv_bytes)),
+        ("all in all", format_bytes(use.resident_bytes)),
+        *_current_rows(use),
         *_plan_rows(use.plan),
-        ("kept", _kept(kept)),
+        ("earlier chats", _prefix_cache(cache)),
     ]
-    if kept.disk_limit_bytes:
-        disk = (
-            f"{format_bytes(kept.disk_bytes)} of this model, of {format_bytes(kept.disk_limit_bytes)} for all"
-        )
-        rows.append(("on disk", disk))
-    rows.append(
-        ("gone back", f"{count(kept.hits, 'time')}, {count(kept.reused_tokens, 'token')} not read again")
-    )
-    return [*rows, ("trouble", kept.notice)] if kept.notice else rows
+    if cache.disk_limit_bytes:
+        used, limit = format_bytes(cache.disk_bytes), format_bytes(cache.disk_limit_bytes)
+        rows.append(("on disk", f"{used} for this model, at most {limit} for all models"))
+    hits, tokens = count(cache.hits, "time"), count(cache.reused_tokens, "token")
+    rows.append(("reused", f"{hits}, which saved reading {tokens}"))
+    return [*rows, ("problem", cache.notice)] if cache.notice else rows
 
 
-def _kept(kept: PrefixCacheUsage) -> str:
-    """What is kept of texts in memory, of what may be."""
-    texts, limit = count(kept.texts, "text"), format_bytes(kept.memory_limit_bytes)
-    return f"{texts}, {format_bytes(kept.memory_bytes)} in memory, of {limit}"
+def _prefix_cache(cache: PrefixCacheUsage) -> str:
+    used, limit = format_bytes(cache.memory_bytes), format_bytes(cache.memory_limit_bytes)
+    return f"{count(cache.texts, 'prompt')} cached, {used} in memory, at most {limit}"
 
 
-def _now_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """How large the context is by now, what is free, and what other programs were given."""
+def _current_rows(use: MemoryUse) -> list[tuple[str, str]]:
+    """Return the rows about the context size, the free memory, and memory freed for other programs."""
     rows = []
     if use.context_tokens:
         rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
     if use.available_bytes:
         rows.append(("free", format_bytes(use.available_bytes)))
     if use.last_reclaim:
-        rows.append(("gave way", f"{format_bytes(use.reclaimed_bytes)} so far; {use.last_reclaim}"))
+        freed = format_bytes(use.reclaimed_bytes)
+        rows.append(("freed", f"{freed} for other programs so far; last: {use.last_reclaim}"))
     return rows
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """What was planned, against what there was, and what was given up.
-
-    Texts that are kept stand in a row of their own: they take what they need, up to their bound.
-    """
+    """Return the planned memory of each pool, without the prefix cache, and what the planner left out."""
     if plan is None:
         return []
     rows = []
     for pool in plan.pools:
-        taken = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
-        name = "planned" if pool == "memory" else "on cards"
-        rows.append((name, f"{format_bytes(taken)} of {format_bytes(plan.budget_bytes(pool))}"))
-    rows.append(("budget", plan.budget.source))
-    return [*rows, *(("given up", f"{each.what}: {each.why}") for each in plan.decisions)]
+        planned = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
+        name = "planned" if pool == "memory" else "on the GPU"
+        rows.append((name, f"{format_bytes(planned)} of {format_bytes(plan.budget_bytes(pool))}"))
+    rows.append(("limit set by", plan.budget.source))
+    return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]
 
 
 def error_text(error: Exception) -> tuple[str, str]:
-    """A title and a body for an error, in words a person can act on."""
+    """Return a title and a body for an error, with what the user can do about it."""
     if isinstance(error, EdgespecError):
-        what = error.what[:1].upper() + error.what[1:]
-        step = error.next_step[:1].upper() + error.next_step[1:]
-        return what, step
-    said = " ".join(str(error).split())
-    name = type(error).__name__
-    return f"Unexpected error: {name}", f"{said}\nYour chat is safe. Try again, or report this with the log."
+        title = error.what[:1].upper() + error.what[1:]
+        return title, error.next_step[:1].upper() + error.next_step[1:]
+    message = " ".join(str(error).split())
+    return (
+        f"Unexpected error: {type(error).__name__}",
+        f"{message}\nYour chat is saved. Try again, or report this error with the log.",
+    )

@@ -1,4 +1,4 @@
-"""The two themes: few colours, quiet surfaces, and one pair that tells draft tokens from the target's."""
+"""The light and the dark theme."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn taking with the model thread: one reply at a time, and what is to happen after it."""
+"""Communication with the model thread: one reply at a time, and an action to run after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Sends what is asked to the model thread and brings back what it writes."""
+    """Sends requests to the model thread and shows the text that it returns."""
 
     def __init__(
         self,
@@ -31,53 +31,54 @@ class Turns:
         self._on_ended = on_ended
         self._opening = 0
         self._reply: ReplyMessage | None = None
-        self._then: Callable[[], Awaitable[None]] | None = None
+        self._after_reply: Callable[[], Awaitable[None]] | None = None
 
     @property
     def writing(self) -> bool:
-        """True while a reply is being written."""
+        """True while a reply is being generated."""
         return self._reply is not None
 
     @property
     def idle(self) -> bool:
-        """True when nothing is under way in the model thread."""
+        """True if the model thread has nothing to do."""
         return self._reply is None and not self._opening
 
     @property
     def live_stats(self) -> Stats | None:
-        """The stats of the reply being written."""
+        """Stats of the running reply, or None."""
         return self._thread.live_stats if self.writing else None
 
     @property
     def live_method(self) -> MethodReport | None:
-        """How the reply being written is sped up by now."""
+        """Method of the running reply, or None."""
         return self._thread.live_method if self.writing else None
 
     def open_chat(self, system: str | None, messages: tuple[Message, ...]) -> None:
-        """Let the model thread open another conversation."""
+        """Open another conversation in the model thread."""
         self._opening += 1
         self._thread.open_chat(system, messages)
 
     def begin(self, ask: Ask, reply: ReplyMessage) -> None:
-        """Ask for a reply, which is written into `reply`."""
+        """Start a reply, which is shown in the widget `reply`."""
         self._reply = reply
         self._thread.ask(ask)
 
     def stop(self) -> None:
-        """Stop the reply being written."""
+        """Stop the running reply."""
         self._thread.cancel()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Do this now, or stop the reply being written and do it then."""
+        """Run `action` now, or after stopping the running reply."""
         if self.writing:
-            self._then = action
+            self._after_reply = action
             self.stop()
         else:
             await action()
 
     async def tick(self) -> None:
-        """Bring over what the model thread has done since the last tick."""
-        # Events first: every chunk of a reply is in its queue before the event of its end.
+        """Show what the model thread has done since the last tick."""
+        # Events are taken before chunks. All chunks of a reply are queued before the event of its end, so
+        # none of them can be missed.
         events = self._thread.take_events()
         chunks = self._thread.take_chunks()
         if chunks and self._reply is not None:
@@ -91,14 +92,14 @@ class Turns:
             elif isinstance(event, TurnEnded) and self._reply is not None:
                 reply, self._reply = self._reply, None
                 await self._on_ended(event, reply)
-                if self._then is not None:
-                    then, self._then = self._then, None
-                    await then()
+                if self._after_reply is not None:
+                    action, self._after_reply = self._after_reply, None
+                    await action()
 
-    async def finish(self, patience_seconds: float) -> None:
-        """Stop the reply and wait until its end has been dealt with, but not for ever."""
-        self._then = None
+    async def finish(self, timeout_seconds: float) -> None:
+        """Stop the reply and wait until its end has been handled, or until the timeout."""
+        self._after_reply = None
         self.stop()
-        deadline = asyncio.get_running_loop().time() + patience_seconds
+        deadline = asyncio.get_running_loop().time() + timeout_seconds
         while self.writing and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)

@@ -1,8 +1,7 @@
-"""The model thread: the one thread that loads the model, runs every reply and closes it.
+"""The model thread, which loads the model, generates every reply and closes the model.
 
-The screen hands it jobs and reads two queues: the chunks of the reply, and events. A reply is stopped
-by `cancel`, which is safe from any thread. The thread is a daemon: whatever it is stuck in, the program
-can end.
+The screen puts jobs into its queue and reads two queues: the chunks of the reply, and events. The thread is a
+daemon, so that the program can end even if a native call does not return.
 """
 
 from __future__ import annotations
@@ -39,7 +38,14 @@ Act = Literal["send", "regenerate", "edit"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One turn to take: what to do, the text, the system prompt and the generate options."""
+    """A request for one reply.
+
+    Attributes:
+        act: Send a message, edit the last one, or regenerate the last reply.
+        text: The message. Empty for `regenerate`.
+        system: The system prompt.
+        options: Options of `Runtime.stream_tokens`.
+    """
 
     act: Act
     text: str
@@ -49,7 +55,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class LoadingProgress:
-    """Loading goes on."""
+    """Progress of loading: a description and the fraction done."""
 
     what: str
     fraction: float
@@ -57,21 +63,21 @@ class LoadingProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The model is ready."""
+    """The model was loaded."""
 
     runtime: RuntimeLike
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The model could not be loaded, or loading was cancelled (CancelledError)."""
+    """The model could not be loaded. The error is a CancelledError if loading was cancelled."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOpened:
-    """A conversation is open, or `error` says why it is not."""
+    """A conversation was opened, or could not be opened because of `error`."""
 
     context_used_tokens: int
     dropped_messages: int
@@ -80,7 +86,7 @@ class ChatOpened:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A reply has ended, well or with `error`; `messages` is the conversation as it now stands."""
+    """A reply ended, or failed with `error`. `messages` is the conversation after it."""
 
     messages: tuple[Message, ...]
     context_used_tokens: int
@@ -93,7 +99,7 @@ Event: TypeAlias = LoadingProgress | Loaded | LoadFailed | ChatOpened | TurnEnde
 
 
 class ModelThread:
-    """Runs the model away from the screen."""
+    """Loads and runs the model in a thread of its own. All methods are called from the screen's thread."""
 
     def __init__(self, load: Load) -> None:
         self.chunks: SimpleQueue[TextChunk] = SimpleQueue()
@@ -109,7 +115,7 @@ class ModelThread:
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
     def start(self) -> None:
-        """Start the thread, which loads the model first."""
+        """Start the thread and load the model."""
         limit_malloc_arenas()
         self._thread.start()
 
@@ -120,55 +126,55 @@ class ModelThread:
 
     @property
     def live_stats(self) -> Stats | None:
-        """The stats of the reply being written."""
+        """Stats of the running reply, or None."""
         stream = self._stream
         return stream.stats if stream is not None else None
 
     @property
     def live_method(self) -> MethodReport | None:
-        """How the reply being written is sped up by now."""
+        """Method of the running reply, or None."""
         stream = self._stream
         return stream.method if stream is not None else None
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> None:
-        """Open another conversation; answered by ChatOpened."""
+        """Open another conversation. The event ChatOpened follows."""
         history = tuple(messages)
         self._jobs.put(lambda: self._open(system, history))
 
     def ask(self, ask: Ask) -> None:
-        """Take one turn; its chunks go to `chunks`, its end to `events`."""
+        """Start a reply. Its chunks go to `chunks`, and the event TurnEnded follows."""
         self._cancelled.clear()
         self._jobs.put(lambda: self._turn(ask))
 
     def cancel(self) -> None:
-        """Stop the reply being written."""
+        """Stop the running reply."""
         self._cancelled.set()
         stream = self._stream
         if stream is not None:
             stream.cancel()
 
     def cancel_load(self) -> None:
-        """Stop loading at its next sign of progress."""
+        """Stop loading at its next progress report."""
         self._stop.set()
 
     def close(self) -> None:
-        """Stop what runs, close the model and end the thread. Does not wait: see `join`."""
+        """Stop the running reply, close the model and end the thread, without waiting for it."""
         self._stop.set()
         self.cancel()
         self._jobs.put(None)
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the thread to end; False when it did not in time."""
+        """Wait for the thread to end. Returns False at a timeout."""
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def take_chunks(self) -> list[TextChunk]:
-        """Everything written since the last call."""
+        """Return the chunks since the last call."""
         return _drained(self.chunks)
 
     def take_events(self) -> list[Event]:
-        """Everything that happened since the last call."""
+        """Return the events since the last call."""
         return _drained(self.events)
 
     def _progress(self, what: str, fraction: float) -> bool:
@@ -180,8 +186,7 @@ class ModelThread:
         return not self._cancelled.is_set()
 
     def _run(self) -> None:
-        # Whatever goes wrong in here must reach the screen: a thread that dies in silence would
-        # leave the chat waiting for ever.
+        # Every error becomes an event, because the screen would wait for ever for a thread that died.
         try:
             runtime = self._load(self._progress)
         except Exception as error:
@@ -213,32 +218,28 @@ class ModelThread:
         reply: Reply | None = None
         failure: Exception | None = None
         try:
-            reply = self._written(chat, ask)
+            chat.system = ask.system
+            self.read_fraction = 0.0
+            options = {**ask.options, "progress": self._reading}
+            if ask.act == "send":
+                stream = chat.stream(ask.text, **options)
+            elif ask.act == "edit":
+                stream = chat.edit_last(ask.text, **options)
+            else:
+                stream = chat.regenerate(**options)
+            self._stream = stream
+            # `cancel` may have been called when there was no stream to cancel yet.
+            if self._cancelled.is_set():
+                stream.cancel()
+            for chunk in stream:
+                self.chunks.put(chunk)
+            reply = stream.reply
         except Exception as error:
             failure = error
         self._stream = None
         self.events.put(
             TurnEnded(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply, failure)
         )
-
-    def _written(self, chat: ChatLike, ask: Ask) -> Reply:
-        if chat.system != ask.system:
-            chat.system = ask.system
-        self.read_fraction = 0.0
-        options = {**ask.options, "progress": self._reading}
-        if ask.act == "send":
-            stream = chat.stream(ask.text, **options)
-        elif ask.act == "edit":
-            stream = chat.edit_last(ask.text, **options)
-        else:
-            stream = chat.regenerate(**options)
-        self._stream = stream
-        # A cancel that came before there was a stream to cancel.
-        if self._cancelled.is_set():
-            stream.cancel()
-        for chunk in stream:
-            self.chunks.put(chunk)
-        return stream.reply
 
 
 def _drained(queue: SimpleQueue[_Item]) -> list[_Item]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.assembly.drafting_options import Drafting
+from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, plan_pair
 from edgespec.backends.base import LoadOptions
@@ -34,7 +34,7 @@ def planned(
     **how: Any,
 ) -> LoadPlan:
     options = LoadOptions(context_tokens=context, initial_context_tokens=first)
-    drafting = Drafting(**how)
+    drafting = DraftingOptions.of(**how)
     pair = find_pair(str(target), str(draft) if draft else "none", drafting, None)
     wishes = PlanRequest.read("speed", options, str(draft) if draft else None, kept_bytes)
     return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), wishes)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.pairing import _load_model, for_draft, meant_for
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import _load_model, draft_load_options, options_in_pair
 from edgespec.backends import mlx_files
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import resolve
@@ -94,7 +94,7 @@ def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_pat
 
 
 def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="there is no folder of an adapter at .*none"):
+    with pytest.raises(OptionError, match="the adapter folder .*none does not exist"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
 
@@ -122,9 +122,13 @@ def test_an_option_of_the_wrong_type_is_refused(
 def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
     options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
     expected = replace(options, context_tokens=4, memory_bytes=880, is_draft=True, adapter=None)
-    assert for_draft(options, Drafting(), 4, 880) == replace(expected, max_logit_rows=96)
-    assert for_draft(options, Drafting(branches="auto"), 4, 880) == replace(expected, max_logit_rows=96)
-    assert for_draft(options, Drafting(branches=(4,)), 4, 880) == expected, "trees may be as wide as named"
+    assert draft_load_options(options, DraftingOptions.of(), 4, 880) == replace(expected, max_logit_rows=96)
+    assert draft_load_options(options, DraftingOptions.of(draft_branches="auto"), 4, 880) == replace(
+        expected, max_logit_rows=96
+    )
+    assert draft_load_options(options, DraftingOptions.of(draft_branches=(4,)), 4, 880) == expected, (
+        "trees may be as wide as named"
+    )
 
 
 def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
@@ -140,9 +144,9 @@ def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
         (mlx, mlx, options),
         (mlx, None, options),
     ):
-        assert meant_for(found, other, options) == wanted
+        assert options_in_pair(found, other, options) == wanted
     draft = replace(options, is_draft=True)
-    assert meant_for(mlx, gguf, draft) == replace(without, is_draft=True, kv_type="auto")
+    assert options_in_pair(mlx, gguf, draft) == replace(without, is_draft=True, kv_type="auto")
 
 
 @pytest.mark.parametrize(

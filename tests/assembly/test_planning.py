@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import edgespec
-from edgespec.assembly.drafting_options import Drafting
-from edgespec.assembly.pairing import Pair, find_pair
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.quantise import quantise
@@ -33,14 +33,14 @@ _OPTIONS = LoadOptions(context_tokens=1024)
 
 def _planned(
     budget_bytes: int,
-    how: Drafting | None = None,
+    drafting: DraftingOptions | None = None,
     options: LoadOptions = _OPTIONS,
     draft: str | None = "demo-draft",
     fixed: PlanRequest | None = None,
 ) -> LoadPlan:
-    how = how or Drafting()
-    pair: Pair = find_pair("demo", draft, how, None)
-    return plan_pair(pair, how, options, Budget(budget_bytes, "here"), fixed)
+    drafting = drafting or DraftingOptions.of()
+    pair: ModelPair = find_pair("demo", draft, drafting, None)
+    return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), fixed)
 
 
 def _roles(planned: LoadPlan) -> set[str]:
@@ -81,15 +81,15 @@ def test_a_draft_that_was_asked_for_is_not() -> None:
     with pytest.raises(MemoryBudgetError, match="use --draft none"):
         check_fits(planned)
     by_method = _planned(
-        _total(draft=None), Drafting(methods=("model",)), fixed=PlanRequest(frozenset({"kv_type"}))
+        _total(draft=None), DraftingOptions.of(method="model"), fixed=PlanRequest(frozenset({"kv_type"}))
     )
     assert by_method.pair.draft is not None
 
 
 def test_the_draft_sees_a_window_where_that_is_enough() -> None:
     options = replace(_OPTIONS, context_tokens=1 << 16)
-    whole = Drafting(window_tokens=0)
-    windowed = Drafting(window_tokens=1024)
+    whole = DraftingOptions.of(method="auto", draft_window=0)
+    windowed = DraftingOptions.of(method="auto", draft_window=1024)
     assert _total(how=whole, options=options) > _total(how=windowed, options=options)
     assert _total(options=options) < _total(how=whole, options=options)  # it was trained for 1,024
 
@@ -110,18 +110,18 @@ class TestCopies:
         fixed = PlanRequest(frozenset({"context", "kv_type"}))
         planned = _planned(without, draft=None, fixed=fixed)
         assert planned.plan.fits
-        assert not planned.how.room_for_copy
+        assert not planned.drafting.has_room_for_copy
         assert "low-bit copy" not in _roles(planned)
-        named = _planned(without, Drafting(methods=("lowbit",)), draft=None, fixed=fixed)
+        named = _planned(without, DraftingOptions.of(method="lowbit"), draft=None, fixed=fixed)
         assert not named.plan.fits
 
     @pytest.mark.usefixtures("copied")
     def test_none_takes_the_place_of_a_draft_that_was_given_up(self) -> None:
         fixed = PlanRequest(frozenset({"context", "kv_type"}))
-        planned = _planned(_total(draft=None, how=Drafting(methods=("none",))), fixed=fixed)
+        planned = _planned(_total(draft=None, drafting=DraftingOptions.of(method="none")), fixed=fixed)
         assert planned.plan.fits
         assert planned.pair.draft is None
-        assert not planned.how.room_for_copy
+        assert not planned.drafting.has_room_for_copy
 
 
 def test_the_draft_s_cache_alone_is_quantised_first() -> None:
@@ -191,7 +191,9 @@ class TestWhatIsHere:
         target = resolve("maker/Large-GGUF", allow_download=False)
         fixed = PlanRequest(frozenset({"kv_type", "draft_window"}))
         quarter = LoadOptions(context_tokens=512)
-        smaller = plan_pair(Pair(target, None, ""), Drafting(), quarter, Budget(1 << 40, "here"), fixed)
+        smaller = plan_pair(
+            ModelPair(target, None, ""), DraftingOptions.of(), quarter, Budget(1 << 40, "here"), fixed
+        )
         planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
         assert not planned.plan.fits
         with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*the nearest model on this"):

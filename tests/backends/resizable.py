@@ -1,4 +1,4 @@
-"""Models with every kind of cache whose context can be resized, and their comparison."""
+"""Models of every kind of memory for tests of `resize`, and their comparison."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.backends.tiny_models import (
 
 SMALL, LARGE = 256, 1024
 
-# (folder, how) -> a model.
+# Loads a model whose files are in a folder.
 Maker = Callable[[Path, LoadOptions], LanguageModel]
 
 
@@ -44,8 +44,8 @@ def _gguf(write: Callable[[Path], Path], folder: Path, how: LoadOptions) -> Lang
     return llamacpp.load(str(write(folder / "model.gguf")), "model", how)
 
 
-def _halves(write: Callable[[Path], Path], exit_layer: int, folder: Path, how: LoadOptions) -> LanguageModel:
-    to = folder / "halves"
+def _split(write: Callable[[Path], Path], exit_layer: int, folder: Path, how: LoadOptions) -> LanguageModel:
+    to = folder / "split"
     if not to.exists():
         prepare_layerskip(write(folder / "model.gguf"), exit_layer, to=to)
     return load_layerskip(str(to), "model", how)
@@ -66,7 +66,7 @@ def _replayed(_: Path, how: LoadOptions) -> LanguageModel:
 
 
 class Kind(NamedTuple):
-    """rounding: how far logits may lie apart, where tokens are run again in passes of other widths."""
+    """A kind of model. `rounding`: the allowed difference of logits between passes of other widths."""
 
     make: Maker
     options: Mapping[str, Any] = MappingProxyType({})
@@ -82,9 +82,9 @@ KINDS = {
     "mamba": Kind(partial(_gguf, write_mamba), {}, ROUNDING["mamba"]),
     "hybrid": Kind(partial(_gguf, write_jamba), {}, ROUNDING["hybrid"]),
     "short convolution": Kind(partial(_gguf, write_lfm2), {}, ROUNDING["short convolution"]),
-    "halves": Kind(partial(_halves, partial(write_llama, layers=3), 1)),
-    "halves, window": Kind(partial(_halves, partial(write_gemma3, window=4), 6)),
-    "halves, quantised": Kind(partial(_halves, _demo, 4), {"kv_type": "q8_0/q4_0"}),
+    "split": Kind(partial(_split, partial(write_llama, layers=3), 1)),
+    "split, window": Kind(partial(_split, partial(write_gemma3, window=4), 6)),
+    "split, quantised": Kind(partial(_split, _demo, 4), {"kv_type": "q8_0/q4_0"}),
     "MLX": Kind(partial(_mlx, "llama")),
     "MLX, window": Kind(partial(_mlx, "gemma3")),
     "MLX, hybrid": Kind(partial(_mlx, "qwen3_next"), {}, 1e-3),
@@ -92,14 +92,14 @@ KINDS = {
     "tabular replay": Kind(_replayed),
 }
 _QUICK = (
-    "full", "quantised", "hybrid", "short convolution", "halves, window", "MLX, window", "tabular replay",
+    "full", "quantised", "hybrid", "short convolution", "split, window", "MLX, window", "tabular replay",
 )  # fmt: skip
 ALL = [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.long) for name in KINDS]
 LLAMA = [name for name in ALL if not str(name.values[0]).startswith(("MLX", "tabular"))]
 
 
 class Twins(NamedTuple):
-    """The same model twice: with a context that is made larger and smaller, and with all of it."""
+    """The same model twice: `model` is resized, `whole` has the full context from the beginning."""
 
     model: LanguageModel
     whole: LanguageModel
@@ -107,12 +107,12 @@ class Twins(NamedTuple):
 
 
 def load(name: str, folder: Path, **options: Any) -> LanguageModel:
-    # Prompts are read in passes of as many tokens, whatever the size.
+    # The same batch size for all context sizes, so that rounding is the same.
     how = LoadOptions(context_tokens=LARGE, batch_tokens=128, **KINDS[name].options)
     return KINDS[name].make(folder, replace(how, **options))
 
 
 def check_step(twins: Twins, token: int = 4) -> None:
-    """Both say the same after the token, which both keep."""
+    """Append a token to both models and assert that their logits are equal."""
     got, expected = (step(model, token) for model in twins[:2])
     np.testing.assert_allclose(got, expected, rtol=0, atol=twins.rounding)

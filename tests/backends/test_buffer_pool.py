@@ -1,4 +1,4 @@
-"""Memory that is used again is never taken from somebody who still reads it."""
+"""The buffer pool reuses memory, but never memory that is still referenced."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from edgespec.backends.llamacpp.buffer_pool import BufferPool
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans(), st.integers(0, 10)), max_size=30))
-def test_what_is_held_stays_as_it_is(steps: list[tuple[int, bool, int]]) -> None:
-    store = BufferPool()
+def test_buffers_in_use_are_not_overwritten(steps: list[tuple[int, bool, int]]) -> None:
+    pool = BufferPool()
     held: list[tuple[memoryview, bytes]] = []
-    for number, (size, keep, let_go) in enumerate(steps):
-        taken = store.take(size)
+    for number, (size, keep, released) in enumerate(steps):
+        taken = pool.take(size)
         assert taken.size == size
         taken[:] = number
         if keep:
-            # As the holder of a few of the bytes, the array itself is gone.
+            # Hold a view of some of the bytes instead of the array itself.
             held.append((taken.data[: size // 2], bytes([number]) * (size // 2)))
         del taken
         for view, expected in held:
             assert view == expected
-        if let_go < len(held):
-            del held[let_go]
+        if released < len(held):
+            del held[released]
 
 
-def test_what_is_let_go_of_is_given_out_again() -> None:
-    store = BufferPool()
-    places = {store.take(size).ctypes.data for size in (1000, 10, 500, 1000)}
+def test_released_buffers_are_reused() -> None:
+    pool = BufferPool()
+    places = {pool.take(size).ctypes.data for size in (1000, 10, 500, 1000)}
     assert len(places) == 1
-    first = store.take(600)
-    assert store.take(10).ctypes.data == first.ctypes.data + 600
+    first = pool.take(600)
+    assert pool.take(10).ctypes.data == first.ctypes.data + 600

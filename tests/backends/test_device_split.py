@@ -1,4 +1,4 @@
-"""How much of a model lies on graphics cards, reckoned for cards that are not here."""
+"""The GPU memory that offloaded layers take, calculated without a GPU."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def _path() -> str:
     return str(resolve("demo").path)
 
 
-def test_all_layers_are_all_but_the_embedding() -> None:
-    there, share, twice = device_split(_path(), _LAYERS, None)
+def test_offloading_all_layers_leaves_the_embedding() -> None:
+    device_bytes, share, tied_bytes = device_split(_path(), _LAYERS, None)
     assert share == 1.0
-    assert 0 < there < resolve("demo").path.stat().st_size
+    assert 0 < device_bytes < resolve("demo").path.stat().st_size
     names = {tensor.name for tensor in read_header(resolve("demo").path).tensors}
     assert "token_embd.weight" in names
-    assert (twice > 0) == ("output.weight" not in names)
+    assert (tied_bytes > 0) == ("output.weight" not in names)
 
 
 @pytest.mark.parametrize("layers", range(_LAYERS + 1))
-def test_the_last_layers_go_first_and_the_output_before_them(layers: int) -> None:
-    there, share, _ = device_split(_path(), _LAYERS, layers)
+def test_output_and_last_layers_are_offloaded_first(layers: int) -> None:
+    device_bytes, share, _ = device_split(_path(), _LAYERS, layers)
     more, larger, _ = device_split(_path(), _LAYERS, layers + 1)
-    assert there < more
+    assert device_bytes < more
     assert share == max(0, layers - 1) / _LAYERS
     assert larger == layers / _LAYERS
 
 
-def test_where_there_are_no_cards_nothing_is_there() -> None:
+def test_nothing_is_offloaded_without_gpu_layers() -> None:
     assert device_split(_path(), 0, None) == (0, 0.0, 0)
     assert device_split(_path(), _LAYERS, 0) == (0, 0.0, 0)
     assert all(card.free_bytes <= card.total_bytes for card in cards())

@@ -1,4 +1,4 @@
-"""Models that keep keys and values of a token as one vector take one type for both."""
+"""Models that store keys and values as one vector need the same type for both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgespec.backends.llamacpp.kv_types import choose_kv_types
 from edgespec.errors import OptionError
 
 
-def test_both_are_of_one_type() -> None:
+def test_keys_and_values_have_the_same_type() -> None:
     few = 2**20
     assert choose_kv_types(LoadOptions(), few, same_type=True).text == "f16"
     assert choose_kv_types(LoadOptions(kv_type="q8_0"), few, same_type=True).text == "q8_0"

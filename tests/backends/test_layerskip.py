@@ -1,4 +1,4 @@
-"""A model in two halves says what the whole one says, whatever its lower layers drafted."""
+"""A split model gives the logits of the whole model, whatever its lower layers drafted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then writ
 
 @pytest.fixture(scope="module")
 def folders(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The demo target in halves, by exit."""
-    folder = tmp_path_factory.mktemp("halves")
+    """The demo target split at each exit layer."""
+    folder = tmp_path_factory.mktemp("split")
     return {
         exit_layer: prepare_layerskip(demo_target, exit_layer, to=folder / str(exit_layer)).folder
         for exit_layer in EXITS
@@ -49,12 +49,12 @@ def _options(**more: Any) -> LoadOptions:
 
 class Both(NamedTuple):
     whole: LanguageModel
-    halves: LayerSkipModel
+    split: LayerSkipModel
 
 
 @pytest.fixture(scope="module")
 def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
-    """The demo target, as it is and in halves."""
+    """The demo target, whole and split."""
     models = Both(
         llamacpp.load(str(demo_target), "demo", _options()),
         load_layerskip(str(folders[4]), "demo", _options()),
@@ -66,7 +66,7 @@ def both(demo_target: Path, folders: dict[int, Path]) -> Iterator[Both]:
 
 @pytest.fixture(scope="module")
 def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
-    """As with a large vocabulary: the lower half has a few rows in a pass."""
+    """A split model whose lower split runs only 16 rows per pass, as with a large vocabulary."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_planning, "_UNREAD_BYTES", 0)
         model = load_layerskip(str(folders[4]), "demo", _options(max_branches=12))
@@ -76,14 +76,14 @@ def narrow(folders: dict[int, Path]) -> Iterator[LayerSkipModel]:
 
 
 @pytest.fixture
-def halves(both: Both) -> LayerSkipModel:
-    both.halves.truncate(0)
-    return both.halves
+def split(both: Both) -> LayerSkipModel:
+    both.split.truncate(0)
+    return both.split
 
 
-class TestTheWhole:
-    def test_it_is_what_the_whole_model_is(self, both: Both) -> None:
-        mine, its = both.halves.facts, both.whole.facts
+class TestEqualsWholeModel:
+    def test_facts_equal_those_of_the_whole_model(self, both: Both) -> None:
+        mine, its = both.split.facts, both.whole.facts
         for name in ("weight_bytes", "kv_bytes", "parameters", "quantisation", "description", "architecture"):
             assert getattr(mine, name) == getattr(its, name)
         assert mine.capabilities.self_draft_methods == {"layerskip", "lowbit"}
@@ -92,7 +92,7 @@ class TestTheWhole:
 
     @pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0/q4_0"])
     @pytest.mark.parametrize("flash_attention", ["auto", "on"])
-    def test_every_row_is_bit_for_bit_the_same(
+    def test_logits_are_bit_identical(
         self, demo_target: Path, folders: dict[int, Path], kv_type: str, flash_attention: str
     ) -> None:
         options = _options(kv_type=kv_type, flash_attention=flash_attention)
@@ -122,7 +122,7 @@ class TestTheWhole:
             (True, "darwin", {"mmap": False}, 2),
         ],
     )
-    def test_what_both_halves_use_counts_as_often_as_it_is_in_memory(
+    def test_shared_tensors_count_once_only_where_they_are_mapped(
         self,
         both: Both,
         folders: dict[int, Path],
@@ -134,27 +134,27 @@ class TestTheWhole:
     ) -> None:
         monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
         monkeypatch.setattr("edgespec.backends.llamacpp.devices.sys.platform", system)
-        shared = int(metadata(both.halves._weights[0], SHARED_BYTES_KEY) or 0)
+        shared = int(metadata(both.split._weights[0], SHARED_BYTES_KEY) or 0)
         assert shared > 1_000_000
         model = load_layerskip(str(folders[4]), "demo", _options(**options))
         assert model.facts.weight_bytes == both.whole.facts.weight_bytes + (times - 1) * shared
         model.close()
 
-    def test_a_snapshot_of_the_whole_model_is_refused(self, both: Both, halves: LayerSkipModel) -> None:
+    def test_a_snapshot_of_the_whole_model_is_refused(self, both: Both, split: LayerSkipModel) -> None:
         both.whole.truncate(0)
         both.whole.prefill(tokens_for(both.whole, 20))
         with pytest.raises(BackendError, match="does not fit"):
-            halves.restore(both.whole.snapshot())
-        assert halves.length == 0
+            split.restore(both.whole.snapshot())
+        assert split.length == 0
 
 
-class TestInPieces:
-    """What is wider than a pass of the lower half is run in several."""
+class TestSeveralPasses:
+    """Trees that are wider than a pass of the lower split run in several passes."""
 
-    def test_a_prompt_and_a_wide_tree(self, both: Both, narrow: LayerSkipModel) -> None:
+    def test_prompts_and_wide_trees(self, both: Both, narrow: LayerSkipModel) -> None:
         tokens = tokens_for(narrow, 61)
         tree = tree_of(narrow, (-1, *range(30), 3, 3, 20, 33, 34), 1)
-        models = both.whole, both.halves, narrow
+        models = both.whole, both.split, narrow
         assert {model.facts.capabilities.max_width for model in models} == {256}
         rows = []
         for model in models:
@@ -167,23 +167,23 @@ class TestInPieces:
         np.testing.assert_array_equal(rows[1], rows[0])
         np.testing.assert_array_equal(rows[2], rows[0])
 
-    def test_a_wide_draft(self, both: Both, narrow: LayerSkipModel) -> None:
+    def test_wide_drafts(self, both: Both, narrow: LayerSkipModel) -> None:
         tokens = tokens_for(narrow, 40)
         draft = tree_of(narrow, (-1, *([0] * 5), *([1] * 4), *range(9, 29)), 2)
         said = []
-        for model in (both.halves, narrow):
+        for model in (both.split, narrow):
             model.truncate(0)
             model.prefill(tokens)
             logits = model.self_draft(EarlyExit(4)).verify(draft)
             said.append([row_of(model, logits, node) for node in range(draft.width)])
-            # And the target goes on from all of it.
+            # The target then verifies the same tree.
             logits = model.verify(draft)
             said[-1] += [row_of(model, logits, node) for node in range(draft.width)]
             model.commit(path_to(draft, 9))
             said[-1].append(step(model, 4))
         np.testing.assert_array_equal(said[0], said[1])
 
-    def test_a_prompt_that_was_stopped_between_two_pieces(
+    def test_a_prefill_interrupted_between_two_passes(
         self, narrow: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         tokens = tokens_for(narrow, 50)
@@ -206,15 +206,15 @@ class TestInPieces:
         narrow.prefill(tokens[20:])
         np.testing.assert_array_equal(step(narrow, 4), expected)
 
-    def test_what_the_lower_half_needs_for_logits_is_part_of_the_budget(
+    def test_the_budget_includes_the_logits_of_the_lower_split(
         self, folders: dict[int, Path], both: Both
     ) -> None:
-        """And it is small, whatever the vocabulary."""
-        facts, below = both.halves.facts, both.halves._lower.context
+        """These logits are limited for every vocabulary."""
+        facts, below = both.split.facts, both.split._lower.context
         logits_bytes = 4 * facts.vocab_size * below.max_width
         assert logits_bytes <= context_planning._UNREAD_BYTES
         enough = facts.weight_bytes + facts.kv_bytes + 2 * logits_bytes
-        # The files' bytes are checked too, before anything is loaded.
+        # The size of the files is checked before anything is loaded.
         assert enough > facts.file_bytes
         load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough)).close()
         with pytest.raises(MemoryBudgetError, match="the cache for 512 tokens"):
@@ -224,27 +224,27 @@ class TestInPieces:
 trees = st.tuples(st.sampled_from(list(TREES.values())), st.integers(0, 3))
 
 
-class TestTakingOver:
+class TestReusedDrafts:
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.lists(st.tuples(trees, trees, st.integers(0, 11), st.booleans()), min_size=1, max_size=5))
-    def test_whatever_was_drafted_the_rows_are_those_of_the_whole(
+    def test_logits_equal_the_whole_model_s_after_any_draft(
         self,
         both: Both,
         narrow: LayerSkipModel,
         rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
     ) -> None:
-        """The target's tree may hold some of what was drafted, in any order, and other things."""
-        for halves in (both.halves, narrow):
-            self.check(both.whole, halves, rounds)
+        """The target's tree may share some nodes with the draft, in any order."""
+        for split in (both.split, narrow):
+            self.check(both.whole, split, rounds)
 
     @staticmethod
     def check(
         whole: LanguageModel,
-        halves: LayerSkipModel,
+        split: LayerSkipModel,
         rounds: list[tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int], int, bool]],
     ) -> None:
-        view = halves.self_draft(EarlyExit(4))
-        for model in (whole, halves):
+        view = split.self_draft(EarlyExit(4))
+        for model in (whole, split):
             model.truncate(0)
             model.prefill(tokens_for(model, 20))
         for drafted, wanted, node, begins_alike in rounds:
@@ -256,20 +256,20 @@ class TestTakingOver:
                 view.verify(
                     TokenTree(draft.tokens[:end], draft.parents[:end], draft.draft_probs[:end]), first
                 )
-            logits, expected = halves.verify(tree), whole.verify(tree)
+            logits, expected = split.verify(tree), whole.verify(tree)
             for row in range(tree.width):
-                same(whole, row_of(halves, logits, row), row_of(whole, expected, row))
+                same(whole, row_of(split, logits, row), row_of(whole, expected, row))
             path = path_to(tree, node % tree.width)
-            for model in (whole, halves):
+            for model in (whole, split):
                 model.commit(path)
-            assert view.length == halves.length == whole.length
-            same(whole, step(halves, 4), step(whole, 4))
+            assert view.length == split.length == whole.length
+            same(whole, step(split, 4), step(whole, 4))
 
-    def test_what_was_drafted_is_not_run_again(
-        self, halves: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
+    def test_drafted_nodes_are_not_run_again(
+        self, split: LayerSkipModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        halves.prefill(tokens_for(halves, 20))
-        view = halves.self_draft(EarlyExit(4))
+        split.prefill(tokens_for(split, 20))
+        view = split.self_draft(EarlyExit(4))
         for first in range(3):
             view.verify(TokenTree.chain(5, [6, 7][:first]), first)
         run: list[tuple[int, ...]] = []
@@ -280,47 +280,47 @@ class TestTakingOver:
             run_to_hook(self, tokens, *rest)
 
         monkeypatch.setattr(LlamaContext, "run_to_hook", watched)
-        halves.verify(TokenTree.chain(5, [6, 7, 8]))
+        split.verify(TokenTree.chain(5, [6, 7, 8]))
         assert run == [(8,)]
-        halves.commit((1, 2, 3))
+        split.commit((1, 2, 3))
         view.verify(TokenTree.chain(9))
-        halves.verify(TokenTree.chain(9))
+        split.verify(TokenTree.chain(9))
         assert run == [(8,)]
 
-    def test_the_pass_stops_at_the_exit_when_no_logits_are_wanted(self, halves: LayerSkipModel) -> None:
-        below = halves._lower.context
-        halves.prefill([1, 2, 3])
+    def test_run_to_hook_ends_before_the_logits(self, split: LayerSkipModel) -> None:
+        below = split._lower.context
+        split.prefill([1, 2, 3])
         whole = below.run([5], [3], [[0]]).copy()
         below.drop(0, 3)
         below.run([4], [3], [[0]])
         below.drop(0, 3)
         below.run_to_hook([5], [3], [[0]])
-        # Where its logits would be, there is what earlier passes left.
+        # The logits buffer still holds those of an earlier pass.
         assert not np.array_equal(below._logits[:1], whole)
 
-    def test_a_view_leaves_the_target_as_it_is(self, halves: LayerSkipModel) -> None:
-        tokens = tokens_for(halves, 30)
-        halves.prefill(tokens)
-        expected = step(halves, 4)
-        halves.truncate(30)
-        view = halves.self_draft(EarlyExit(4))
+    def test_a_view_does_not_change_the_target(self, split: LayerSkipModel) -> None:
+        tokens = tokens_for(split, 30)
+        split.prefill(tokens)
+        expected = step(split, 4)
+        split.truncate(30)
+        view = split.self_draft(EarlyExit(4))
         view.prefill([1, 2, 3])
         view.verify(TokenTree.chain(4, [5, 6]))
         view.commit((1,))
         view.truncate(3)
-        assert view.length == halves.length == 30
-        assert view.free_tokens == halves.free_tokens
+        assert view.length == split.length == 30
+        assert view.free_tokens == split.free_tokens
         view.close()
-        same(halves, step(halves, 4), expected)
+        same(split, step(split, 4), expected)
         with pytest.raises(ClosedError):
             view.verify(TokenTree.chain(4))
 
-    def test_a_draft_of_before_a_truncation_is_not_taken_over(self, both: Both) -> None:
+    def test_a_draft_from_before_a_truncation_is_not_reused(self, both: Both) -> None:
         tokens = tokens_for(both.whole, 30)
         for model in both:
             model.truncate(0)
             model.prefill(tokens)
-        view = both.halves.self_draft(EarlyExit(4))
+        view = both.split.self_draft(EarlyExit(4))
         view.verify(TokenTree.chain(4, [5, 6]))
         for model in both:
             model.truncate(10)
@@ -336,9 +336,11 @@ class TestTakingOver:
             (SkippedLayers((1,)), "cannot skip layers: method swift needs an MLX model"),
         ],
     )
-    def test_other_ways_of_drafting_are_refused(self, halves: LayerSkipModel, how: Any, says: str) -> None:
+    def test_unsupported_self_draft_methods_are_refused(
+        self, split: LayerSkipModel, how: Any, says: str
+    ) -> None:
         with pytest.raises(CapabilityError, match=says):
-            halves.self_draft(how)
+            split.self_draft(how)
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +351,7 @@ def plain(demo_target: Path) -> Iterator[Runtime]:
 
 
 def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> Runtime:
-    """The model in halves, with its lower layers as a drafter."""
+    """Return a runtime of the split model that drafts with its lower layers."""
     model = load_layerskip(str(folder), "demo", _options(**options))
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
@@ -360,7 +362,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
 class TestSameReplies:
     @pytest.mark.parametrize("exit_layer", EXITS)
     @pytest.mark.parametrize("branches", [(), (3, 2)], ids=["chain", "tree"])
-    def test_as_plain_decoding(
+    def test_replies_equal_plain_decoding(
         self, plain: Runtime, folders: dict[int, Path], exit_layer: int, branches: tuple[int, ...]
     ) -> None:
         with _drafting(folders[exit_layer], branches) as runtime:
@@ -373,7 +375,7 @@ class TestSameReplies:
                     if method == "layerskip":
                         assert reply.stats.drafted_tokens > 0
 
-    def test_with_quantised_keys_and_values(self, folders: dict[int, Path]) -> None:
+    def test_replies_with_a_quantised_kv_cache(self, folders: dict[int, Path]) -> None:
         with _drafting(folders[4], kv_type="q8_0") as runtime:
             for prompt in PROMPTS:
                 for temperature in (0.0, 0.8):
@@ -381,7 +383,9 @@ class TestSameReplies:
                     expected = runtime.generate(prompt, method="none", **asked)
                     assert runtime.generate(prompt, method="layerskip", **asked).text == expected.text
 
-    def test_in_rejection_mode_without_a_temperature(self, plain: Runtime, folders: dict[int, Path]) -> None:
+    def test_replies_in_rejection_mode_at_temperature_0(
+        self, plain: Runtime, folders: dict[int, Path]
+    ) -> None:
         with _drafting(folders[4], (2,)) as runtime:
             for prompt in PROMPTS:
                 asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "acceptance": "rejection"}

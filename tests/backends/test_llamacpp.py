@@ -29,8 +29,8 @@ def load(path: Path, **options: object) -> LanguageModel:
     return llamacpp.load(str(path), path.stem, LoadOptions(**options))  # type: ignore[arg-type]
 
 
-class TestFiles:
-    """Each is one line with what is wrong and what to do."""
+class TestErrorMessages:
+    """Each error is one line with the problem and the next step."""
 
     def refused(self, kind: type[EdgespecError], path: Path, says: str, **options: object) -> None:
         with pytest.raises(kind, match=says) as caught:
@@ -60,12 +60,12 @@ class TestFiles:
         path.write_bytes(path.read_bytes()[:kept])
         self.refused(ModelFileError, path, "cut.gguf")
 
-    def test_a_file_with_its_weights_cut_off_is_called_incomplete(self, tmp_path: Path) -> None:
+    def test_a_file_with_truncated_weights_is_reported_as_incomplete(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "cut.gguf")
         path.write_bytes(path.read_bytes()[:-5_000])
         self.refused(ModelFileError, path, "incomplete or damaged")
 
-    def test_an_architecture_from_the_future(self, tmp_path: Path) -> None:
+    def test_an_unknown_architecture(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "new.gguf", architecture="llama99")
         self.refused(ModelFileError, path, "'llama99', which the installed llama.cpp does not support")
 
@@ -77,7 +77,7 @@ class TestFiles:
         path = write_llama(tmp_path / "tiny.gguf")
         self.refused(MemoryBudgetError, path, "the cache for", context_tokens=10**9, memory_bytes=1 << 30)
 
-    def test_a_context_smaller_than_a_pass(self, tmp_path: Path) -> None:
+    def test_a_small_context_is_rounded_up(self, tmp_path: Path) -> None:
         model = load(write_llama(tmp_path / "model.gguf"), context_tokens=1)
         assert model.facts.context_tokens == 256
         model.prefill([1, 2, 3])
@@ -90,7 +90,7 @@ class TestFiles:
     def test_an_unknown_cache_type(self, tmp_path: Path) -> None:
         self.refused(OptionError, write_llama(tmp_path / "tiny.gguf"), "kv_type", kv_type="f8")
 
-    def test_a_path_with_spaces_and_letters_of_the_world(self, tmp_path: Path) -> None:
+    def test_a_path_with_spaces_and_unicode(self, tmp_path: Path) -> None:
         model = load(write_llama(tmp_path / "mein größtes Modell 🙂.gguf"))
         model.close()
 
@@ -100,25 +100,27 @@ class TestFiles:
             llamacpp.load(str(path), "tiny", LoadOptions(), lambda what, fraction: False)
 
 
-class TestMapping:
+class TestMmap:
     def _buffers(self, path: Path, **options: object) -> str:
         with captured_log() as lines:
             load(path, **options).close()
         return "\n".join(line for line in lines if "model buffer size" in line)
 
-    def test_weights_are_used_where_the_file_is_mapped(self, tmp_path: Path) -> None:
+    def test_weights_are_mapped_by_default(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "m.gguf")
         assert "_Mapped" in self._buffers(path)
         assert "_Mapped" not in self._buffers(path, mmap=False)
 
-    def test_what_is_arranged_anew_is_not_mapped_as_well(self, tmp_path: Path) -> None:
+    def test_repacked_weights_are_not_mapped(self, tmp_path: Path) -> None:
         path = tmp_path / "m.gguf"
         quantise(models_folder() / "demo-draft-q8_0.gguf", path, "Q4_0")
         buffers = self._buffers(path, gpu_layers=0)
         assert ("_REPACK" in buffers) != ("_Mapped" in buffers)
 
 
-def test_a_pass_without_memory_leaves_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_pass_leaves_the_cache_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load(write_llama(tmp_path / "tiny.gguf"), context_tokens=256)
     model.prefill([1, 2, 3])
     expected = np.array(model.verify(TokenTree.chain(4, [5, 6])).at(0, np.arange(8)))
@@ -134,10 +136,10 @@ def test_a_pass_without_memory_leaves_what_was_read(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("rows", "max_branches", "made"), [(None, 8, 256), (96, 8, 96), (4, 8, 9)])
-def test_a_draft_takes_as_many_rows_as_were_asked_for(
+def test_max_logit_rows_limits_the_width(
     tmp_path: Path, rows: int | None, max_branches: int, made: int
 ) -> None:
-    """The library wants one for each sequence."""
+    """llama.cpp needs at least one row per sequence."""
     options = {"max_logit_rows": rows, "max_branches": max_branches, "context_tokens": 512}
     model = load(write_llama(tmp_path / "tiny.gguf"), is_draft=True, **options)
     assert model.facts.capabilities.max_width == made
@@ -145,7 +147,7 @@ def test_a_draft_takes_as_many_rows_as_were_asked_for(
 
 
 class TestAfterClosing:
-    def test_words_are_gone_too(self, tmp_path: Path) -> None:
+    def test_a_closed_model_s_vocabulary_raises(self, tmp_path: Path) -> None:
         model = load(write_llama(tmp_path / "tiny.gguf"))
         model.close()
         for call in (
@@ -159,7 +161,7 @@ class TestAfterClosing:
 
 
 class TestVocabularies:
-    def test_a_different_token_is_shown(self, tmp_path: Path) -> None:
+    def test_the_first_different_token_is_reported(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
         other = load(write_llama(tmp_path / "other.gguf", words=words))
@@ -168,7 +170,7 @@ class TestVocabularies:
         mine.close()
         other.close()
 
-    def test_padding_at_the_end_is_no_difference(self, tmp_path: Path) -> None:
+    def test_padding_at_the_end_is_ignored(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
         assert compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other").mapping == "same"
@@ -177,7 +179,7 @@ class TestVocabularies:
         other.close()
 
     @pytest.mark.parametrize("token", [-1, 10**6])
-    def test_there_is_no_piece_of_an_unknown_token(self, tmp_path: Path, token: int) -> None:
+    def test_an_unknown_token_is_refused(self, tmp_path: Path, token: int) -> None:
         model = load(write_llama(tmp_path / "tiny.gguf"))
         with pytest.raises(EdgespecError, match="no token"):
             model.vocabulary.piece(token)

@@ -1,4 +1,4 @@
-"""LongRoPE: how keys are turned depends on the size of the context, which must not change within a text."""
+"""With LongRoPE the rotation of keys depends on the context size, so a resize must not cross the switch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(180)]
 
 
 @pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("loading", "preview"):
         monkeypatch.setattr(f"edgespec.assembly.{module}.INITIAL_CONTEXT_TOKENS", 256)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 
-def said(runtime: Runtime) -> list[tuple[int, ...]]:
+def replies_of(runtime: Runtime) -> list[tuple[int, ...]]:
     vocabulary = runtime.vocabulary
     never = {token: -math.inf for token in range(vocabulary.size) if vocabulary.is_end(token)}
     replies = []
@@ -38,7 +38,7 @@ def said(runtime: Runtime) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("first_trained", "begins"), [(300, 512), (2048, 256)])
-def test_a_context_that_grows_says_what_a_full_one_does(
+def test_a_growing_context_gives_the_replies_of_a_full_one(
     first_trained: int, begins: int, tmp_path: Path
 ) -> None:
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=first_trained, layers=2))
@@ -50,9 +50,9 @@ def test_a_context_that_grows_says_what_a_full_one_does(
         "prefix_cache": "none",
     }
     with edgespec.load(path, **options, reserve_full_context=True) as runtime:
-        whole = said(runtime)
+        whole = replies_of(runtime)
     assert edgespec.plan(path, "none", context=1024).first_context_tokens == begins
     with edgespec.load(path, **options) as runtime:
         assert runtime.target.context_tokens == begins
-        assert said(runtime) == whole
+        assert replies_of(runtime) == whole
         assert runtime.target.context_tokens > begins or begins == 512

@@ -1,4 +1,4 @@
-"""A low-bit copy drafts on the target's keys and values, whatever has become of them since it last looked."""
+"""A low-bit copy drafts on the target's KV cells, after any change to them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.backends.contract import TREES, Rows, path_to, row_of, tokens_for, tr
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_llama, write_mamba
 
 CONTEXT = 512
-# Cells in another order are added up in another order; a missing or a stale cell moves logits by more.
+# Attention sums cells in memory order, which may differ. A missing or stale cell changes logits by more.
 ROUNDING = 2e-3
 
 
@@ -49,7 +49,7 @@ def _demo(path: Path) -> Path:
 
 
 class Kind(NamedTuple):
-    """exit_layer: where the target is cut into halves; 0 leaves it whole."""
+    """A kind of target. `exit_layer` splits it for LayerSkip; 0 does not split it."""
 
     write: Callable[[Path], Path]
     options: dict[str, object]
@@ -62,10 +62,10 @@ KINDS: dict[str, Kind] = {
     "quantised": Kind(_demo, {"kv_type": "q8_0"}),
     "keys unlike values": Kind(_demo, {"kv_type": "q4_0/f16"}),
     "no flash attention": Kind(write_llama, {"flash_attention": "off", "kv_type": "f16"}),
-    "halves": Kind(partial(write_llama, layers=3), {}, 1),
-    "halves, window": Kind(partial(write_gemma3, window=4), {}, 6),
-    "halves, quantised": Kind(_demo, {"kv_type": "q8_0/q4_0"}, 4),
-    "halves, no flash attention": Kind(
+    "split": Kind(partial(write_llama, layers=3), {}, 1),
+    "split, window": Kind(partial(write_gemma3, window=4), {}, 6),
+    "split, quantised": Kind(_demo, {"kv_type": "q8_0/q4_0"}, 4),
+    "split, no flash attention": Kind(
         partial(write_llama, layers=3), {"flash_attention": "off", "kv_type": "f16"}, 2
     ),
 }
@@ -77,27 +77,27 @@ def make_pair(folder: Path, kind: Kind) -> Pair:
     rounding = 0.0 if "q" in str(kind.options.get("kv_type")) else ROUNDING
     if not kind.exit_layer:
         return Pair(load(source, **kind.options), copy, rounding)
-    halves = prepare_layerskip(source, kind.exit_layer, to=folder / "halves").folder
+    split = prepare_layerskip(source, kind.exit_layer, to=folder / "split").folder
     options = LoadOptions(context_tokens=CONTEXT, **kind.options)  # type: ignore[arg-type]
-    return Pair(load_layerskip(str(halves), "target", options), copy, rounding)
+    return Pair(load_layerskip(str(split), "target", options), copy, rounding)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = make_pair(tmp_path_factory.mktemp("pair"), KINDS[request.param])
-    yield made
-    made.target.close()
+    pair = make_pair(tmp_path_factory.mktemp("pair"), KINDS[request.param])
+    yield pair
+    pair.target.close()
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = make_pair(tmp_path_factory.mktemp("full"), KINDS["full"])
-    yield made
-    made.target.close()
+    pair = make_pair(tmp_path_factory.mktemp("full"), KINDS["full"])
+    yield pair
+    pair.target.close()
 
 
-def drafted(view: LanguageModel, tree: TokenTree) -> Rows:
-    """What the view says of a tree that it grows level by level."""
+def draft_logits(view: LanguageModel, tree: TokenTree) -> Rows:
+    """Return the view's logits of a tree that is drafted three nodes at a time."""
     rows = []
     for first in sorted(set(range(0, tree.width, 3))):
         some = TokenTree(tree.tokens[: first + 3], tree.parents[: first + 3], tree.draft_probs[: first + 3])
@@ -106,35 +106,35 @@ def drafted(view: LanguageModel, tree: TokenTree) -> Rows:
     return np.stack(rows)
 
 
-def check_equal(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -> None:
-    """The view holds the target's cells to the bit, and says what a new one does that got all at once."""
-    got = drafted(view, tree)
-    check_cells(pair.target, view, how)
+def assert_like_fresh_view(pair: Pair, view: LanguageModel, how: LowBit, tree: TokenTree) -> None:
+    """Assert that the view holds the target's exact cells and gives the logits of a fresh view."""
+    got = draft_logits(view, tree)
+    assert_cells_match(pair.target, view, how)
     fresh = pair.target.self_draft(how)
     try:
-        # Where keys are rounded to few bits, another order may round them the other way.
+        # With quantised keys another order of the cells may change the rounding by more.
         if pair.rounding:
-            np.testing.assert_allclose(got, drafted(fresh, tree), rtol=0, atol=pair.rounding)
+            np.testing.assert_allclose(got, draft_logits(fresh, tree), rtol=0, atol=pair.rounding)
     finally:
         fresh.close()
 
 
-def check_cells(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
-    """Every cell that the view may look at is the target's, and there is none in between."""
-    lent, held = target._shared_target(), _context(view)  # type: ignore[attr-defined]
+def assert_cells_match(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
+    """Assert that the view holds exactly the target's cells inside its window, and no others."""
+    target_cells, view_context = target._shared_target(), _context(view)  # type: ignore[attr-defined]
     length = target.length
     begin = 0
-    # With a window about as large as the context it looks at everything.
-    if how.window_tokens and held.plan.tokens < lent.plan.tokens:
-        # It moves on by 64 tokens at once.
+    # A window about as large as the context attends to everything.
+    if how.window_tokens and view_context.plan.tokens < target_cells.plan.tokens:
+        # The window advances in steps of 64 tokens.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
-    nothing = held.export_cells(0, CONTEXT + 1, CONTEXT + 2)
+    nothing = view_context.export_cells(0, CONTEXT + 1, CONTEXT + 2)
     for position in range(length):
-        there = held.export_cells(0, position, position + 1)
+        there = view_context.export_cells(0, position, position + 1)
         if min(how.sink_tokens, begin) <= position < begin:
             assert there == nothing
         else:
-            assert there == lent.export_cells(position, position + 1)
+            assert there == target_cells.export_cells(position, position + 1)
 
 
 def _context(model: LanguageModel) -> LlamaContext:
@@ -143,16 +143,16 @@ def _context(model: LanguageModel) -> LlamaContext:
     return context
 
 
-class Act(NamedTuple):
+class Action(NamedTuple):
     what: str
     amount: int
     shape: tuple[int, ...]
     look: bool
 
 
-acts = st.lists(
+actions = st.lists(
     st.builds(
-        Act,
+        Action,
         st.sampled_from(
             [
                 "commit",
@@ -160,7 +160,7 @@ acts = st.lists(
                 "commit",
                 "truncate",
                 "prefill",
-                "give up",
+                "abandon",
                 "cancel",
                 "save",
                 "restore",
@@ -176,22 +176,24 @@ acts = st.lists(
 )
 
 
-class TestHandingOver:
+class TestCopiedCells:
     @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(acts, st.sampled_from([None, 1, 7, 40]), st.integers(0, 5))
-    def test_after_any_history(self, pair: Pair, history: list[Act], window: int | None, sinks: int) -> None:
+    @given(actions, st.sampled_from([None, 1, 7, 40]), st.integers(0, 5))
+    def test_cells_match_after_any_history(
+        self, pair: Pair, history: list[Action], window: int | None, sinks: int
+    ) -> None:
         self.check(pair, history, LowBit(str(pair.copy), sinks, window))
 
     @pytest.mark.long
     @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(acts, st.sampled_from([None, 1, 7, 40, 200]), st.integers(0, 9))
-    def test_after_very_many_histories(
-        self, pair: Pair, history: list[Act], window: int | None, sinks: int
+    @given(actions, st.sampled_from([None, 1, 7, 40, 200]), st.integers(0, 9))
+    def test_cells_match_after_many_histories(
+        self, pair: Pair, history: list[Action], window: int | None, sinks: int
     ) -> None:
         self.check(pair, history, LowBit(str(pair.copy), sinks, window))
 
     @staticmethod
-    def check(pair: Pair, history: list[Act], how: LowBit) -> None:
+    def check(pair: Pair, history: list[Action], how: LowBit) -> None:
         target = pair.target
         target.truncate(0)
         view = target.self_draft(how)
@@ -201,7 +203,7 @@ class TestHandingOver:
             for seed, act in enumerate(history):
                 tree = tree_of(target, act.shape, seed)
                 if act.look:
-                    drafted(view, tree)
+                    draft_logits(view, tree)
                 if act.what == "truncate":
                     target.truncate(act.amount)
                 elif act.what == "prefill":
@@ -223,31 +225,30 @@ class TestHandingOver:
                     if act.what == "commit":
                         target.commit(path_to(tree, act.amount % tree.width))
                 assert view.length == target.length
-            check_equal(pair, view, how, tree_of(target, TREES["deep and wide"]))
+            assert_like_fresh_view(pair, view, how, tree_of(target, TREES["deep and wide"]))
             target.truncate(target.length)
         finally:
             view.close()
 
-    def test_it_is_the_target_s_own_memory(self, full: Pair) -> None:
-        """A copy with the very weights of the target says what the target says."""
+    def test_a_copy_at_full_precision_gives_the_target_s_logits(self, full: Pair) -> None:
         target = full.target
         target.truncate(0)
         target.prefill(tokens_for(target, 300))
         view = target.self_draft(LowBit(target.facts.path))
         tree = tree_of(target, TREES["binary"])
-        guessed = drafted(view, tree)
+        guessed = draft_logits(view, tree)
         logits = target.verify(tree)
         said = np.stack([row_of(target, logits, row) for row in range(tree.width)])
         np.testing.assert_allclose(guessed, said, rtol=0, atol=1e-4)
         target.truncate(0)
         view.close()
 
-    def test_only_new_cells_are_handed_over(self, full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        handed: list[tuple[int, int]] = []
+    def test_only_new_cells_are_copied(self, full: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        copied: list[tuple[int, int]] = []
         export_cells = LlamaContext.export_cells
 
         def counted(self: LlamaContext, source: int, start: int, end: int) -> list[memoryview]:
-            handed.append((start, end))
+            copied.append((start, end))
             return export_cells(self, source, start, end)
 
         target = full.target
@@ -257,29 +258,29 @@ class TestHandingOver:
         target.prefill(tokens_for(target, 400))
         monkeypatch.setattr(LlamaContext, "export_cells", counted)
         view.verify(TokenTree.chain(3))
-        assert handed == [(0, 2), (386, 400)]
+        assert copied == [(0, 2), (386, 400)]
         whole.verify(TokenTree.chain(3))
-        assert handed[2:] == [(0, 256), (256, 400)]
+        assert copied[2:] == [(0, 256), (256, 400)]
         target.verify(TokenTree.chain(3, [4, 5]))
         target.commit((1,))
         view.verify(TokenTree.chain(3))
         whole.verify(TokenTree.chain(3))
-        assert handed[4:] == [(400, 402), (400, 402)]
+        assert copied[4:] == [(400, 402), (400, 402)]
         target.truncate(300)
         whole.verify(TokenTree.chain(3))
-        assert handed[6:] == []
+        assert copied[6:] == []
         view.close()
         whole.close()
 
     @pytest.mark.parametrize("window", [None, 20])
-    def test_stopped_while_handing_over(
+    def test_an_interrupt_while_copying_cells_is_recovered(
         self, full: Pair, window: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target, import_cells = full.target, LlamaContext.import_cells
         target.truncate(0)
         view = full.view(4, window)
         target.prefill(tokens_for(target, 300))
-        drafted(view, TokenTree.chain(3))
+        draft_logits(view, TokenTree.chain(3))
         target.truncate(0)
         target.prefill(tokens_for(target, 400, 1))
 
@@ -290,10 +291,12 @@ class TestHandingOver:
         monkeypatch.setattr(LlamaContext, "import_cells", stopped)
         with pytest.raises(KeyboardInterrupt):
             view.verify(TokenTree.chain(3))
-        check_equal(full, view, LowBit(str(full.copy), 4, window), tree_of(target, TREES["binary"]))
+        assert_like_fresh_view(
+            full, view, LowBit(str(full.copy), 4, window), tree_of(target, TREES["binary"])
+        )
         view.close()
 
-    def test_an_interrupted_draft_leaves_nothing_behind(self, full: Pair) -> None:
+    def test_an_interrupted_draft_leaves_no_cells_behind(self, full: Pair) -> None:
         target = full.target
         target.truncate(0)
         target.prefill(tokens_for(target, 300))
@@ -302,12 +305,12 @@ class TestHandingOver:
         with pytest.raises(CancelledError):
             view.verify(TokenTree.chain(3))
         view.interrupt(False)
-        check_equal(full, view, LowBit(str(full.copy)), tree_of(target, TREES["binary"]))
+        assert_like_fresh_view(full, view, LowBit(str(full.copy)), tree_of(target, TREES["binary"]))
         view.close()
 
 
-class TestWindows:
-    def test_a_window_that_nothing_falls_out_of_is_no_window(self, pair: Pair) -> None:
+class TestAttentionWindow:
+    def test_a_window_larger_than_the_prompt_attends_to_everything(self, pair: Pair) -> None:
         target = pair.target
         target.truncate(0)
         target.prefill(tokens_for(target, 168))
@@ -315,24 +318,24 @@ class TestWindows:
         rows = []
         for window in (None, 101, 100):
             view = pair.view(4, window)
-            rows.append(drafted(view, tree))
+            rows.append(draft_logits(view, tree))
             view.close()
         np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=ROUNDING)
         assert np.abs(rows[0] - rows[2]).max() > ROUNDING
 
     @pytest.mark.parametrize("left", [2, 50, 150, 199])
-    def test_what_the_window_let_go_comes_back(self, pair: Pair, left: int) -> None:
+    def test_cells_return_to_the_window_after_a_rollback(self, pair: Pair, left: int) -> None:
         target = pair.target
         target.truncate(0)
         view = pair.view(4, 100)
         for tokens in (tokens_for(target, 120), tokens_for(target, 120, 1)):
             target.prefill(tokens)
-            drafted(view, TokenTree.chain(3))
+            draft_logits(view, TokenTree.chain(3))
         target.truncate(left)
-        check_equal(pair, view, LowBit(str(pair.copy), 4, 100), TokenTree.chain(3, [4, 5]))
+        assert_like_fresh_view(pair, view, LowBit(str(pair.copy), 4, 100), TokenTree.chain(3, [4, 5]))
         view.close()
 
-    def test_its_memory_is_the_window_s_and_not_the_text_s(self, full: Pair) -> None:
+    def test_memory_depends_on_the_window_and_not_on_the_prompt(self, full: Pair) -> None:
         target, view = full.target, full.view(4, 100)
         whole = full.view()
         assert view.facts.kv_bytes * 2 == whole.facts.kv_bytes == target.facts.kv_bytes
@@ -342,12 +345,12 @@ class TestWindows:
         for seed in range(90):
             root, *guesses = tokens_for(target, 4, seed)
             tree = TokenTree.chain(root, guesses)
-            # As many drafts as there is room for beside the window, in every round.
+            # Every round drafts as many tokens as the context has space for.
             widest = min(view.facts.capabilities.max_width, view.free_tokens)
             view.verify(TokenTree.chain(root, tokens_for(target, widest - 1, seed)))
             target.verify(tree)
             target.commit((1, 2))
-        check_equal(full, view, LowBit(str(full.copy), 4, 100), tree_of(target, TREES["binary"]))
+        assert_like_fresh_view(full, view, LowBit(str(full.copy), 4, 100), tree_of(target, TREES["binary"]))
         target.truncate(100)
         with pytest.raises(CapabilityError, match="wider than"):
             view.verify(TokenTree.chain(3, [4] * view.facts.capabilities.max_width))
@@ -356,25 +359,25 @@ class TestWindows:
 
 
 class TestLimits:
-    def test_to_the_end_of_the_context(self, full: Pair) -> None:
+    def test_drafting_to_the_end_of_the_context(self, full: Pair) -> None:
         target, view = full.target, full.view()
         target.truncate(0)
         target.prefill(tokens_for(target, CONTEXT - 2))
         view.verify(TokenTree.chain(3, [4]))
         with pytest.raises(ContextFullError):
             view.verify(TokenTree.chain(3, [4, 5]))
-        check_equal(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
+        assert_like_fresh_view(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
         view.close()
 
-    def test_more_branches_than_the_target_was_loaded_for(self, full: Pair) -> None:
+    def test_too_many_branches_are_refused(self, full: Pair) -> None:
         view = full.view()
         full.target.truncate(20)
         with pytest.raises(CapabilityError, match="branches"):
             view.verify(tree_of(full.target, (-1, *[0] * 12)))
-        check_equal(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
+        assert_like_fresh_view(full, view, LowBit(str(full.copy)), TokenTree.chain(5, [6]))
         view.close()
 
-    def test_what_belongs_to_the_target_is_left_to_it(self, full: Pair) -> None:
+    def test_a_view_does_not_change_the_target(self, full: Pair) -> None:
         target, view = full.target, full.view()
         target.truncate(0)
         target.prefill(tokens_for(target, 20))
@@ -389,7 +392,7 @@ class TestLimits:
         target.remove_range(4, 8)
         assert target.length == 16
 
-    def test_closed(self, tmp_path: Path) -> None:
+    def test_closed_views_and_targets_raise(self, tmp_path: Path) -> None:
         target, copy, _ = make_pair(tmp_path, KINDS["full"])
         first, second = (target.self_draft(LowBit(str(copy))) for _ in range(2))
         first.close()
@@ -404,22 +407,22 @@ class TestLimits:
 
 
 class TestRefusals:
-    def test_another_shape(self, full: Pair, tmp_path: Path) -> None:
+    def test_a_copy_of_another_architecture_is_refused(self, full: Pair, tmp_path: Path) -> None:
         other = write_gemma2(tmp_path / "other.gguf")
         with pytest.raises(CapabilityError, match=r"not a copy of the target: .*gemma2.*llama"):
             full.target.self_draft(LowBit(str(other)))
 
-    def test_other_tokens(self, full: Pair, tmp_path: Path) -> None:
+    def test_a_copy_with_another_vocabulary_is_refused(self, full: Pair, tmp_path: Path) -> None:
         other = write_llama(tmp_path / "other.gguf", words=tuple(f"▁word{i}" for i in range(10)))
-        with pytest.raises(CapabilityError, match="its token 259 has another text"):
+        with pytest.raises(CapabilityError, match="its token 259 differs"):
             full.target.self_draft(LowBit(str(other)))
 
-    def test_another_context(self, full: Pair, tmp_path: Path) -> None:
+    def test_a_copy_with_another_trained_context_is_refused(self, full: Pair, tmp_path: Path) -> None:
         other = write_llama(tmp_path / "other.gguf", context=256)
         with pytest.raises(CapabilityError, match="context_length is 256, the target's is 512"):
             full.target.self_draft(LowBit(str(other)))
 
-    def test_no_copy_and_no_window(self, full: Pair) -> None:
+    def test_unsupported_methods_are_refused(self, full: Pair) -> None:
         with pytest.raises(CapabilityError, match="prepare lowbit"):
             full.target.self_draft(LowBit())
         with pytest.raises(CapabilityError, match="at least 1"):
@@ -429,13 +432,13 @@ class TestRefusals:
         with pytest.raises(CapabilityError, match=r"cannot skip layers: .*; choose another method"):
             full.target.self_draft(SkippedLayers((1,)))
 
-    def test_a_recurrent_memory(self, tmp_path: Path) -> None:
+    def test_a_recurrent_model_is_refused(self, tmp_path: Path) -> None:
         target = load(write_mamba(tmp_path / "mamba.gguf"))
         with pytest.raises(CapabilityError):
             target.self_draft(LowBit(target.facts.path))
         target.close()
 
-    def test_no_memory_for_it(self, full: Pair) -> None:
+    def test_a_copy_beyond_the_memory_budget_is_refused(self, full: Pair) -> None:
         known = full.view()
         needed = sum(m.facts.weight_bytes + m.facts.kv_bytes for m in (full.target, known))
         known.close()

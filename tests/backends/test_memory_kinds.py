@@ -1,6 +1,6 @@
-"""Models whose memory is no plain KV cache: recurrent states, hybrids, sliding windows.
+"""Models with recurrent layers or sliding windows, as targets and as draft models.
 
-Their rollback is exact, and so speculation gives the tokens of plain decoding, as target and as draft.
+Their rollback is exact, so speculation gives the tokens of plain decoding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[..., Path]] = {
     "window": write_gemma2,
 }
 RECURRENT = ["mamba", "hybrid", "short convolution"]
-# Goes over the end of a window of 16 tokens, and has something for prompt lookup to find.
+# Longer than a sliding window of 16 tokens, and repetitive so that prompt lookup finds something.
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 3 + [5, 6, 7]
 
 
@@ -72,7 +72,7 @@ rounds = st.lists(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds)
-def test_drafts_wider_than_window_and_checkpoints_roll_back_exactly(
+def test_drafts_wider_than_windows_and_checkpoints_roll_back_exactly(
     kind: LanguageModel, history: list[Round]
 ) -> None:
     kind.truncate(0)
@@ -99,8 +99,8 @@ def test_drafts_wider_than_window_and_checkpoints_roll_back_exactly(
         same(kind, step(kind, 4), fresh(kind, [*held, 4]))
 
 
-def test_rollback_description(files: dict[str, Path]) -> None:
-    told = {
+def test_the_facts_describe_the_rollback(files: dict[str, Path]) -> None:
+    rollbacks = {
         "mamba": "checkpoints and replay, 4 held",
         "hybrid": "checkpoints and replay, 4 held",
         "short convolution": "the last 8 tokens in place, else checkpoints and replay, 4 held",
@@ -109,7 +109,7 @@ def test_rollback_description(files: dict[str, Path]) -> None:
     for name, path in files.items():
         model = load(path, name)
         capabilities = model.facts.capabilities
-        assert model.facts.rollback == told[name]
+        assert model.facts.rollback == rollbacks[name]
         assert capabilities.rollback
         assert capabilities.tree == (name == "window")
         assert capabilities.reason == ("" if name == "window" else "its recurrent layers support chains only")
@@ -117,7 +117,7 @@ def test_rollback_description(files: dict[str, Path]) -> None:
 
 
 def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None:
-    """Against what the tensors take, by hand; the library's own notes on each token come on top."""
+    """The expected sizes are those of the tensors; llama.cpp adds some metadata per cell."""
     states = {
         "mamba": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
         "hybrid": (3 * 64 + 8 * 64) * 4 * (MAX_CHECKPOINTS + 1),
@@ -138,13 +138,13 @@ def test_kv_bytes_include_states_and_checkpoints(files: dict[str, Path]) -> None
 
 
 @pytest.mark.parametrize("name", ["mamba", "hybrid"])
-def test_states_that_cannot_be_restored_disable_drafting(
+def test_an_inexact_restore_disables_speculation(
     name: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StateCheckpoints, "go_back", lambda self, moment: None)
+    monkeypatch.setattr(StateCheckpoints, "restore", lambda self, checkpoint: None)
     with edgespec.load(str(files[name]), draft=None, context=256) as runtime:
         assert runtime.method.effective == "none"
-        assert "does not come back exactly" in runtime.method.reason
+        assert "restoring its recurrent state is not exact" in runtime.method.reason
         replies = [
             ended(runtime.stream_tokens(PROMPT, max_tokens=20, seed=3, method=method))
             for method in ("none", "ngram", "auto", "none")
@@ -191,7 +191,7 @@ def test_a_cancelled_pass_leaves_the_cache_unchanged(
     model.close()
 
 
-def test_a_restored_window_can_be_truncated_beyond_its_width(files: dict[str, Path]) -> None:
+def test_a_restored_sliding_window_can_be_truncated_beyond_its_size(files: dict[str, Path]) -> None:
     model = load(files["window"], "window")
     tokens = tokens_for(model, 100)
     model.prefill(tokens)
@@ -217,7 +217,7 @@ def ended(stream: edgespec.ReplyStream) -> edgespec.Reply:
 def replies_of(
     target: Path, draft: Path | None, methods: Sequence[str], prompts: Sequence[Sequence[int]]
 ) -> dict[str, list[edgespec.Reply]]:
-    """Replies to all prompts, one after another over the same caches, by each method."""
+    """Return the replies to all prompts in order, by each method, from one runtime."""
     with edgespec.load(str(target), str(draft) if draft else None, context=512) as runtime:
         return {
             method: [
@@ -239,12 +239,12 @@ def replies_of(
 
 
 class TestReplies:
-    """Speculative replies are the plain ones, over turns that go on, back and elsewhere."""
+    """Speculative replies equal plain ones, over turns that continue, roll back and change the prompt."""
 
     PROMPTS = (PROMPT, [*PROMPT, 20, 21], [*PROMPT[:20], 30], PROMPT)
 
     @pytest.mark.parametrize("name", list(KINDS))
-    def test_as_target(self, name: str, files: dict[str, Path], tmp_path: Path) -> None:
+    def test_replies_as_target(self, name: str, files: dict[str, Path], tmp_path: Path) -> None:
         other = KINDS[name](tmp_path / "other.gguf", seed=1)
         for draft in (files[name], other):
             found = replies_of(files[name], draft, ("none", "ngram", "model", "model+ngram"), self.PROMPTS)
@@ -257,12 +257,12 @@ class TestReplies:
                 assert all(rate is not None and rate > 0.99 for rate in rates[:4])
 
     @pytest.mark.parametrize("name", RECURRENT)
-    def test_as_draft_model(self, name: str, files: dict[str, Path]) -> None:
+    def test_replies_as_draft_of_another_kind(self, name: str, files: dict[str, Path]) -> None:
         found = replies_of(files["window"], files[name], ("none", "model"), self.PROMPTS[:2])
         assert [reply.tokens for reply in found["model"]] == [reply.tokens for reply in found["none"]]
 
     @pytest.mark.parametrize("name", RECURRENT)
-    def test_cached_prompt_tokens_are_really_cached(self, name: str, files: dict[str, Path]) -> None:
+    def test_cached_prompt_tokens_are_correct(self, name: str, files: dict[str, Path]) -> None:
         with edgespec.load(str(files[name]), draft=None, context=512) as runtime:
 
             def cached(prompt: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""The cells of a model in two halves, put together, are the whole model's: a copy drafts on either alike."""
+"""Merged KV cells of a split model equal those of the whole model, so a low-bit copy drafts alike on both."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ PROMPTS = ("How do I list files by size?", "Write the numbers 1 to 20, then writ
 
 
 class Forms(NamedTuple):
-    """A model as it is, in halves, and with fewer bits."""
+    """Files of a model: the original, split, and as a low-bit copy."""
 
     whole: Path
-    halves: Path
+    split: Path
     copy: Path
 
     def load(self, **options: Any) -> tuple[LlamaCppModel, LayerSkipModel]:
         how = LoadOptions(context_tokens=CONTEXT, **options)
         whole = llamacpp.load(str(self.whole), "whole", how)
         assert isinstance(whole, LlamaCppModel)
-        return whole, load_layerskip(str(self.halves), "halves", how)
+        return whole, load_layerskip(str(self.split), "split", how)
 
 
 def forms_of(source: Path, exit_layer: int, folder: Path) -> Forms:
     copy = folder / "copy.gguf"
     quantise(source, copy, "Q4_0")
-    return Forms(source, prepare_layerskip(source, exit_layer, to=folder / "halves").folder, copy)
+    return Forms(source, prepare_layerskip(source, exit_layer, to=folder / "split").folder, copy)
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +65,20 @@ def cells(model: LlamaCppModel | LayerSkipModel) -> list[bytes]:
     return [bytes(part) for part in model._shared_target().export_cells(0, model.length)]
 
 
-class TestTheSameBytes:
+class TestMergedBytes:
     @pytest.mark.parametrize(
         "options",
         [{}, {"kv_type": "f16", "flash_attention": "off"}, {"kv_type": "q8_0/q4_0"}],
         ids=["plain", "transposed", "quantised"],
     )
-    def test_as_in_the_whole_model(self, demo: Forms, options: dict[str, Any]) -> None:
+    def test_merged_cells_equal_those_of_the_whole_model(self, demo: Forms, options: dict[str, Any]) -> None:
         self.check(demo, options)
 
     @pytest.mark.parametrize("flash_attention", ["on", "off"])
-    def test_with_layers_of_two_kinds(self, tmp_path: Path, flash_attention: str) -> None:
+    def test_merged_cells_with_sliding_window_layers(self, tmp_path: Path, flash_attention: str) -> None:
         source = write_gemma3(tmp_path / "model.gguf", window=8)
         options = {"kv_type": "f16", "flash_attention": flash_attention}
-        # All of the upper layers look back over a window only.
+        # All upper layers have a sliding window.
         self.check(forms_of(source, 6, tmp_path), options)
 
     @staticmethod
@@ -100,35 +100,33 @@ class TestTheSameBytes:
         np.testing.assert_array_equal(rows[0], rows[1])
 
     @pytest.mark.parametrize("options", [{}, {"kv_type": "f16", "flash_attention": "off"}])
-    def test_whatever_the_order_in_which_each_half_has_them(
-        self, tiny: Forms, options: dict[str, Any]
-    ) -> None:
-        whole, halves = tiny.load(**options)
-        for model in (whole, halves):
+    def test_cells_in_another_order_are_sorted(self, tiny: Forms, options: dict[str, Any]) -> None:
+        whole, split = tiny.load(**options)
+        for model in (whole, split):
             model.prefill(tokens_for(model, 9))
         expected = cells(whole)
-        assert cells(halves) == expected
-        # Two cells of the upper layers change places.
-        above = halves._context
+        assert cells(split) == expected
+        # Swap two cells of the upper split.
+        above = split._context
         later, earlier = above.export_cells(0, 6, 7), above.export_cells(0, 2, 3)
         for position in (2, 6):
             above.drop(0, position, position + 1)
         assert above.import_cells(later, 6, 7)
         assert above.import_cells(earlier, 2, 3)
         assert [bytes(part) for part in above.export_cells(0, 0, 9)] != expected
-        assert cells(halves) == expected
-        for model in (whole, halves):
+        assert cells(split) == expected
+        for model in (whole, split):
             model.close()
 
 
-class TestOtherBytes:
+class TestInvalidBytes:
     @pytest.fixture(scope="class")
     def parts(self, tiny: Forms) -> Iterator[tuple[bytes, bytes]]:
-        whole, halves = tiny.load()
-        halves.prefill([5, 6, 7])
-        yield tuple(bytes(half.export_cells(0, 0, 3)[0]) for half in (halves._lower.context, halves._context))  # type: ignore[misc]
+        whole, split = tiny.load()
+        split.prefill([5, 6, 7])
+        yield tuple(bytes(half.export_cells(0, 0, 3)[0]) for half in (split._lower.context, split._context))  # type: ignore[misc]
         whole.close()
-        halves.close()
+        split.close()
 
     @pytest.mark.parametrize(
         ("at", "value", "says"),
@@ -144,7 +142,9 @@ class TestOtherBytes:
             (64, 1, "the data ends too early"),
         ],
     )
-    def test_are_refused(self, parts: tuple[bytes, bytes], at: int, value: int, says: str) -> None:
+    def test_an_unknown_layout_is_refused(
+        self, parts: tuple[bytes, bytes], at: int, value: int, says: str
+    ) -> None:
         changed = bytearray(parts[1])
         changed[at] = value
         with pytest.raises(CapabilityError, match=rf"split cannot be merged: {says};"):
@@ -152,7 +152,9 @@ class TestOtherBytes:
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
-    def test_too_few_too_many_or_random_ones(self, parts: tuple[bytes, bytes], data: st.DataObject) -> None:
+    def test_truncated_or_random_bytes_are_refused(
+        self, parts: tuple[bytes, bytes], data: st.DataObject
+    ) -> None:
         cut = data.draw(st.integers(0, len(parts[1]) - 1))
         more = data.draw(st.binary(max_size=40))
         if len(parts[1]) != cut + len(more):
@@ -164,47 +166,47 @@ class TestOtherBytes:
         with pytest.raises(CapabilityError, match="too early"):
             merge_kv(few, few, "m")
 
-    def test_a_model_that_writes_them_otherwise_does_not_lend(
+    def test_a_model_with_another_format_does_not_support_lowbit(
         self, tiny: Forms, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("edgespec.backends.llamacpp.merged_kv._HEADER_BYTES", 4)
-        halves = load_layerskip(str(tiny.halves), "tiny", LoadOptions(context_tokens=CONTEXT))
-        assert halves.facts.capabilities.self_draft_methods == {"layerskip"}
+        split = load_layerskip(str(tiny.split), "tiny", LoadOptions(context_tokens=CONTEXT))
+        assert split.facts.capabilities.self_draft_methods == {"layerskip"}
         with pytest.raises(CapabilityError, match=r"cannot be merged: .*; load the original model file"):
-            halves.self_draft(LowBit(str(tiny.copy)))
-        halves.prefill([1, 2, 3])
-        halves.self_draft(EarlyExit(1)).close()
-        halves.close()
+            split.self_draft(LowBit(str(tiny.copy)))
+        split.prefill([1, 2, 3])
+        split.self_draft(EarlyExit(1)).close()
+        split.close()
 
 
-class TestBothWays:
-    def test_memory_is_lent_and_cannot_be_moved(self, tiny: Forms) -> None:
-        whole, halves = tiny.load()
-        halves.prefill(tokens_for(halves, 20))
-        view = halves.self_draft(LowBit(str(tiny.copy)))
+class TestBothDrafts:
+    def test_remove_range_is_refused_while_a_draft_uses_the_cache(self, tiny: Forms) -> None:
+        whole, split = tiny.load()
+        split.prefill(tokens_for(split, 20))
+        view = split.self_draft(LowBit(str(tiny.copy)))
         with pytest.raises(CapabilityError, match="in use by a low-bit draft"):
-            halves.remove_range(4, 8)
+            split.remove_range(4, 8)
         view.close()
-        for model in (whole, halves):
+        for model in (whole, split):
             model.truncate(0)
             model.prefill(tokens_for(model, 20))
             model.remove_range(4, 8)
             model.verify(tree_of(model, TREES["binary"]))
             model.commit(())
         rows = []
-        for model in (whole, halves):
+        for model in (whole, split):
             view = model.self_draft(LowBit(str(tiny.copy)))
             rows.append(step(view, 3))
             view.close()
             model.close()
         np.testing.assert_allclose(rows[0], rows[1], rtol=0, atol=1e-5)
 
-    def test_both_drafts_beside_each_other(self, tiny: Forms) -> None:
-        whole, halves = tiny.load()
-        early, copy = halves.self_draft(EarlyExit(1)), halves.self_draft(LowBit(str(tiny.copy)))
+    def test_layerskip_and_lowbit_drafts_work_side_by_side(self, tiny: Forms) -> None:
+        whole, split = tiny.load()
+        early, copy = split.self_draft(EarlyExit(1)), split.self_draft(LowBit(str(tiny.copy)))
         of_whole = whole.self_draft(LowBit(str(tiny.copy)))
         tree = tree_of(whole, TREES["binary"])
-        for model in (whole, halves):
+        for model in (whole, split):
             model.prefill(tokens_for(model, 20))
         for node in (1, 5, 2):
             early.verify(tree)
@@ -212,28 +214,28 @@ class TestBothWays:
             for row in range(tree.width):
                 np.testing.assert_array_equal(row_of(copy, logits, row), row_of(of_whole, expected, row))
             early.verify(tree)
-            for model in (whole, halves):
+            for model in (whole, split):
                 model.verify(tree)
                 model.commit(path_to(tree, node))
-        for opened in (early, copy, of_whole, whole, halves):
+        for opened in (early, copy, of_whole, whole, split):
             opened.close()
 
-    def test_no_memory_for_a_copy(self, demo: Forms) -> None:
-        whole, halves = demo.load()
-        view = halves.self_draft(LowBit(str(demo.copy)))
-        needed = sum(model.facts.weight_bytes + model.facts.kv_bytes for model in (halves, view))
-        needed += work_bytes(halves._weights[0], LoadOptions())
-        for model in (view, halves, whole):
+    def test_a_copy_beyond_the_memory_budget_is_refused(self, demo: Forms) -> None:
+        whole, split = demo.load()
+        view = split.self_draft(LowBit(str(demo.copy)))
+        needed = sum(model.facts.weight_bytes + model.facts.kv_bytes for model in (split, view))
+        needed += work_bytes(split._weights[0], LoadOptions())
+        for model in (view, split, whole):
             model.close()
         for budget in (needed - 1, needed):
             options = LoadOptions(context_tokens=CONTEXT, memory_bytes=budget)
-            halves = load_layerskip(str(demo.halves), "demo", options)
+            split = load_layerskip(str(demo.split), "demo", options)
             if budget < needed:
                 with pytest.raises(MemoryBudgetError):
-                    halves.self_draft(LowBit(str(demo.copy)))
+                    split.self_draft(LowBit(str(demo.copy)))
             else:
-                halves.self_draft(LowBit(str(demo.copy))).close()
-            halves.close()
+                split.self_draft(LowBit(str(demo.copy))).close()
+            split.close()
 
 
 def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
@@ -247,33 +249,35 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
 class TestSameReplies:
     @pytest.mark.parametrize("window", [None, 24])
     @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
-    def test_as_plain_decoding_and_drafted_alike(self, demo: Forms, kv_type: str, window: int | None) -> None:
-        """Every draft on the halves is the draft on the whole: as many are made, and as many accepted."""
+    def test_replies_equal_plain_decoding_with_equal_acceptance(
+        self, demo: Forms, kv_type: str, window: int | None
+    ) -> None:
+        """Drafts on the split model are those on the whole model: equally many are made and accepted."""
         how = LowBit(str(demo.copy), 4, window)
-        whole, halves = (_runtime(model, demo.copy, how) for model in demo.load(kv_type=kv_type))
-        with whole, halves:
+        whole, split = (_runtime(model, demo.copy, how) for model in demo.load(kv_type=kv_type))
+        with whole, split:
             for prompt in PROMPTS:
                 for temperature in (0.0, 0.8, 1.2):
                     asked: dict[str, Any] = {"temperature": temperature, "seed": 7, "max_tokens": 40}
                     expected = whole.generate(prompt, method="none", **asked)
                     first = whole.generate(prompt, method="lowbit", **asked)
                     for method in ("lowbit", "layerskip", "lowbit+ngram", "none"):
-                        reply = halves.generate(prompt, method=method, **asked)
+                        reply = split.generate(prompt, method=method, **asked)
                         assert reply.tokens == expected.tokens
                         if method == "lowbit":
                             counts = reply.stats.drafted_tokens, reply.stats.accepted_tokens
                             assert counts == (first.stats.drafted_tokens, first.stats.accepted_tokens)
                             assert counts[1] > 0
 
-    def test_in_rejection_mode(self, demo: Forms) -> None:
-        whole, halves = (_runtime(model, demo.copy, LowBit(str(demo.copy))) for model in demo.load())
-        with whole, halves:
+    def test_replies_in_rejection_mode(self, demo: Forms) -> None:
+        whole, split = (_runtime(model, demo.copy, LowBit(str(demo.copy))) for model in demo.load())
+        with whole, split:
             for prompt in PROMPTS:
                 for temperature in (0.0, 0.8):
                     asked: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_tokens": 40}
                     asked["acceptance"] = "rejection"
                     replies = [
-                        runtime.generate(prompt, method="lowbit", **asked) for runtime in (whole, halves)
+                        runtime.generate(prompt, method="lowbit", **asked) for runtime in (whole, split)
                     ]
                     assert replies[0].tokens == replies[1].tokens
                     assert replies[1].stats.accepted_tokens

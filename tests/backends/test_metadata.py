@@ -130,7 +130,7 @@ def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
     whole, folder = of_gguf(model), prepare_layerskip(model, 1).folder
     model.unlink()
-    info = MetadataCache().info(folder, "layerskip")
+    info = MetadataCache().model_info(folder, "layerskip")
     for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
         assert getattr(info, name) == getattr(whole, name), name
     assert abs(info.pass_bytes / whole.pass_bytes - 1) < 0.01
@@ -274,26 +274,26 @@ class TestKnown:
     def test_a_model_is_looked_into_once_for_each_state_of_its_file(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
         known = MetadataCache(tmp_path / "kept.json")
-        info = known.info(path, "gguf")
-        known.keep()
+        info = known.model_info(path, "gguf")
+        known.save()
         kept = json.loads((tmp_path / "kept.json").read_text())
         kept["models"][str(path)][1]["family"] = "from the kept file"
         (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert MetadataCache(tmp_path / "kept.json").info(path, "gguf").family == "from the kept file"
+        assert MetadataCache(tmp_path / "kept.json").model_info(path, "gguf").family == "from the kept file"
         write_llama(path, words=(*WORDS, "more"))
-        changed = MetadataCache(tmp_path / "kept.json").info(path, "gguf")
+        changed = MetadataCache(tmp_path / "kept.json").model_info(path, "gguf")
         assert changed.family == info.family
         assert changed.vocab_size == info.vocab_size + 1
 
     def test_what_is_gone_is_not_kept(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
         known = MetadataCache(tmp_path / "kept.json")
-        known.info(path, "gguf")
-        known.keep()
+        known.model_info(path, "gguf")
+        known.save()
         path.unlink()
         known = MetadataCache(tmp_path / "kept.json")
-        known.info(DRAFT, "gguf")
-        known.keep()
+        known.model_info(DRAFT, "gguf")
+        known.save()
         assert list(json.loads((tmp_path / "kept.json").read_text())["models"]) == [str(DRAFT)]
 
     @pytest.mark.parametrize(
@@ -305,21 +305,21 @@ class TestKnown:
         kept = tmp_path / "kept.json"
         kept.write_text(content)
         known = MetadataCache(kept)
-        assert known.info(DRAFT, "gguf") == of_gguf(DRAFT)
-        known.keep()
-        assert MetadataCache(kept).info(DRAFT, "gguf") == of_gguf(DRAFT)
+        assert known.model_info(DRAFT, "gguf") == of_gguf(DRAFT)
+        known.save()
+        assert MetadataCache(kept).model_info(DRAFT, "gguf") == of_gguf(DRAFT)
 
     def test_facts_of_another_form_are_not_believed(self, tmp_path: Path) -> None:
         known = MetadataCache(tmp_path / "kept.json")
-        known.info(DRAFT, "gguf")
-        known.keep()
+        known.model_info(DRAFT, "gguf")
+        known.save()
         kept = json.loads((tmp_path / "kept.json").read_text())
         kept["models"][str(DRAFT)][1]["parameters"] = "many"
         (tmp_path / "kept.json").write_text(json.dumps(kept))
-        assert MetadataCache(tmp_path / "kept.json").info(DRAFT, "gguf").parameters == 2_384_832
+        assert MetadataCache(tmp_path / "kept.json").model_info(DRAFT, "gguf").parameters == 2_384_832
 
     def test_where_nothing_can_be_kept_it_is_looked_up_again(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         known = MetadataCache(tmp_path / "file" / "kept.json")
-        assert known.info(DRAFT, "gguf").parameters == 2_384_832
-        known.keep()
+        assert known.model_info(DRAFT, "gguf").parameters == 2_384_832
+        known.save()

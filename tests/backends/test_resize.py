@@ -1,4 +1,4 @@
-"""Resizing the context keeps the cached tokens bit-identical."""
+"""A resized context gives bit-identical logits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     whole.close()
 
 
-def emptied(twins: Twins) -> Twins:
+def reset(twins: Twins) -> Twins:
     for model in twins[:2]:
         model.interrupt(False)
         model.truncate(0)
@@ -44,8 +44,8 @@ def emptied(twins: Twins) -> Twins:
     return twins
 
 
-def test_the_initial_context_is_small(twins: Twins) -> None:
-    facts = emptied(twins).model.facts
+def test_a_context_begins_small_and_reports_its_size(twins: Twins) -> None:
+    facts = reset(twins).model.facts
     assert facts.context_tokens == SMALL == twins.model.free_tokens
     assert (twins.whole.facts.context_tokens, twins.whole.facts.max_context_tokens) == (LARGE, LARGE)
     twins.model.resize(LARGE)
@@ -54,7 +54,7 @@ def test_the_initial_context_is_small(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("name", LLAMA)
-def test_the_requested_context_determines_reported_sizes_and_types(name: str, tmp_path: Path) -> None:
+def test_facts_report_the_maximum_size_from_the_beginning(name: str, tmp_path: Path) -> None:
     small, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
     assert small.facts.max_context_tokens == LARGE
     assert small.facts.max_kv_bytes == whole.facts.kv_bytes
@@ -63,8 +63,8 @@ def test_the_requested_context_determines_reported_sizes_and_types(name: str, tm
     whole.close()
 
 
-def test_a_long_prompt_fits_after_resizing(twins: Twins) -> None:
-    emptied(twins)
+def test_a_long_prompt_fits_after_a_resize(twins: Twins) -> None:
+    reset(twins)
     tokens = tokens_for(twins.model, 700)
     twins.model.prefill(tokens[:200])
     with pytest.raises(ContextFullError):
@@ -77,8 +77,8 @@ def test_a_long_prompt_fits_after_resizing(twins: Twins) -> None:
     check_step(twins)
 
 
-def test_a_reply_continues_after_resizing(twins: Twins) -> None:
-    emptied(twins)
+def test_a_reply_continues_beyond_the_old_size(twins: Twins) -> None:
+    reset(twins)
     tokens = tokens_for(twins.model, SMALL - 3)
     for model in twins[:2]:
         model.prefill(tokens)
@@ -89,8 +89,8 @@ def test_a_reply_continues_after_resizing(twins: Twins) -> None:
     assert twins.model.length == SMALL + 5
 
 
-def test_a_context_never_shrinks_below_the_cached_tokens(twins: Twins) -> None:
-    emptied(twins).model.resize(LARGE)
+def test_a_size_below_the_cached_tokens_is_refused(twins: Twins) -> None:
+    reset(twins).model.resize(LARGE)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 600))
     with pytest.raises(ContextFullError, match="600 cached tokens"):
@@ -103,8 +103,8 @@ def test_a_context_never_shrinks_below_the_cached_tokens(twins: Twins) -> None:
     check_step(twins)
 
 
-def test_an_open_round_is_dropped(twins: Twins) -> None:
-    emptied(twins)
+def test_a_resize_ends_the_round(twins: Twins) -> None:
+    reset(twins)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 20))
     twins.model.verify(TokenTree.chain(5, [6, 7]))
@@ -113,8 +113,8 @@ def test_an_open_round_is_dropped(twins: Twins) -> None:
     check_step(twins)
 
 
-def test_snapshots_restore_into_other_context_sizes(twins: Twins) -> None:
-    emptied(twins)
+def test_snapshots_fit_contexts_of_other_sizes(twins: Twins) -> None:
+    reset(twins)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 200))
     small, whole = twins.model.snapshot(), twins.whole.snapshot()
@@ -134,8 +134,8 @@ def test_snapshots_restore_into_other_context_sizes(twins: Twins) -> None:
         assert twins.model.length == 0
 
 
-def test_a_cancelled_pass_after_resizing(twins: Twins) -> None:
-    emptied(twins)
+def test_a_resize_ignores_an_interrupt(twins: Twins) -> None:
+    reset(twins)
     for model in twins[:2]:
         model.prefill(tokens_for(model, 100))
     twins.model.interrupt(True)
@@ -167,9 +167,9 @@ rounds = st.lists(
 )
 
 
-def test_resizing_to_the_present_size_keeps_a_rejection(twins: Twins) -> None:
-    """The state after the kept tokens is there to go back to, not that after the last of the pass."""
-    model, whole, _ = emptied(twins)
+def test_a_resize_to_the_same_size_keeps_a_pending_rollback(twins: Twins) -> None:
+    """The recurrent state is the one after the accepted tokens, not after the last token of the pass."""
+    model, whole, _ = reset(twins)
     tokens = tokens_for(model, 7)
     for one in (model, whole):
         for root in range(2):
@@ -184,20 +184,22 @@ def test_resizing_to_the_present_size_keeps_a_rejection(twins: Twins) -> None:
 class TestHistories:
     @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
-    def test_any_history(self, twins: Twins, history: list[tuple[tuple[int, ...], int, int, str]]) -> None:
+    def test_logits_are_unchanged_after_any_history(
+        self, twins: Twins, history: list[tuple[tuple[int, ...], int, int, str]]
+    ) -> None:
         self.check(twins, history, 230)
 
     @pytest.mark.long
     @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(rounds)
-    def test_very_many_histories(
+    def test_logits_are_unchanged_after_many_histories(
         self, twins: Twins, history: list[tuple[tuple[int, ...], int, int, str]]
     ) -> None:
         self.check(twins, history, history[0][2] % 300)
 
     @staticmethod
     def check(twins: Twins, history: list[tuple[tuple[int, ...], int, int, str]], start: int) -> None:
-        emptied(twins)
+        reset(twins)
         model, whole, rounding = twins
         kept = tokens_for(model, start, 9)
 

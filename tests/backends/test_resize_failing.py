@@ -1,4 +1,4 @@
-"""Resizes that fail or are interrupted lose no cached tokens."""
+"""A resize that fails or is interrupted loses nothing."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tests.backends.contract import tokens_for
 from tests.backends.resizable import KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
 
 
-def without_memory_beyond(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
-    """No context can be made that is larger."""
-    make = LlamaContext.allocate
+def limit_allocations(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Make allocations of larger contexts fail."""
+    original = LlamaContext.allocate
 
-    def limited(self: LlamaContext, plan: ContextPlan) -> None:
+    def allocate(self: LlamaContext, plan: ContextPlan) -> None:
         if plan.tokens > tokens:
             self._free()
             raise MemoryBudgetError(f"no memory for {plan.tokens} tokens", "use fewer")
-        make(self, plan)
+        original(self, plan)
 
-    monkeypatch.setattr(LlamaContext, "allocate", limited)
+    monkeypatch.setattr(LlamaContext, "allocate", allocate)
 
 
-class TestNoMemory:
+class TestOutOfMemory:
     @pytest.mark.parametrize("name", LLAMA)
-    def test_the_memory_limit_is_respected(self, name: str, tmp_path: Path) -> None:
+    def test_a_resize_beyond_the_budget_is_refused(self, name: str, tmp_path: Path) -> None:
         model = load(name, tmp_path, initial_context_tokens=SMALL)
         if name == "mamba":
             pytest.skip("its state is as large whatever the context")
@@ -49,7 +49,7 @@ class TestNoMemory:
         model.resize(LARGE)
         model.close()
 
-    def test_memory_of_other_programs_is_not_used(
+    def test_a_resize_beyond_the_available_memory_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model = load("full", tmp_path, initial_context_tokens=SMALL)
@@ -60,7 +60,7 @@ class TestNoMemory:
         model.resize(512)
         model.close()
 
-    def test_no_copy_is_made_without_free_memory(
+    def test_a_failed_copy_of_the_cells_changes_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def no_memory(*_: object) -> None:
@@ -77,7 +77,7 @@ class TestNoMemory:
         model.close()
 
     @pytest.mark.parametrize("name", LLAMA)
-    def test_a_failed_resize_changes_nothing(
+    def test_a_failed_allocation_restores_the_old_context(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
@@ -85,7 +85,7 @@ class TestNoMemory:
         for one in pair[:2]:
             one.prefill(tokens_for(one, 200))
         with monkeypatch.context() as patch:
-            without_memory_beyond(patch, SMALL)
+            limit_allocations(patch, SMALL)
             with pytest.raises(MemoryBudgetError, match="no memory for 512"):
                 model.resize(512)
         assert (model.length, model.free_tokens, model.facts.context_tokens) == (200, SMALL - 200, SMALL)
@@ -97,26 +97,26 @@ class TestNoMemory:
 
     @pytest.mark.parametrize("name", LLAMA)
     @pytest.mark.parametrize("failing", [1, 2])
-    def test_errors_after_a_failed_restore(
+    def test_a_context_without_memory_refuses_tokens(
         self, name: str, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of two halves it may be the second alone."""
+        """Of a split model, only the second context may fail."""
         model = load(name, tmp_path, initial_context_tokens=SMALL)
         model.prefill(tokens_for(model, 100))
         made = 0
-        make = LlamaContext.allocate
+        original = LlamaContext.allocate
 
         def failed(self: LlamaContext, plan: ContextPlan) -> None:
             nonlocal made
             made += 1
             if made < failing:
-                return make(self, plan)
+                return original(self, plan)
             self._free()
             raise MemoryBudgetError("no memory at all", "close other programs")
 
         with monkeypatch.context() as patch:
             patch.setattr(LlamaContext, "allocate", failed)
-            if failing == 2 and not name.startswith("halves"):
+            if failing == 2 and not name.startswith("split"):
                 model.resize(512)
                 assert model.length == 100
             else:
@@ -132,10 +132,10 @@ class TestNoMemory:
 
 
 class TestInterrupted:
-    """A KeyboardInterrupt may come at any call: the cache is what it was, whatever size it has by then."""
+    """A KeyboardInterrupt at any call leaves the cache unchanged, at the old or the new size."""
 
-    @pytest.mark.parametrize("name", ["full", "hybrid", "halves, window"])
-    def test_interrupt_at_any_call(self, name: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["full", "hybrid", "split, window"])
+    def test_an_interrupt_at_any_call_keeps_the_cache(self, name: str, tmp_path: Path) -> None:
         model, whole = (load(name, tmp_path, initial_context_tokens=first) for first in (SMALL, None))
         for one in (model, whole):
             one.prefill(tokens_for(one, 100))
@@ -144,7 +144,7 @@ class TestInterrupted:
         def at_call(frame: FrameType, event: str, _argument: object) -> None:
             nonlocal calls
             if event in ("call", "c_call") and "edgespec/backends" in frame.f_code.co_filename:
-                # What C calls back cannot raise.
+                # Callbacks from C cannot raise.
                 inner: FrameType | None = frame
                 while inner:
                     if inner.f_code.co_filename.endswith("native.py"):
@@ -155,38 +155,38 @@ class TestInterrupted:
                     sys.setprofile(None)
                     raise KeyboardInterrupt
 
-        wanted, interrupted = 1, True
+        target_call, interrupted = 1, True
         while interrupted:
-            interrupted, calls = False, wanted
+            interrupted, calls = False, target_call
             sys.setprofile(at_call)
             try:
-                model.resize(SMALL if wanted % 2 else 512)
+                model.resize(SMALL if target_call % 2 else 512)
             except KeyboardInterrupt:
                 interrupted = True
             finally:
                 sys.setprofile(None)
             assert model.length == 100
             assert model.free_tokens in (SMALL - 100, 512 - 100)
-            wanted += 1 + wanted // 8
-        assert wanted > 30
+            target_call += 1 + target_call // 8
+        assert target_call > 30
         check_step(Twins(model, whole, KINDS[name].rounding))
         model.close()
         whole.close()
 
-    def test_ctrl_c_in_a_c_callback_is_raised_afterwards(self) -> None:
+    def test_ctrl_c_inside_a_callback_is_raised_afterwards(self) -> None:
         program = (
             "import signal, sys, time\n"
             "from edgespec.backends.llamacpp.loading import load_vocabulary\n"
             "from edgespec.backends.llamacpp.native import library, captured_log\n"
             "library()\n"
-            # Who is started in the background may have it ignored.
+            # A background process may ignore SIGINT by default.
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-            "def pressed(frame, event, _):\n"
+            "def interrupt(frame, event, _):\n"
             "    if event == 'call' and frame.f_code.co_name == '_on_line':\n"
             "        sys.setprofile(None)\n"
             "        signal.raise_signal(signal.SIGINT)\n"
             "try:\n"
-            "    sys.setprofile(pressed)\n"
+            "    sys.setprofile(interrupt)\n"
             "    load_vocabulary(sys.argv[1], 'model')\n"
             "    time.sleep(30)\n"
             "except KeyboardInterrupt:\n"

@@ -1,4 +1,4 @@
-"""Self-drafts after their target's context was resized."""
+"""Self-drafting views follow the target's context size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backends.resizable import LARGE, SMALL, load
 
 
 class TestViews:
-    """What drafts on a target's memory goes on drafting when that is made larger."""
+    """A view drafts after a resize as a new view does."""
 
     def check(self, target: LanguageModel, view: LanguageModel, fresh: Callable[[], LanguageModel]) -> None:
         target.prefill(tokens_for(target, SMALL - 40))
@@ -37,8 +37,8 @@ class TestViews:
             other.close()
             target.truncate(target.length)
 
-    @pytest.mark.parametrize("name", ["full", "halves, window"])
-    def test_low_bit_copy(self, name: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["full", "split, window"])
+    def test_a_low_bit_copy(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"))
@@ -48,14 +48,14 @@ class TestViews:
         assert view.facts.kv_bytes > before
         target.close()
 
-    @pytest.mark.parametrize("name", ["halves, window"])
-    def test_lower_layers(self, name: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["split, window"])
+    def test_an_early_exit(self, name: str, tmp_path: Path) -> None:
         target = load(name, tmp_path, initial_context_tokens=SMALL)
         how = EarlyExit(target.exit_layer)  # type: ignore[attr-defined]
         self.check(target, target.self_draft(how), lambda: target.self_draft(how))
         target.close()
 
-    def test_a_window_keeps_its_size(self, tmp_path: Path) -> None:
+    def test_a_context_with_a_window_keeps_its_size(self, tmp_path: Path) -> None:
         target = load("full", tmp_path, initial_context_tokens=SMALL)
         quantise(tmp_path / "model.gguf", tmp_path / "copy.gguf", "Q4_0")
         how = LowBit(str(tmp_path / "copy.gguf"), 4, 16)
@@ -65,7 +65,7 @@ class TestViews:
         assert view.facts.kv_bytes == before
         target.close()
 
-    def test_a_low_bit_copy_without_memory_stops_drafting(
+    def test_a_copy_without_memory_keeps_its_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target = load("full", tmp_path, initial_context_tokens=SMALL)
@@ -91,8 +91,8 @@ class TestViews:
             view.verify(TokenTree.chain(4))
         target.close()
 
-    def test_only_the_target_can_be_resized(self, tmp_path: Path) -> None:
-        target = load("halves", tmp_path, initial_context_tokens=SMALL)
+    def test_a_view_refuses_to_resize(self, tmp_path: Path) -> None:
+        target = load("split", tmp_path, initial_context_tokens=SMALL)
         with pytest.raises(CapabilityError, match="no cache of its own"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()

@@ -1,4 +1,4 @@
-"""GGUF files of a few kilobytes with random weights, to see what real models are too polite to do."""
+"""GGUF files of a few kilobytes with random weights, for behaviour that trained models rarely show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORDS = ("▁", "▁the", "▁file", "▁list", "s", "▁of", "é", "🙂", "<|i
 _CONTROL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_start|>": 3, "<|im_end|>": 3}
 _NORMAL, _BYTE = 1, 6
 
-# Rows of the embedding and of a head of attention; sizes of a feed-forward block and of a recurrent state.
+# Sizes of the embedding, an attention head and the feed-forward block.
 _SIZE, _HEAD, _FEED_FORWARD = 32, 16, 64
 _INNER, _STATE, _RANK, _KERNEL = 64, 8, 4, 4
 _EXPERTS = 4
@@ -38,7 +38,7 @@ def _ones(size: int) -> NDArray[np.float32]:
 def _open(
     path: Path, architecture: str, *, layers: int, feed_forward: int = _FEED_FORWARD, context: int = 512
 ) -> gguf.GGUFWriter:
-    """A file with what every architecture says of itself."""
+    """Return a writer with the metadata that all architectures share."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(context)
     writer.add_embedding_length(_SIZE)
@@ -56,7 +56,7 @@ def _add_state_sizes(writer: gguf.GGUFWriter) -> None:
 
 
 def _vocabulary(writer: gguf.GGUFWriter, words: tuple[str, ...], template: str | None) -> int:
-    """A sentencepiece vocabulary: control tokens, all bytes, and some words. Its size."""
+    """Add a SentencePiece vocabulary of control tokens, all bytes and `words`, and return its size."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     types = [_CONTROL.get(t, _BYTE if 3 <= i < 259 else _NORMAL) for i, t in enumerate(tokens)]
     writer.add_tokenizer_model("llama")
@@ -83,7 +83,7 @@ def _finish(writer: gguf.GGUFWriter, tensors: Tensors) -> None:
 
 
 def _ends(random: np.random.Generator, vocab: int, norm: str = "output_norm") -> Tensors:
-    """The embedding, a norm, and a head of its own: the logits spread over a few units."""
+    """Return embedding, final norm and output head, scaled so that logits differ by a few units."""
     return {
         "token_embd.weight": _weights(random, vocab, _SIZE) * 4,
         f"{norm}.weight": _ones(_SIZE),
@@ -92,7 +92,7 @@ def _ends(random: np.random.Generator, vocab: int, norm: str = "output_norm") ->
 
 
 def _attention(random: np.random.Generator, layer: int, heads_kv: int = 1) -> Tensors:
-    """Attention of two heads, without its norm."""
+    """Return the attention tensors of a layer with two heads, without the norm."""
     return {
         f"blk.{layer}.attn_q.weight": _weights(random, 2 * _HEAD, _SIZE),
         f"blk.{layer}.attn_k.weight": _weights(random, heads_kv * _HEAD, _SIZE),
@@ -102,7 +102,7 @@ def _attention(random: np.random.Generator, layer: int, heads_kv: int = 1) -> Te
 
 
 def _state_space(random: np.random.Generator, layer: int) -> Tensors:
-    """Mamba's mixer, without its norm."""
+    """Return the tensors of a Mamba mixer, without the norm."""
     return {
         f"blk.{layer}.ssm_in.weight": _weights(random, 2 * _INNER, _SIZE),
         f"blk.{layer}.ssm_conv1d.weight": _weights(random, _INNER, _KERNEL),
@@ -117,7 +117,7 @@ def _state_space(random: np.random.Generator, layer: int) -> Tensors:
 
 
 def _norms_and_feed_forward(random: np.random.Generator, layer: int) -> Tensors:
-    """The rest of a layer: both norms and the gated feed-forward block."""
+    """Return both norms and the gated feed-forward block of a layer."""
     return {
         f"blk.{layer}.attn_norm.weight": _ones(_SIZE),
         f"blk.{layer}.ffn_norm.weight": _ones(_SIZE),
@@ -138,7 +138,7 @@ def write_llama(
     layers: int = 1,
     long_from: int = 0,
 ) -> Path:
-    """A transformer. long_from: with LongRoPE, that turns keys otherwise in a context longer than that."""
+    """Write a transformer. `long_from`: use LongRoPE, with other factors in contexts above this size."""
     random = np.random.default_rng(seed)
     writer = _open(path, architecture, layers=layers, context=context)
     writer.add_head_count(2)
@@ -157,7 +157,7 @@ def write_llama(
 
 
 def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
-    """A mixture of four experts, of which two work on each token; two heads of attention share their keys."""
+    """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)
     writer = _open(path, "llama", layers=2)
     writer.add_head_count(2)
@@ -181,7 +181,7 @@ def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Pa
 
 
 def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 1) -> Path:
-    """A recurrent model: its memory is a state, and a state cannot be cut back."""
+    """Write a recurrent model, whose state cannot be truncated."""
     random = np.random.default_rng(seed)
     writer = _open(path, "mamba", layers=layers, feed_forward=0)
     writer.add_head_count(0)
@@ -195,12 +195,12 @@ def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0, lay
 
 
 def write_gemma2(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
-    """A transformer of two layers, of which the first looks back over a window only."""
+    """Write a transformer of two layers, the first with a sliding window."""
     return _write_gemma(path, "gemma2", template, seed, window, layers=2)
 
 
 def write_gemma3(path: Path, *, template: str | None = CHATML, seed: int = 0, window: int = 16) -> Path:
-    """A transformer of eight layers, of which all but the sixth look back over a window only."""
+    """Write a transformer of eight layers, all but the sixth with a sliding window."""
     return _write_gemma(path, "gemma3", template, seed, window, layers=8)
 
 
@@ -217,7 +217,7 @@ def _write_gemma(
     writer.add_attn_logit_softcapping(50.0)
     writer.add_final_logit_softcapping(30.0)
     vocab = _vocabulary(writer, WORDS, template)
-    # The embedding is also the head: a layer must be louder than the token, or that is only repeated.
+    # The embedding is tied to the output. Without a large norm the model would only repeat its input token.
     loud = 20 * _ones(_SIZE)
     tensors = {"token_embd.weight": _weights(random, vocab, _SIZE) * 4, "output_norm.weight": _ones(_SIZE)}
     for layer in range(layers):
@@ -234,7 +234,7 @@ def _write_gemma(
 
 
 def write_jamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
-    """A hybrid of a layer with a recurrent state and one of attention."""
+    """Write a hybrid of a recurrent layer and an attention layer."""
     random = np.random.default_rng(seed)
     writer = _open(path, "jamba", layers=2)
     writer.add_head_count(2)
@@ -254,7 +254,7 @@ def write_jamba(path: Path, *, template: str | None = CHATML, seed: int = 0) -> 
 
 
 def write_lfm2(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
-    """A hybrid of a short convolution and attention: a small state, of which llama.cpp can keep several."""
+    """Write a hybrid of a short convolution and attention. llama.cpp can keep several of its small states."""
     random = np.random.default_rng(seed)
     writer = _open(path, "lfm2", layers=2)
     writer.add_head_count(2)

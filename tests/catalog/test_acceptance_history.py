@@ -30,44 +30,44 @@ def pair(tmp_path: Path) -> tuple[Model, Model]:
     return (paths[0], "gguf"), (paths[1], "gguf")
 
 
-def test_it_is_known_of_enough_guesses_of_these_very_files(pair: tuple[Model, Model], data: Path) -> None:
+def test_a_rate_needs_enough_drafts_of_the_same_files(pair: tuple[Model, Model], data: Path) -> None:
     record = AcceptanceRecorder(*pair)
-    assert AcceptanceHistory().of(*pair) is None
+    assert AcceptanceHistory().rate(*pair) is None
     record.count(199, 100)
-    record.keep()
-    assert AcceptanceHistory().of(*pair) is None
+    record.save()
+    assert AcceptanceHistory().rate(*pair) is None
     record.count(1, 0)
-    record.keep()
-    record.keep()
-    assert AcceptanceHistory().of(*pair) == 0.5
-    assert AcceptanceHistory().of(pair[1], pair[0]) is None
+    record.save()
+    record.save()
+    assert AcceptanceHistory().rate(*pair) == 0.5
+    assert AcceptanceHistory().rate(pair[1], pair[0]) is None
     if sys.platform != "win32":
         assert stat.S_IMODE(data.stat().st_mode) == 0o600
     os.utime(pair[1][0], (1, 1))
-    assert AcceptanceHistory().of(*pair) is None
+    assert AcceptanceHistory().rate(*pair) is None
     assert edgespec.delete_data("learned") > 0
     assert not data.exists()
 
 
-def test_it_is_bounded_and_what_came_last_counts_most(
+def test_the_history_is_bounded_and_favours_recent_replies(
     pair: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch, data: Path
 ) -> None:
-    monkeypatch.setattr("edgespec.catalog.acceptance_history._MOST_PAIRS", 2)
+    monkeypatch.setattr("edgespec.catalog.acceptance_history._MAX_PAIRS", 2)
     kept = AcceptanceHistory()
     one, other = pair
     for mine in ((one, other), (other, one), (one, one)):
         kept.add(*mine, 300, 150)
-    assert [kept.of(one, other), kept.of(other, one), kept.of(one, one)] == [None, 0.5, 0.5]
+    assert [kept.rate(one, other), kept.rate(other, one), kept.rate(one, one)] == [None, 0.5, 0.5]
     for _ in range(20):
         kept.add(one, one, 10_000, 9_000)
-    assert kept.of(one, one) == pytest.approx(0.9, abs=0.01)
+    assert kept.rate(one, one) == pytest.approx(0.9, abs=0.01)
     record = AcceptanceRecorder(one, other)
     record.count(2000, 500)  # so much is written before the end
-    assert kept.of(one, other) == 0.25
+    assert kept.rate(one, other) == 0.25
     one[0].unlink()
     record.count(500, 5)
-    record.keep()
-    assert kept.of(one, other) is None
+    record.save()
+    assert kept.rate(one, other) is None
     assert data.stat().st_size < 300
 
 
@@ -86,21 +86,21 @@ def test_it_is_bounded_and_what_came_last_counts_most(
     ],
     ids=range(9),
 )
-def test_a_damaged_file_is_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_history_counts_as_empty(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "acceptances.json"
     path.write_bytes(content)
     draft = (models_folder() / "demo-draft-q8_0.gguf", "gguf")
-    assert AcceptanceHistory(path).of(draft, draft) is None
+    assert AcceptanceHistory(path).rate(draft, draft) is None
     AcceptanceHistory(path).add(draft, draft, 200, 50)
-    assert AcceptanceHistory(path).of(draft, draft) == 0.25
+    assert AcceptanceHistory(path).rate(draft, draft) == 0.25
 
 
-def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
+def test_auto_uses_measured_acceptance_rates(own_home: Path, data: Path) -> None:
     folder = own_home / ".lmstudio" / "models" / "maker"
     for name, file in (("Large", "target"), ("Small", "draft")):
         add_to_lmstudio(folder, f"{name}-GGUF/{name}.gguf", models_folder() / f"demo-{file}-q8_0.gguf")
     target = resolve("maker/Large-GGUF", allow_download=False)
-    assert choose_draft(target).why.endswith("plain decoding may be expected, assumed")
+    assert choose_draft(target).reason.endswith("(estimated from its size)")
     options = {"context": 512, "threads": 1, "prefix_cache": "none"}
     guesses = true = 0
     with edgespec.load("maker/Large-GGUF", method="model", **options) as runtime:  # type: ignore[arg-type]
@@ -113,15 +113,14 @@ def test_auto_goes_by_what_was_measured(own_home: Path, data: Path) -> None:
         runtime.generate("How do I list files?", max_tokens=20, seed=1, method="none")
     assert before == guesses
     (option,) = draft_options(target, find_installed())
-    assert option.acceptance == true / guesses
-    why = choose_draft(target).why
-    assert why.endswith("plain decoding may be expected, measured")
-    assert f"with {true / guesses:.0%} of its guesses accepted" in why
+    assert option.acceptance_rate == true / guesses
+    why = choose_draft(target).reason
+    assert f"(measured: {true / guesses:.0%} of its drafted tokens are accepted)" in why
     # One that hardly ever guesses right is no longer taken.
     path = folder / "Small-GGUF" / "Small.gguf"
     AcceptanceHistory().add((target.path, "gguf"), (path, "gguf"), 15_000, 0)
     choice = choose_draft(target)
     assert choice.draft is None
-    assert "plain decoding may be expected" in choice.why
+    assert "has an expected speed-up of" in choice.reason
     edgespec.delete_data("learned")
     assert choose_draft(target).draft is not None

@@ -60,13 +60,13 @@ def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
         ("qwen3-8b-mlx", "qwen3-8b-mlx", "4-bit"),
     ],
 )
-def test_aliases_mean_what_people_expect(alias: str, name: str, quantisation: str) -> None:
+def test_aliases(alias: str, name: str, quantisation: str) -> None:
     found = load_catalogue().find(alias)
     assert found is not None
     assert (found[0].name, found[1]) == (name, quantisation)
 
 
-def test_every_model_with_an_mlx_repository_has_an_mlx_form() -> None:
+def test_every_model_with_an_mlx_repository_has_an_mlx_entry() -> None:
     catalogue = load_catalogue()
     for entry in ENTRIES:
         if entry.format == "gguf" and entry.mlx_repository:
@@ -79,12 +79,12 @@ def test_every_model_with_an_mlx_repository_has_an_mlx_form() -> None:
             assert list(found[0].drafts) == [f"{name}-mlx" for name in entry.drafts]
 
 
-def test_a_name_given_twice_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="two models of the catalogue are called demo"):
+def test_a_duplicate_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match="two models of the catalogue have the name demo"):
         Catalogue([ENTRIES[0], ENTRIES[0]])
 
 
-def test_the_card_speaks_of_every_shipped_file_and_of_no_other() -> None:
+def test_the_model_card_covers_exactly_the_shipped_files() -> None:
     card = (models_folder() / "MODEL_CARD.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w-]+\.(?:gguf|jsonl))`", card))
     shipped = {path.name for path in models_folder().iterdir() if path.suffix in (".gguf", ".jsonl")}
@@ -103,7 +103,7 @@ def test_the_held_out_prompts_are_conversations() -> None:
     assert all(prompt["messages"][-1]["role"] == "user" for prompt in prompts)
 
 
-def test_looking_a_model_up_does_not_load_the_hub_library() -> None:
+def test_resolving_a_name_does_not_import_huggingface_hub() -> None:
     script = (
         "import sys, edgespec.catalog as c; c.resolve('demo'); sys.exit('huggingface_hub' in sys.modules)"
     )
@@ -145,7 +145,7 @@ def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
     assert choose(names, "B-q4_k_m.gguf") == ["b-Q4_K_M.gguf"]
 
 
-def test_a_repository_without_what_is_needed() -> None:
+def test_repositories_without_a_complete_model() -> None:
     with pytest.raises(ModelNotFoundError, match="holds no GGUF model"):
         choose(["model.safetensors"], None)
     with pytest.raises(ModelNotFoundError, match="has 1 of the 2 parts"):

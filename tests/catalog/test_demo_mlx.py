@@ -65,7 +65,7 @@ def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
 
 
 @pytest.mark.parametrize(("file", "folder"), PAIRS)
-def test_every_weight_is_the_same_number(file: str, folder: str) -> None:
+def test_weights_equal_the_gguf_weights(file: str, folder: str) -> None:
     reader = gguf.GGUFReader(models_folder() / file)
     ours = safetensors(models_folder() / folder / "model.safetensors")
     config = json.loads((models_folder() / folder / "config.json").read_text(encoding="utf-8"))

@@ -41,7 +41,7 @@ def partial_files(cache: Path) -> list[Path]:
     return list(cache.rglob("*.edgespec"))
 
 
-def test_the_default_quantisation_lands_where_other_tools_look(hub: StandInHub, cache: Path) -> None:
+def test_the_default_quantisation_is_stored_in_the_shared_cache(hub: StandInHub, cache: Path) -> None:
     seen = Seen()
     path = fetch(REPOSITORY, None, progress=seen)
     assert path.read_bytes() == hub.files[Q4]
@@ -51,7 +51,7 @@ def test_the_default_quantisation_lands_where_other_tools_look(hub: StandInHub, 
     assert not partial_files(cache)
 
 
-def test_the_second_time_needs_no_hub(hub: StandInHub) -> None:
+def test_a_cached_model_needs_no_network(hub: StandInHub) -> None:
     first = fetch(REPOSITORY, "q4_k_m")
     hub.stop()
     asked = len(hub.requests)
@@ -60,7 +60,7 @@ def test_the_second_time_needs_no_hub(hub: StandInHub) -> None:
     assert len(hub.requests) == asked
 
 
-def test_all_parts_of_a_split_model_come_and_the_first_is_returned(hub: StandInHub) -> None:
+def test_a_split_model_is_downloaded_completely(hub: StandInHub) -> None:
     seen = Seen()
     path = fetch(REPOSITORY, "Q8_0", progress=seen)
     assert path.name == "tiny-Q8_0-00001-of-00002.gguf"
@@ -69,23 +69,23 @@ def test_all_parts_of_a_split_model_come_and_the_first_is_returned(hub: StandInH
     assert seen.fractions[-1] == 1.0
 
 
-def test_a_split_model_with_a_part_missing_is_not_taken_from_the_cache(hub: StandInHub) -> None:
+def test_an_incomplete_split_model_is_not_used_from_the_cache(hub: StandInHub) -> None:
     path = fetch(REPOSITORY, "Q8_0")
     (path.parent / "tiny-Q8_0-00002-of-00002.gguf").resolve().unlink()
     assert fetch(REPOSITORY, "Q8_0") == path
     assert (path.parent / "tiny-Q8_0-00002-of-00002.gguf").exists()
 
 
-def test_a_cut_connection_is_taken_up_where_it_stopped(hub: StandInHub) -> None:
+def test_a_lost_connection_is_resumed(hub: StandInHub) -> None:
     hub.cut_after_bytes = [600_000, 300_000]
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
     assert len(hub.ranges) == 2
     assert "bytes=0-" not in hub.ranges
 
 
-def test_a_connection_that_is_always_cut_fails_and_a_later_run_resumes(hub: StandInHub, cache: Path) -> None:
+def test_a_connection_that_is_lost_repeatedly_fails_and_resumes_later(hub: StandInHub, cache: Path) -> None:
     hub.cut_after_bytes = [600_000, *[0] * 6]
-    with pytest.raises(DownloadError, match="connection was cut 6 times.*try again later"):
+    with pytest.raises(DownloadError, match="connection was lost 6 times.*try again later"):
         fetch(REPOSITORY, None)
     kept = partial_files(cache)[0].stat().st_size
     assert kept > 0
@@ -94,9 +94,7 @@ def test_a_connection_that_is_always_cut_fails_and_a_later_run_resumes(hub: Stan
     assert hub.ranges == [f"bytes={kept}-"]
 
 
-def test_a_connection_that_goes_silent_is_taken_up_where_it_stopped(
-    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     hub.stall_after_bytes = [600_000]
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
@@ -104,7 +102,7 @@ def test_a_connection_that_goes_silent_is_taken_up_where_it_stopped(
     assert taken_up != "bytes=0-"
 
 
-def test_a_download_is_sent_on_and_the_token_is_not(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_does_not_forward_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub answers with the address of a server for large files, which may be anybody's."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
@@ -116,7 +114,7 @@ def test_a_download_is_sent_on_and_the_token_is_not(hub: StandInHub, monkeypatch
     assert hub.tokens["localhost"] == {""}
 
 
-def test_a_server_that_knows_no_ranges_sends_it_all_again(hub: StandInHub, cache: Path) -> None:
+def test_a_server_without_range_support_restarts_the_file(hub: StandInHub, cache: Path) -> None:
     with pytest.raises(CancelledError):
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     hub.takes_ranges = False
@@ -124,18 +122,18 @@ def test_a_server_that_knows_no_ranges_sends_it_all_again(hub: StandInHub, cache
     assert len(hub.ranges) == 1
 
 
-def test_a_leftover_with_other_bytes_is_refused_and_not_kept(hub: StandInHub, cache: Path) -> None:
+def test_a_partial_file_with_wrong_bytes_is_deleted(hub: StandInHub, cache: Path) -> None:
     with pytest.raises(CancelledError):
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     (leftover,) = partial_files(cache)
     leftover.write_bytes(bytes(leftover.stat().st_size))
-    with pytest.raises(DownloadError, match="came damaged: its checksum"):
+    with pytest.raises(DownloadError, match="is damaged: its checksum"):
         fetch(REPOSITORY, None)
     assert not partial_files(cache)
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
-def test_a_leftover_that_is_whole_is_checked_and_taken(hub: StandInHub, cache: Path) -> None:
+def test_a_complete_partial_file_is_verified_and_used(hub: StandInHub, cache: Path) -> None:
     with pytest.raises(CancelledError):
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     partial_files(cache)[0].write_bytes(hub.files[Q4])
@@ -144,9 +142,7 @@ def test_a_leftover_that_is_whole_is_checked_and_taken(hub: StandInHub, cache: P
     assert not any(request.startswith("GET") and "resolve" in request for request in hub.requests)
 
 
-def test_a_process_that_is_killed_leaves_no_model_and_a_later_one_goes_on(
-    hub: StandInHub, cache: Path
-) -> None:
+def test_a_killed_download_is_resumed_later(hub: StandInHub, cache: Path) -> None:
     hub.stall_after_bytes = [600_000]
     code = f"from edgespec.catalog.download import fetch; fetch({REPOSITORY!r}, None)"
     settings = {"HF_HUB_CACHE": str(cache), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -163,31 +159,31 @@ def test_a_process_that_is_killed_leaves_no_model_and_a_later_one_goes_on(
     assert hub.ranges == [f"bytes={kept}-"]
 
 
-def test_cancelling_keeps_what_came(hub: StandInHub, cache: Path) -> None:
+def test_cancelling_keeps_the_partial_file(hub: StandInHub, cache: Path) -> None:
     with pytest.raises(CancelledError, match="cancelled at"):
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     assert 0 < partial_files(cache)[0].stat().st_size < len(hub.files[Q4])
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
-def test_a_longer_leftover_is_dropped(hub: StandInHub, cache: Path) -> None:
+def test_a_partial_file_that_is_too_long_is_deleted(hub: StandInHub, cache: Path) -> None:
     with pytest.raises(CancelledError):
         fetch(REPOSITORY, None, progress=lambda _, fraction: fraction < 0.5)
     partial_files(cache)[0].write_bytes(bytes(len(hub.files[Q4]) + 1))
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
-def test_damaged_bytes_are_refused_and_not_kept(hub: StandInHub, cache: Path) -> None:
+def test_damaged_files_are_deleted(hub: StandInHub, cache: Path) -> None:
     hub.damaged = True
-    with pytest.raises(DownloadError, match=r"came damaged: its checksum .*download it again"):
+    with pytest.raises(DownloadError, match=r"is damaged: its checksum .*download it again"):
         fetch(REPOSITORY, None)
     assert not partial_files(cache)
     hub.damaged = False
     assert fetch(REPOSITORY, None).read_bytes() == hub.files[Q4]
 
 
-def test_a_wrong_quantisation_is_answered_with_those_there_are(hub: StandInHub) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; ask for one"):
+def test_an_unknown_quantisation_lists_the_available_ones(hub: StandInHub) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; choose one of these"):
         fetch(REPOSITORY, "Q5_K_M")
 
 
@@ -197,14 +193,14 @@ def test_a_wrong_quantisation_is_answered_with_those_there_are(hub: StandInHub) 
         (401, "GatedRepo", DownloadError, "is gated.*accept it at .*hf auth login"),
         (403, "GatedRepo", DownloadError, "is gated"),
         (401, "RepoNotFound", ModelNotFoundError, "no model repository someone/tiny-GGUF.*hf auth login"),
-        (401, "", DownloadError, "refused .status 401.*hf auth login"),
-        (403, "", DownloadError, "refused .status 403"),
+        (401, "", DownloadError, "denied .status 401.*hf auth login"),
+        (403, "", DownloadError, "denied .status 403"),
         (404, "RepoNotFound", ModelNotFoundError, "no model repository .*check the spelling"),
         (429, "", DownloadError, "too many requests.*wait"),
-        (400, "", DownloadError, "hub failed .*status 400"),
+        (400, "", DownloadError, "could not serve .*status 400"),
     ],
 )
-def test_what_the_hub_refuses_is_one_line(
+def test_http_errors_are_one_line(
     hub: StandInHub, status: int, code: str, kind: type[EdgespecError], line: str
 ) -> None:
     hub.status, hub.error_code = status, code
@@ -222,7 +218,7 @@ def test_the_token_is_sent(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> 
     assert fetch(REPOSITORY, None).name == Q4
 
 
-def test_a_hub_that_cannot_be_reached() -> None:
+def test_unreachable_hub() -> None:
     with pytest.raises(DownloadError, match="cannot be reached .*check the network"):
         fetch(REPOSITORY, None)
 
@@ -240,9 +236,7 @@ def test_no_download_unless_allowed(hub: StandInHub) -> None:
     assert not hub.requests
 
 
-def test_a_disk_too_small_is_seen_before_the_first_byte(
-    hub: StandInHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage(NamedTuple):
         total: int
         used: int
@@ -254,7 +248,7 @@ def test_a_disk_too_small_is_seen_before_the_first_byte(
     assert not any("resolve" in request for request in hub.requests)
 
 
-def test_a_disk_that_fills_up_keeps_what_came(
+def test_a_full_disk_keeps_the_partial_file(
     hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quota on the size of files is the one way to fill a disk without one."""
@@ -280,7 +274,7 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
         fetch(REPOSITORY, None)
 
 
-def test_an_answer_that_is_no_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.catalog.stand_in_hub.COMMIT", "")
-    with pytest.raises(DownloadError, match="does not answer as a model hub does"):
+    with pytest.raises(DownloadError, match="does not answer like Hugging Face"):
         fetch(REPOSITORY, None)

@@ -24,7 +24,7 @@ from edgespec.catalog import (
     resolve,
 )
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.speedup_estimate import estimate_acceptance, estimate_speedup
+from edgespec.catalog.speedup_estimate import estimate_acceptance_rate, estimate_speedup
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.catalog.fake_stores import OllamaStore, add_to_hub, add_to_lmstudio
 
@@ -73,26 +73,26 @@ def chosen(reference: str, memory_bytes: int | None = None) -> DraftChoice:
     return choose_draft(resolve(reference, allow_download=False), memory_bytes)
 
 
-def test_tokens_decide_and_not_names(lmstudio: Path) -> None:
+def test_drafts_are_matched_by_tokens(lmstudio: Path) -> None:
     (option,) = drafts_of("maker/Large-GGUF")
     assert option.reference == "maker/Small-GGUF"
-    assert (option.shared_share, option.tokens, option.by) == (1.0, "the same tokens", "tokens")
+    assert (option.shared_token_fraction, option.tokens, option.source) == (1.0, "the same tokens", "tokens")
     assert drafts_of("maker/Small-GGUF") == []  # a larger one never drafts
     assert drafts_of("maker/Small-Like-GGUF") == []
 
 
-def test_auto_takes_it_and_says_why(lmstudio: Path) -> None:
+def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.path == lmstudio / "maker/Small-GGUF/small-Q8_0.gguf"
-    assert choice.why == (
-        "it has the same tokens, and by its size about 1.5x plain decoding may be expected, assumed"
+    assert choice.reason == (
+        "it has the same tokens, and its expected speed-up is 1.5x (estimated from its size)"
     )
-    assert not choice.usual
+    assert not choice.is_expected
     assert chosen("maker/Large-GGUF") == choice
 
 
-def test_the_loaded_runtime_says_why_and_replies_as_without(lmstudio: Path) -> None:
+def test_the_runtime_reports_the_draft_and_replies_are_unchanged(lmstudio: Path) -> None:
     with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
         assert runtime.draft is not None
         assert "maker/Small-GGUF drafts: it has the same tokens" in runtime.target.notice
@@ -101,27 +101,27 @@ def test_the_loaded_runtime_says_why_and_replies_as_without(lmstudio: Path) -> N
         assert runtime.generate("How do I list files?", max_tokens=12, seed=3).tokens == reply.tokens
 
 
-def test_what_does_not_fit_the_memory_is_not_taken(lmstudio: Path) -> None:
+def test_a_draft_beyond_the_memory_limit_is_not_taken(lmstudio: Path) -> None:
     both = TARGET.stat().st_size + DRAFT.stat().st_size + (6144 + 768) * 1024
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
     assert choice.draft is None
-    assert choice.why.startswith("maker/Small-GGUF could draft, but its 3.4 MiB do not fit")
+    assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which do not fit")
 
 
-def test_the_other_form_is_offered_and_left_to_the_person(lmstudio: Path) -> None:
+def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> None:
     (lmstudio / "maker/Small-GGUF/small-Q8_0.gguf").unlink()
     add_to_lmstudio(lmstudio, "maker/Small-MLX", models_folder() / "demo-mlx-draft")
     (option,) = drafts_of("maker/Large-GGUF")
-    assert (option.format, option.shared_share) == ("mlx", 1.0)
+    assert (option.format, option.shared_token_fraction) == ("mlx", 1.0)
     choice = chosen("maker/Large-GGUF")
-    assert (choice.draft, choice.why) == (
+    assert (choice.draft, choice.reason) == (
         None,
-        "no draft is known for maker/Large-GGUF: name one with --draft",
+        "no draft model is known for maker/Large-GGUF; choose one with --draft",
     )
 
 
-def test_a_draft_that_llama_cpp_does_not_know_is_not_taken_unasked(own_home: Path) -> None:
+def test_auto_skips_drafts_of_unknown_architecture(own_home: Path) -> None:
     folder = own_home / ".lmstudio" / "models"
     large = write_llama(own_home / "large.gguf", layers=40)
     for architecture, taken in (("strange", None), ("qwen2", "maker/small")):
@@ -133,7 +133,7 @@ def test_a_draft_that_llama_cpp_does_not_know_is_not_taken_unasked(own_home: Pat
         assert (draft.name if draft else None) == taken
 
 
-def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -> None:
+def test_auto_takes_the_highest_expected_speedup(lmstudio: Path, own_home: Path) -> None:
     """A copy of the target at less than half its size is a draft, too; a dearer one is not taken."""
     OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
     options = drafts_of("maker/Large-GGUF")
@@ -141,10 +141,10 @@ def test_of_several_the_one_that_promises_most(lmstudio: Path, own_home: Path) -
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
     assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
-    assert choice.why.endswith("the best of 2")
+    assert choice.reason.endswith("the best of 2 draft models")
 
 
-def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
+def test_a_draft_that_shares_most_of_the_tokens(own_home: Path) -> None:
     folder = own_home / ".lmstudio" / "models"
     words = tuple(f"▁word{i}" for i in range(1500))
     large = write_llama(own_home / "large.gguf", words=(*WORDS, *words), layers=8)
@@ -152,7 +152,7 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     poor = write_llama(own_home / "poor.gguf", words=(*WORDS, *words[:900]))
     for name, path in (("large", large), ("small", small), ("poor", poor)):
         add_to_lmstudio(folder, f"maker/{name}/{name}.gguf", path)
-    shares = {option.reference: option.shared_share for option in drafts_of("maker/large")}
+    shares = {option.reference: option.shared_token_fraction for option in drafts_of("maker/large")}
     tokens = 1500 + len(WORDS) + 259
     assert shares == {
         "maker/small": pytest.approx((tokens - 50) / tokens, abs=1e-3),
@@ -161,10 +161,10 @@ def test_a_draft_that_shares_most_tokens(own_home: Path) -> None:
     choice = chosen("maker/large")
     assert choice.draft is not None
     assert choice.draft.name == "maker/small"
-    assert "it has 97.2 % of its tokens" in choice.why
+    assert "it has 97.2 % of the target's tokens" in choice.reason
 
 
-class TestTheCataloguesOwn:
+class TestCatalogueDrafts:
     """Repositories of the catalogue in the cache: the demo's files stand for the real ones."""
 
     @pytest.fixture
@@ -175,19 +175,19 @@ class TestTheCataloguesOwn:
             shutil.copyfile(file, source)
             add_to_hub(cache, f"bartowski/{name}-GGUF", source)
 
-    def test_the_recommended_one_is_taken_without_a_word(self, llamas: None) -> None:
+    def test_a_recommended_draft_is_taken_without_a_notice(self, llamas: None) -> None:
         choice = chosen("8b-q4")
         assert choice.draft is not None
         assert choice.draft.entry is not None
-        assert (choice.draft.entry.name, choice.usual) == ("llama-3.2-1b", True)
+        assert (choice.draft.entry.name, choice.is_expected) == ("llama-3.2-1b", True)
 
-    def test_they_stand_beside_what_others_keep(self, llamas: None, lmstudio: Path) -> None:
+    def test_catalogue_drafts_are_listed_with_installed_ones(self, llamas: None, lmstudio: Path) -> None:
         options = {option.reference: option for option in drafts_of("8b-q4")}
-        assert {option.by for option in options.values()} == {"tokens", "catalogue"}
+        assert {option.source for option in options.values()} == {"tokens", "catalogue"}
         assert options["maker/Small-GGUF"].path is not None
-        assert all(option.shared_share == 1.0 for option in options.values())
+        assert all(option.shared_token_fraction == 1.0 for option in options.values())
 
-    def test_the_tokens_of_a_catalogues_model_bring_its_family(self, llamas: None, lmstudio: Path) -> None:
+    def test_a_model_with_known_tokens_gets_drafts_of_its_family(self, llamas: None, lmstudio: Path) -> None:
         """A large model that nobody lists has the tokens of one that is listed."""
         large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
         large.parent.mkdir(parents=True)
@@ -197,7 +197,9 @@ class TestTheCataloguesOwn:
         assert "llama-3.3-70b" not in here
         assert "qwen3-0.6b" not in here
 
-    def test_where_it_is_not_here_it_is_named_and_not_fetched(self, cache: Path, tmp_path: Path) -> None:
+    def test_a_missing_recommended_draft_is_named_but_not_downloaded(
+        self, cache: Path, tmp_path: Path
+    ) -> None:
         source = tmp_path / "Llama-3.3-70B-Instruct-Q4_K_M.gguf"
         shutil.copyfile(TARGET, source)
         add_to_hub(cache, "bartowski/Llama-3.3-70B-Instruct-GGUF", source)
@@ -206,11 +208,14 @@ class TestTheCataloguesOwn:
         assert {"llama-3.2-3b", "llama-3.2-1b"} <= {option.reference for option in options}
         choice = chosen("70b-q4")
         assert choice.draft is None
-        assert choice.why == "the recommended draft is not on this machine: --draft llama-3.2-3b fetches it"
+        assert (
+            choice.reason
+            == "the recommended draft model is not on this machine; download it with --draft llama-3.2-3b"
+        )
 
 
-class TestPairsOfTheUser:
-    def test_theirs_wins(self, lmstudio: Path, names: Path) -> None:
+class TestUserPairs:
+    def test_the_users_pair_wins(self, lmstudio: Path, names: Path) -> None:
         names.write_text('[pairs]\n"maker/large-gguf" = "demo-draft"\n')
         for reference in (
             "maker/Large-GGUF",
@@ -220,36 +225,40 @@ class TestPairsOfTheUser:
             choice = chosen(reference)
             assert choice.draft is not None
             assert choice.draft.path == DRAFT
-            assert choice.why.startswith("you chose demo-draft for ")
+            assert choice.reason.startswith("you chose demo-draft for ")
 
-    def test_none_is_a_choice(self, names: Path) -> None:
+    def test_a_pair_may_be_none(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "none"\n')
         choice = chosen("demo")
-        assert (choice.draft, choice.why) == (None, "you chose no draft for demo")
+        assert (choice.draft, choice.reason) == (None, "you chose no draft model for demo")
 
-    def test_one_that_is_not_here_is_not_fetched(self, names: Path) -> None:
+    def test_a_missing_draft_of_a_pair_is_not_downloaded(self, names: Path) -> None:
         names.write_text('[pairs]\ndemo = "1b-q4"\n')
         choice = chosen("demo")
         assert choice.draft is None
-        assert choice.why == "1b-q4, which you chose, is not on this machine: --draft 1b-q4 fetches it"
+        assert (
+            choice.reason == "1b-q4, which you chose, is not on this machine; download it with --draft 1b-q4"
+        )
 
 
-def test_the_demo_has_its_own() -> None:
+def test_the_demo_has_its_own_draft() -> None:
     choice = chosen("demo")
     assert choice.draft is not None
-    assert (choice.draft.name, choice.usual) == ("demo-draft", True)
+    assert (choice.draft.name, choice.is_expected) == ("demo-draft", True)
 
 
-class TestExpectation:
-    def test_larger_drafts_are_assumed_to_guess_better(self) -> None:
-        assert [estimate_acceptance(share) for share in (0.01, 0.1, 1.0)] == pytest.approx([0.70, 0.78, 0.86])
+class TestSpeedupEstimate:
+    def test_larger_drafts_have_higher_estimated_acceptance(self) -> None:
+        assert [estimate_acceptance_rate(share) for share in (0.01, 0.1, 1.0)] == pytest.approx(
+            [0.70, 0.78, 0.86]
+        )
 
     @given(st.floats(1e-4, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 1.0))
-    def test_more_cost_or_fewer_tokens_never_bring_more(
+    def test_higher_cost_or_fewer_shared_tokens_never_raise_the_speedup(
         self, size: float, cost: float, shared: float
     ) -> None:
         best = estimate_speedup(size, cost)
         assert best >= estimate_speedup(size, cost, shared)
         assert best >= estimate_speedup(size, cost * 1.5)
         assert best <= estimate_speedup(min(1.0, size * 2), cost)
-        assert 0.0 <= estimate_acceptance(size, shared) <= shared + 1e-12
+        assert 0.0 <= estimate_acceptance_rate(size, shared) <= shared + 1e-12

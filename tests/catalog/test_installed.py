@@ -41,11 +41,11 @@ def references() -> list[str]:
 
 
 def why_skipped() -> dict[str, str]:
-    return {skipped.name: skipped.why for skipped in find_installed().skipped}
+    return {skipped.name: skipped.reason for skipped in find_installed().unusable}
 
 
 class TestOllama:
-    def test_every_name_it_has_can_be_typed(self, ollama: OllamaStore) -> None:
+    def test_every_ollama_name_resolves(self, ollama: OllamaStore) -> None:
         blob = ollama.add("llama3.2", "1b", DRAFT.read_bytes())
         for name in ("someone/tiny", "hf.co/user/repo-GGUF", "registry.example.com:8080/team/tiny"):
             ollama.add(name, "latest", DRAFT.read_bytes())
@@ -62,17 +62,17 @@ class TestOllama:
             assert (found.path, found.source) == (blob, "ollama")
             assert found.note == f"ollama:{name} -> Ollama's {name}: {blob}"
 
-    def test_without_a_tag_it_is_the_latest_and_case_does_not_matter(self, ollama: OllamaStore) -> None:
+    def test_the_default_tag_is_latest_and_case_is_ignored(self, ollama: OllamaStore) -> None:
         blob = ollama.add("someone/Tiny", "latest", DRAFT.read_bytes())
         assert resolve("someone/tiny", allow_download=False).path == blob
         assert resolve("ollama:SOMEONE/tiny:LATEST", allow_download=False).path == blob
 
-    def test_another_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ollama_models_variable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "elsewhere"))
         OllamaStore(tmp_path / "elsewhere").add("tiny", "q8", DRAFT.read_bytes())
         assert references() == ["tiny:q8"]
 
-    def test_what_is_no_model_is_left_out_with_its_reason(self, ollama: OllamaStore, tmp_path: Path) -> None:
+    def test_unusable_models_have_a_reason(self, ollama: OllamaStore, tmp_path: Path) -> None:
         ollama.add("bad", "magic", b"not a model")
         ollama.add("tuned", "latest", DRAFT.read_bytes(), ("adapter", b"GGUF adapter"))
         ollama.add("cut", "latest", DRAFT.read_bytes()[:100_000])
@@ -87,27 +87,27 @@ class TestOllama:
         odd = ollama.folder / "manifests/registry.ollama.ai/library/odd/latest"
         for content in ("", "[]", '{"layers": 3}', '{"layers": [{"mediaType": 1}]}', "\0", "[" * 100_000):
             odd.write_text(content)
-            assert "in a form that edgespec does not know" in why_skipped()["odd:latest"]
+            assert "cannot parse its manifest" in why_skipped()["odd:latest"]
         odd.write_text(
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it holds no model in GGUF's form"
-        assert why["bad:magic"] == "its file is not in GGUF's form"
-        assert why["tuned:latest"] == "it is a model with an adapter on it"
+        assert why["odd:latest"] == "it has no GGUF model"
+        assert why["bad:magic"] == "its file is not a GGUF file"
+        assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
-        assert why["eyes:latest"] == "it is a projector for pictures, not a model"
+        assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []
         with pytest.raises(
             ModelFileError, match="Ollama's tuned:latest cannot be used: it is a model with an"
         ):
             resolve("tuned", allow_download=False)
 
-    def test_a_name_it_lacks_is_answered_with_the_nearest(self, ollama: OllamaStore) -> None:
+    def test_an_unknown_name_suggests_similar_ones(self, ollama: OllamaStore) -> None:
         ollama.add("someone/tiny", "q8", DRAFT.read_bytes())
         with pytest.raises(
-            ModelNotFoundError, match="Ollama has no model someone/tiney.*it has someone/tiny:q8"
+            ModelNotFoundError, match="Ollama has no model someone/tiney.*its models include someone/tiny:q8"
         ):
             resolve("ollama:someone/tiney:q8")
         ollama.add("homemade", "latest", DRAFT.read_bytes())
@@ -116,7 +116,7 @@ class TestOllama:
 
 
 class TestLmStudio:
-    def test_files_quantisations_and_folders(self, lmstudio: Path) -> None:
+    def test_references_by_file_quantisation_and_folder(self, lmstudio: Path) -> None:
         one = add_to_lmstudio(lmstudio, "maker/One-GGUF/one-Q8_0.gguf", DRAFT)
         add_to_lmstudio(lmstudio, "maker/One-GGUF/mmproj-one-F16.gguf", DRAFT)
         two = [add_to_lmstudio(lmstudio, f"maker/Two-GGUF/two-{q}.gguf", DRAFT) for q in ("Q4_0", "Q8_0")]
@@ -140,7 +140,7 @@ class TestLmStudio:
         # The hub's way of writing it means the same model: it is not downloaded again.
         assert resolve("hf:maker/Two-GGUF:q4_0", allow_download=False).path == two[0]
 
-    def test_several_that_could_be_meant_are_named(self, lmstudio: Path) -> None:
+    def test_an_ambiguous_reference_lists_the_matches(self, lmstudio: Path) -> None:
         for name in ("a-Q8_0", "b-Q8_0"):
             add_to_lmstudio(lmstudio, f"maker/Twins/{name}.gguf", DRAFT)
         with pytest.raises(
@@ -148,7 +148,7 @@ class TestLmStudio:
         ):
             resolve("maker/Twins", allow_download=False)
 
-    def test_very_many_take_one_look(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_many_models_are_scanned_once(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ten thousand files of one folder took minutes, for each was compared with all."""
         for number in range(30):
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
@@ -166,7 +166,7 @@ class TestLmStudio:
         ):
             resolve("maker/Many", allow_download=False)
 
-    def test_a_split_model_is_one_and_has_to_be_whole(self, lmstudio: Path, tmp_path: Path) -> None:
+    def test_a_split_model_must_be_complete(self, lmstudio: Path, tmp_path: Path) -> None:
         model = write_llama(tmp_path / "tiny.gguf")
         for name in ("tiny-Q8_0-00001-of-00002", "tiny-Q8_0-00002-of-00002"):
             path = add_to_lmstudio(lmstudio, f"maker/Split/{name}.gguf", model)
@@ -176,7 +176,7 @@ class TestLmStudio:
         path.unlink()
         assert why_skipped() == {"maker/Split": "1 of its 2 parts are missing"}
 
-    def test_its_settings_and_its_pointer_are_followed(self, own_home: Path, tmp_path: Path) -> None:
+    def test_model_folders_of_the_settings_are_used(self, own_home: Path, tmp_path: Path) -> None:
         add_to_lmstudio(tmp_path / "disk", "maker/One/one.gguf", DRAFT)
         add_to_lmstudio(tmp_path / "moved" / "models", "maker/Two/two.gguf", DRAFT)
         add_to_lmstudio(own_home / ".cache/lm-studio/models", "maker/Old/old.gguf", DRAFT)
@@ -189,7 +189,7 @@ class TestLmStudio:
             settings.write_text(text)
             assert sorted(references()) == ["maker/Old", "maker/Two"]
 
-    def test_half_a_folder_is_left_out_with_its_reason(self, lmstudio: Path) -> None:
+    def test_an_incomplete_folder_has_a_reason(self, lmstudio: Path) -> None:
         folder = add_to_lmstudio(lmstudio, "maker/Half", MLX)
         (folder / "model.safetensors").unlink()
         assert why_skipped() == {"maker/Half": "it lacks model.safetensors"}
@@ -198,7 +198,7 @@ class TestLmStudio:
         (folder / "config.json").write_text("[]")
         assert "holds no JSON object" in why_skipped()["maker/Half"]
 
-    def test_loops_of_links_and_strange_files_do_not_hang_it(self, lmstudio: Path) -> None:
+    def test_link_loops_and_special_files_do_not_hang(self, lmstudio: Path) -> None:
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
         (lmstudio / "maker" / "loop").symlink_to(lmstudio)
         (lmstudio / "maker" / "One" / "again").symlink_to(lmstudio / "maker")
@@ -209,7 +209,7 @@ class TestLmStudio:
             ("maker/One", one)
         ]
 
-    def test_a_link_to_all_there_is_is_not_followed(self, lmstudio: Path, tmp_path: Path) -> None:
+    def test_a_link_to_the_root_is_not_followed(self, lmstudio: Path, tmp_path: Path) -> None:
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
         add_to_lmstudio(tmp_path, "other/Two/two.gguf", DRAFT)
         (lmstudio / "all").symlink_to("/")
@@ -219,19 +219,19 @@ class TestLmStudio:
         with pytest.raises(ModelNotFoundError):
             resolve("lmstudio:maker/b", allow_download=False)
 
-    def test_a_link_to_very_much_hides_no_model(
+    def test_a_link_to_many_files_hides_no_model(
         self, lmstudio: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         much = tmp_path_factory.mktemp("much")
         for i in range(9):
             add_to_lmstudio(much, f"m{i}/tiny.gguf", DRAFT)
-        monkeypatch.setattr(stored_models, "_MOST_LINKED_ENTRIES", 5)
+        monkeypatch.setattr(stored_models, "_MAX_LINKED_ENTRIES", 5)
         (lmstudio / "a").mkdir()
         (lmstudio / "a" / "much").symlink_to(much)
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
         assert [shelved.path for shelved in find_installed().models] == [one]
 
-    def test_a_link_to_a_model_elsewhere_is_a_model(self, lmstudio: Path, tmp_path: Path) -> None:
+    def test_a_link_to_a_model_is_followed(self, lmstudio: Path, tmp_path: Path) -> None:
         (lmstudio / "me" / "mine").mkdir(parents=True)
         model = write_llama(add_to_lmstudio(tmp_path, "big/disk/tiny.gguf", DRAFT))
         (lmstudio / "me" / "mine" / "tiny.gguf").symlink_to(model)
@@ -250,7 +250,7 @@ class TestHubCache:
         for reference, (path, _) in found.items():
             assert resolve(reference, allow_download=False).path == path
 
-    def test_what_writes_no_text_and_half_a_download_are_left_out(self, cache: Path, tmp_path: Path) -> None:
+    def test_embedding_models_and_partial_downloads_are_left_out(self, cache: Path, tmp_path: Path) -> None:
         config = {"model_type": "bert", "architectures": ["BertModel"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
         others = [path for path in MLX.iterdir() if path.name != "config.json"]
@@ -259,10 +259,10 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it embeds text and writes none"}
+        assert why_skipped() == {"someone/embedder": "it is an embedding model, which writes no text"}
 
 
-def test_one_name_for_two_models_is_refused_naming_both(
+def test_an_ambiguous_name_lists_both_models(
     ollama: OllamaStore, lmstudio: Path, cache: Path, tmp_path: Path
 ) -> None:
     other = write_llama(tmp_path / "other-Q8_0.gguf")
@@ -282,7 +282,7 @@ def test_one_name_for_two_models_is_refused_naming_both(
     assert resolve("maker/copy", allow_download=False).source == "hub"
 
 
-def test_an_alias_that_hides_a_name_does_not_lead_astray(
+def test_an_alias_may_hide_an_installed_name(
     ollama: OllamaStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob = ollama.add("tiny", "latest", DRAFT.read_bytes())
@@ -292,7 +292,7 @@ def test_an_alias_that_hides_a_name_does_not_lead_astray(
     assert resolve("ollama:tiny:latest").path == blob
 
 
-def test_what_the_catalogue_names_is_taken_from_another_program(lmstudio: Path) -> None:
+def test_a_catalogue_name_uses_the_model_of_another_program(lmstudio: Path) -> None:
     path = add_to_lmstudio(
         lmstudio, "bartowski/Llama-3.2-1B-Instruct-GGUF/Llama-3.2-1B-Instruct-Q4_K_M.gguf", DRAFT
     )
@@ -302,7 +302,7 @@ def test_what_the_catalogue_names_is_taken_from_another_program(lmstudio: Path) 
     assert found.entry.name == "llama-3.2-1b"
 
 
-def test_prepared_forms_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_models_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
     made = prepare_layerskip(model, 1)
@@ -310,7 +310,7 @@ def test_prepared_forms_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (prepared.kind, prepared.source, prepared.folder) == ("layerskip", model, made.folder)
 
 
-def test_nothing_is_written_where_it_looks(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
+def test_stores_are_never_written_to(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
     ollama.add("tiny", "latest", DRAFT.read_bytes())
     add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
     before = snapshot_of(own_home)
@@ -318,7 +318,7 @@ def test_nothing_is_written_where_it_looks(ollama: OllamaStore, lmstudio: Path, 
     assert snapshot_of(own_home) == before
 
 
-def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
+def test_names_cannot_escape_a_store(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
     """Somebody else's manifest or model beside the store is not in it."""
     outside = OllamaStore(own_home / "other")
     outside.add("tiny", "latest", DRAFT.read_bytes())
@@ -335,16 +335,16 @@ def test_a_name_never_leads_out_of_a_store(ollama: OllamaStore, lmstudio: Path, 
             resolve(name, allow_download=False)
 
 
-def test_a_folder_without_end_is_given_up(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_of_a_huge_folder_is_limited(lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(30):
         add_to_lmstudio(lmstudio, f"maker/m{i:02}/tiny.gguf", DRAFT)
-    monkeypatch.setattr(stored_models, "_MOST_ENTRIES", 45)
+    monkeypatch.setattr(stored_models, "_MAX_ENTRIES", 45)
     assert 0 < len(find_installed().models) < 30
     assert resolve("maker/m29", allow_download=False).path.exists()
 
 
 @pytest.mark.parametrize("ref", [b"", b"../../../..", b"/", b"\xff\xfe", b"a\0b", b"x" * 5000])
-def test_a_ref_that_names_no_snapshot_leads_nowhere(cache: Path, tmp_path: Path, ref: bytes) -> None:
+def test_a_ref_without_a_snapshot_is_ignored(cache: Path, tmp_path: Path, ref: bytes) -> None:
     add_to_lmstudio(tmp_path, "elsewhere/other-Q8_0.gguf", DRAFT)
     model = add_to_hub(cache, "maker/tiny", DRAFT) / DRAFT.name
     (cache / "models--maker--tiny" / "refs" / "main").write_bytes(ref)
@@ -353,16 +353,16 @@ def test_a_ref_that_names_no_snapshot_leads_nowhere(cache: Path, tmp_path: Path,
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX")
-def test_a_pipe_in_the_place_of_a_model_is_not_waited_for(ollama: OllamaStore) -> None:
+def test_a_pipe_instead_of_a_model_does_not_block(ollama: OllamaStore) -> None:
     blob = ollama.add("tiny", "latest", DRAFT.read_bytes())
     blob.unlink()
     os.mkfifo(blob)
     assert "it is not a regular file" in why_skipped()["tiny:latest"]
 
 
-def test_empty_or_forbidden_homes_are_no_error(own_home: Path) -> None:
+def test_empty_or_unreadable_homes_are_no_error(own_home: Path) -> None:
     assert find_installed().models == ()
     (own_home / ".lmstudio").write_text("a file")
     (own_home / ".ollama").write_text("a file")
     shelf = find_installed()
-    assert (shelf.models, shelf.skipped) == ((), ())
+    assert (shelf.models, shelf.unusable) == ((), ())

@@ -69,7 +69,7 @@ def folder_of(tmp_path: Path, *names: str) -> Path:
 class TestFolders:
     """Paths that are folders."""
 
-    def test_a_whole_one_is_a_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_complete_folder_is_a_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
         found = resolve(str(folder))
         assert (found.path, found.format, found.source, found.name) == (folder, "mlx", "path", "model")
@@ -79,18 +79,18 @@ class TestFolders:
         assert resolve("./").format == "mlx"
 
     @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-    def test_what_is_missing_is_named(self, tmp_path: Path, missing: str) -> None:
+    def test_the_missing_file_is_named(self, tmp_path: Path, missing: str) -> None:
         names = {"config.json", "tokenizer.json", "model.safetensors"} - {missing}
-        with pytest.raises(ModelFileError, match=rf"lacks {missing}; add what is missing") as caught:
+        with pytest.raises(ModelFileError, match=rf"lacks {missing}; add the missing files") as caught:
             resolve(str(folder_of(tmp_path, *names)))
         assert "\n" not in str(caught.value)
 
-    def test_a_missing_part_is_named(self, tmp_path: Path) -> None:
+    def test_a_missing_weight_file_is_named(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", FIRST)
         with pytest.raises(ModelFileError, match=f"lacks {SECOND}"):
             resolve(str(folder))
 
-    def test_a_part_that_only_the_index_knows_is_missed(self, tmp_path: Path) -> None:
+    def test_a_weight_file_of_the_index_is_missed(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
         (folder / INDEX).write_text('{"weight_map": {"a": "model-b.safetensors", "b": "model.safetensors"}}')
         assert missing_files(folder) == ["model-b.safetensors"]
@@ -102,26 +102,26 @@ class TestFolders:
         with pytest.raises(ModelFileError, match="is no index of weights.*download the model again"):
             resolve(str(folder))
 
-    def test_many_missing_parts_are_counted(self, tmp_path: Path) -> None:
+    def test_many_missing_weight_files_are_counted(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model-00001-of-00030.safetensors")
         with pytest.raises(ModelFileError, match=r"model-00002-of-00030\.safetensors.* and 26 more"):
             resolve(str(folder))
 
-    def test_an_adapter_is_no_model(self, tmp_path: Path) -> None:
+    def test_an_adapter_is_not_a_model(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "adapter_config.json", "adapters.safetensors")
         with pytest.raises(ModelFileError, match=r"lacks config\.json, tokenizer\.json, model\.safetensors"):
             resolve(str(folder))
 
-    def test_one_gguf_in_it_is_named(self, tmp_path: Path) -> None:
+    def test_a_gguf_file_in_the_folder_is_named(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "a.gguf")
-        with pytest.raises(ModelFileError, match=r"name the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(folder))
 
     def test_a_file_of_a_model_is_not_the_model(self) -> None:
-        with pytest.raises(ModelFileError, match="is one file of a model; give its folder: .*demo-mlx"):
+        with pytest.raises(ModelFileError, match="is only one file of a model; give its folder: .*demo-mlx"):
             resolve(str(models_folder() / "demo-mlx" / "model.safetensors"))
 
-    def test_a_gguf_stays_one_whatever_lies_beside_it(self, tmp_path: Path) -> None:
+    def test_a_gguf_file_beside_a_config_is_still_gguf(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors", "a.gguf")
         assert resolve(str(folder / "a.gguf")).format == "gguf"
 
@@ -129,7 +129,7 @@ class TestFolders:
 class TestEmbedded:
     """The demo pair in MLX's form."""
 
-    def test_it_is_known_by_name_and_by_path(self) -> None:
+    def test_the_embedded_model_resolves_by_name_and_path(self) -> None:
         target = resolve("demo-mlx", allow_download=False)
         draft = choose_draft(target).draft
         assert draft is not None
@@ -138,11 +138,11 @@ class TestEmbedded:
         assert resolve(str(target.path)).entry == target.entry
 
     def test_another_quantisation(self) -> None:
-        with pytest.raises(ModelNotFoundError, match="demo-mlx comes as 8-bit only, not Q4_0"):
+        with pytest.raises(ModelNotFoundError, match="demo-mlx is available as 8-bit only, not as Q4_0"):
             resolve("demo-mlx:Q4_0")
         with pytest.raises(
             ModelNotFoundError,
-            match="8b-mlx comes as 4-bit only, not Q8_0; ask for .*GGUF form: llama-3.1-8b:Q8_0",
+            match="8b-mlx is available as 4-bit only, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
         ):
             resolve("llama-3.1-8b-mlx:Q8_0")
 
@@ -150,7 +150,7 @@ class TestEmbedded:
 class TestDownload:
     """Repositories with an MLX model and no GGUF."""
 
-    def test_what_mlx_needs_lands_where_other_tools_look(self, mlx_hub: StandInHub, cache: Path) -> None:
+    def test_an_mlx_model_is_stored_in_the_shared_cache(self, mlx_hub: StandInHub, cache: Path) -> None:
         seen: list[float] = []
 
         def progress(what: str, fraction: float) -> bool:
@@ -167,7 +167,9 @@ class TestDownload:
         assert seen == sorted(seen)
         assert seen[-1] == 1.0
 
-    def test_the_second_time_needs_no_hub(self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_cached_model_needs_no_network(
+        self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         first = fetch(REPOSITORY, None)
         mlx_hub.stop()
         asked = len(mlx_hub.requests)
@@ -176,20 +178,20 @@ class TestDownload:
         assert resolve(REPOSITORY, allow_download=False).path == first
         assert len(mlx_hub.requests) == asked
 
-    def test_a_repository_with_a_gguf_gives_that(self, mlx_hub: StandInHub) -> None:
+    def test_a_gguf_model_is_preferred(self, mlx_hub: StandInHub) -> None:
         mlx_hub.files["tiny-Q4_K_M.gguf"] = b"GGUF" + b"q" * 1000
         found = resolve(REPOSITORY)
         assert (found.format, found.path.name) == ("gguf", "tiny-Q4_K_M.gguf")
         assert not any(FIRST in request for request in mlx_hub.requests)
 
-    def test_a_cut_connection_is_taken_up_where_it_stopped(self, mlx_hub: StandInHub) -> None:
+    def test_a_lost_connection_is_resumed(self, mlx_hub: StandInHub) -> None:
         small = sum(len(mlx_hub.files[name]) < 10_000 for name in NEEDED)
         mlx_hub.cut_after_bytes = [*[10_000] * small, 300_000, 100_000]
         assert (fetch(REPOSITORY, None) / FIRST).read_bytes() == mlx_hub.files[FIRST]
         assert len(mlx_hub.ranges) == 2
         assert "bytes=0-" not in mlx_hub.ranges
 
-    def test_half_a_model_is_none_and_the_rest_comes_later(self, mlx_hub: StandInHub, cache: Path) -> None:
+    def test_a_partial_download_is_not_a_model_and_is_resumed(self, mlx_hub: StandInHub, cache: Path) -> None:
         with pytest.raises(CancelledError, match="cancelled at"):
             fetch(REPOSITORY, None, progress=lambda what, fraction: SECOND not in what or fraction < 0.8)
         with pytest.raises(ModelNotFoundError, match="is not on this machine"):
@@ -202,7 +204,7 @@ class TestDownload:
         assert mlx_hub.ranges == [f"bytes={kept}-"]
         assert f"GET /{REPOSITORY}/resolve/{COMMIT}/{FIRST}" not in mlx_hub.requests
 
-    def test_a_model_that_lost_a_part_is_fetched_again(self, mlx_hub: StandInHub) -> None:
+    def test_a_cached_model_without_a_file_is_downloaded_again(self, mlx_hub: StandInHub) -> None:
         folder = fetch(REPOSITORY, None)
         (folder / SECOND).resolve().unlink()
         with pytest.raises(ModelNotFoundError, match="is not on this machine"):
@@ -210,39 +212,41 @@ class TestDownload:
         assert fetch(REPOSITORY, None) == folder
         assert (folder / SECOND).exists()
 
-    def test_a_part_that_the_hub_has_not_is_seen_before_the_first_byte(self, mlx_hub: StandInHub) -> None:
+    def test_a_file_missing_on_the_hub_fails_before_the_download(self, mlx_hub: StandInHub) -> None:
         del mlx_hub.files[SECOND]
         with pytest.raises(ModelNotFoundError, match=f"holds no GGUF model, and .* lacks {SECOND}"):
             fetch(REPOSITORY, None)
         assert not any("resolve" in request for request in mlx_hub.requests)
 
-    def test_a_part_that_only_the_index_knows(self, mlx_hub: StandInHub) -> None:
+    def test_a_missing_file_of_the_index(self, mlx_hub: StandInHub) -> None:
         mlx_hub.files[INDEX] = b'{"weight_map": {"a": "model-more.safetensors"}}'
-        with pytest.raises(DownloadError, match=r"lacks 1 of its own files, such as model-more\.safetensors"):
+        with pytest.raises(DownloadError, match=r"is incomplete: it lacks model-more\.safetensors"):
             fetch(REPOSITORY, None)
         with pytest.raises(ModelNotFoundError, match="is not on this machine"):
             fetch(REPOSITORY, None, allow_download=False)
 
-    def test_a_file_that_is_gone(self, mlx_hub: StandInHub) -> None:
+    def test_a_deleted_file(self, mlx_hub: StandInHub) -> None:
         mlx_hub.gone = {SECOND}
-        with pytest.raises(DownloadError, match=r"a file of someone/tiny-GGUF is gone .status 404"):
+        with pytest.raises(
+            DownloadError, match=r"a file of someone/tiny-GGUF does not exist any more .status 404"
+        ):
             fetch(REPOSITORY, None)
 
     @pytest.mark.parametrize("name", [FIRST, "config.json"])
-    def test_damaged_bytes_are_refused(self, mlx_hub: StandInHub, cache: Path, name: str) -> None:
+    def test_damaged_files_are_rejected(self, mlx_hub: StandInHub, cache: Path, name: str) -> None:
         # Small files are checked by the checksum git gives them, large ones by theirs.
         mlx_hub.files = {key: data for key, data in mlx_hub.files.items() if data}
         ready = fetch(REPOSITORY, None)
         blob = (ready / name).resolve()
         blob.unlink()
         mlx_hub.damaged = True
-        with pytest.raises(DownloadError, match=f"{name} came damaged: its checksum"):
+        with pytest.raises(DownloadError, match=f"{name} is damaged: its checksum"):
             fetch(REPOSITORY, None)
         assert not blob.exists()
         assert not list(cache.rglob("*.edgespec"))
 
-    def test_a_quantisation_cannot_be_chosen(self, mlx_hub: StandInHub) -> None:
-        with pytest.raises(ModelNotFoundError, match="is an MLX model of one quantisation.* no Q4_K_M"):
+    def test_an_mlx_repository_has_one_quantisation(self, mlx_hub: StandInHub) -> None:
+        with pytest.raises(ModelNotFoundError, match="is an MLX model with one quantisation, so Q4_K_M"):
             resolve(f"{REPOSITORY}:Q4_K_M")
         assert not any("resolve" in request for request in mlx_hub.requests)
 
@@ -262,7 +266,7 @@ class TestDownload:
             (lambda files: files.clear(), r"lacks config\.json, tokenizer\.json, model\.safetensors"),
         ],
     )
-    def test_a_repository_that_holds_no_model(
+    def test_a_repository_without_a_model(
         self, mlx_hub: StandInHub, spoil: Callable[[dict[str, bytes]], object], line: str
     ) -> None:
         spoil(mlx_hub.files)
@@ -270,7 +274,7 @@ class TestDownload:
             fetch(REPOSITORY, None)
         assert caught.value.next_step
 
-    def test_the_disk_needs_room_for_what_is_not_there_yet(
+    def test_only_missing_files_need_disk_space(
         self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         class Usage(NamedTuple):
@@ -286,7 +290,7 @@ class TestDownload:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 100_000))
         assert not missing_files(fetch(REPOSITORY, None))
 
-    def test_a_disk_that_fills_up(self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk(self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -300,11 +304,11 @@ class TestDownload:
             fetch(REPOSITORY, None)
 
     @pytest.mark.parametrize("reference", ["8b-mlx", "hf:mlx-community/Meta-Llama-3.1-8B-Instruct-4bit"])
-    def test_a_name_of_the_catalogue_that_is_not_here(self, reference: str) -> None:
+    def test_a_catalogue_model_that_is_not_installed(self, reference: str) -> None:
         with pytest.raises(EdgespecError, match="Meta-Llama-3.1-8B-Instruct-4bit is not on this machine"):
             resolve(reference, allow_download=False)
 
-    def test_the_best_draft_of_its_form_is_taken(self, tmp_path: Path) -> None:
+    def test_auto_takes_an_mlx_draft(self, tmp_path: Path) -> None:
         whole = ("config.json", "tokenizer.json", "model.safetensors")
         for name in ("Llama-3.3-70B-Instruct", "Llama-3.2-1B-Instruct"):
             folder = tmp_path / f"cache/models--mlx-community--{name}-4bit/snapshots/abc"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgespec.catalog import catalogue, choose_draft, resolve
-from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse
+from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse_reference
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
 
@@ -40,8 +40,8 @@ from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
         ("a/b/c", PathReference(Path("a/b/c"))),
     ],
 )
-def test_references_are_told_apart(text: str, meaning: Reference) -> None:
-    assert parse(text) == meaning
+def test_parse_reference(text: str, meaning: Reference) -> None:
+    assert parse_reference(text) == meaning
 
 
 def test_the_home_folder_is_expanded(own_home: Path) -> None:
@@ -56,28 +56,28 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
     [
         ("", "the model reference is empty; give a path"),
         ("  ", "the model reference is empty; give a path"),
-        ("hf:", "hf: names no hub repository; write it as hf:user/repo"),
-        ("hf:repo", "hf:repo names no hub repository; write it as"),
-        ("hf.co/user", "names no hub repository; write it as"),
-        ("hf:user/repo with spaces", "names no hub repository; write it as"),
-        ("hf:user/repo:", "ends in a colon, and no quantisation follows; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon, and no quantisation follows; write 8b-q4:Q4_K_M, or leave"),
-        ("8b-q4@main", "8b-q4@main asks for revision main, and only the newest can be had; write 8b-q4"),
-        ("user/repo@", "asks for a revision, and only the newest can be had; write user/repo"),
-        ("hf:user/repo@v1:Q8_0", "asks for revision v1, and only the newest .*; write hf:user/repo:Q8_0"),
-        ("https://example.com/a.gguf", "is not an address of the Hugging Face hub; download the file"),
-        ("https://huggingface.co/u/r/blob/dev/a.gguf", "names no hub repository; write it as"),
-        ("ollama:", "ollama: names no model; write it as ollama:NAME"),
-        ("LMStudio: ", "LMStudio: names no model; write it as lmstudio:NAME"),
-        ("a" * 5000, r"no model has a name of 5,000 characters: a{60}\.\.\.; give"),
-        ("a" * 600, r"no model has a name of 600 characters: a{60}\.\.\.; give"),
-        ("u/" + "a" * 600, r"no model has a name of 602 characters: u/a{58}\.\.\.; give"),
-        ("hf:u/" + "a" * 600 + ":Q4_0", r"no model has a name of 602 characters"),
+        ("hf:", "hf: is not a Hugging Face repository; write it as hf:user/repo"),
+        ("hf:repo", "hf:repo is not a Hugging Face repository; write it as"),
+        ("hf.co/user", "is not a Hugging Face repository; write it as"),
+        ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
+        ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
+        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or leave"),
+        ("8b-q4@main", "8b-q4@main names revision main, and edgespec supports the newest only; write 8b-q4"),
+        ("user/repo@", "names a revision, and edgespec supports the newest only; write user/repo"),
+        ("hf:user/repo@v1:Q8_0", "names revision v1, and .* the newest only; write hf:user/repo:Q8_0"),
+        ("https://example.com/a.gguf", "is not an address of Hugging Face; download the file"),
+        ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
+        ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
+        ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
+        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; give"),
+        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; give"),
+        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; give"),
+        ("hf:u/" + "a" * 600 + ":Q4_0", r"a reference of 602 characters is too long"),
     ],
 )
-def test_what_is_no_reference_says_how_to_write_one(text: str, line: str) -> None:
+def test_invalid_references_have_a_hint(text: str, line: str) -> None:
     with pytest.raises(ModelNotFoundError, match=line) as caught:
-        parse(text)
+        parse_reference(text)
     assert len(str(caught.value)) < 200
 
 
@@ -92,7 +92,7 @@ def test_the_demo_pair_is_embedded() -> None:
     assert "demo" in target.entry.notice
 
 
-def test_the_demo_by_its_path_is_still_the_demo() -> None:
+def test_the_path_of_the_demo_has_its_entry() -> None:
     embedded = resolve("demo")
     by_path = resolve(os.path.relpath(embedded.path))
     assert by_path.entry == embedded.entry
@@ -101,8 +101,8 @@ def test_the_demo_by_its_path_is_still_the_demo() -> None:
     assert draft.name == "demo-draft"
 
 
-def test_the_demo_in_a_quantisation_it_does_not_have() -> None:
-    with pytest.raises(ModelNotFoundError, match="comes as Q8_0 only, not Q4_0"):
+def test_the_demo_has_one_quantisation() -> None:
+    with pytest.raises(ModelNotFoundError, match="is available as Q8_0 only, not as Q4_0"):
         resolve("demo:Q4_0")
     assert resolve("demo:q8_0").path == resolve("demo").path
 
@@ -110,14 +110,14 @@ def test_the_demo_in_a_quantisation_it_does_not_have() -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("dmo", "no model is called dmo; did you mean demo"),
+        ("dmo", "there is no model named dmo; did you mean demo"),
         ("llama-3.3", "did you mean llama-3.3-70b"),
         ("8b", "did you mean 8b-q4"),
         ("qwen3:999b", "did you mean qwen3:"),
-        ("zzzzzz", "no model is called zzzzzz; `edgespec models list`"),
+        ("zzzzzz", "there is no model named zzzzzz; `edgespec models list`"),
     ],
 )
-def test_an_unknown_name_suggests_the_nearest(text: str, line: str) -> None:
+def test_an_unknown_name_suggests_the_most_similar(text: str, line: str) -> None:
     with pytest.raises(ModelNotFoundError, match=line):
         resolve(text)
 
@@ -125,16 +125,16 @@ def test_an_unknown_name_suggests_the_nearest(text: str, line: str) -> None:
 class TestFiles:
     """Paths that are no readable model file."""
 
-    def test_a_missing_file_suggests_its_neighbour(self, tmp_path: Path) -> None:
+    def test_a_missing_file_suggests_a_similar_one(self, tmp_path: Path) -> None:
         (tmp_path / "llama-8b.gguf").touch()
         with pytest.raises(ModelNotFoundError, match=r"there is no file .*did you mean .*llama-8b\.gguf"):
             resolve(str(tmp_path / "lama-8b.gguf"))
 
-    def test_a_folder_names_a_model_in_it(self, tmp_path: Path) -> None:
+    def test_a_folder_suggests_a_model_in_it(self, tmp_path: Path) -> None:
         with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; give the path"):
             resolve(str(tmp_path))
         (tmp_path / "a.gguf").touch()
-        with pytest.raises(ModelFileError, match=r"name the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(tmp_path))
 
     def test_a_folder_that_could_be_a_repository(
@@ -142,10 +142,10 @@ class TestFiles:
     ) -> None:
         (tmp_path / "user" / "repo").mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ModelFileError, match="written hf:user/repo"):
+        with pytest.raises(ModelFileError, match="write hf:user/repo"):
             resolve("user/repo")
 
-    def test_a_file_that_may_not_be_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_without_read_permission(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tmp_path / "model.gguf"
         model.touch()
 
@@ -153,11 +153,11 @@ class TestFiles:
             raise PermissionError
 
         monkeypatch.setattr(Path, "open", refuse)  # chmod does not keep root out
-        with pytest.raises(ModelFileError, match="may not be read by this user; change its permissions"):
+        with pytest.raises(ModelFileError, match="you have no permission to read .*; change its permissions"):
             resolve(str(model))
 
     @pytest.mark.parametrize("text", ["\0.gguf", "x" * 5000 + ".gguf", "/dev/null", "~no-such-user/x.gguf"])
-    def test_absurd_paths_are_one_line(self, text: str) -> None:
+    def test_invalid_paths_are_one_line(self, text: str) -> None:
         with pytest.raises(EdgespecError) as caught:
             resolve(text)
         assert caught.value.next_step
@@ -178,18 +178,18 @@ class TestUserAliases:
         monkeypatch.setattr(catalogue, "user_aliases_path", lambda: path)
         return path
 
-    def test_they_win_over_the_catalogue_and_may_chain(self, write: Path) -> None:
+    def test_aliases_win_over_the_catalogue_and_may_chain(self, write: Path) -> None:
         write.write_text('[aliases]\n"8b-q4" = "mine"\nMine = "demo-draft"\n', encoding="utf-8")
         assert resolve("8b-q4").path == resolve("demo-draft").path
 
-    def test_they_are_suggested(self, write: Path) -> None:
+    def test_aliases_are_suggested(self, write: Path) -> None:
         write.write_text('[aliases]\nfavourite = "demo"\n', encoding="utf-8")
         with pytest.raises(ModelNotFoundError, match="did you mean favourite"):
             resolve("favorite")
 
-    def test_a_circle_is_refused(self, write: Path) -> None:
+    def test_circular_aliases_are_rejected(self, write: Path) -> None:
         write.write_text('[aliases]\na = "b"\nb = "a"\n', encoding="utf-8")
-        with pytest.raises(ModelNotFoundError, match="leads back to itself .a -> b -> a."):
+        with pytest.raises(ModelNotFoundError, match="refers to itself .a -> b -> a."):
             resolve("a")
 
     @pytest.mark.parametrize("content", ["not toml", "[aliases]\na = 1\n", "aliases = 3\n", "\udcff"])
@@ -222,25 +222,25 @@ class TestOllamaStore:
         blob.write_bytes(b"GGUF")
         return blob
 
-    def test_what_it_holds_is_not_downloaded_again(self, blob: Path) -> None:
+    def test_an_ollama_model_is_not_downloaded(self, blob: Path) -> None:
         resolved = resolve("llama3.2:1b", allow_download=False)
         assert (resolved.path, resolved.source) == (blob, "ollama")
         assert resolved.entry is not None
         assert resolved.entry.name == "llama-3.2-1b"
 
-    def test_what_it_lost_is_looked_up_in_the_catalogue(self, blob: Path) -> None:
+    def test_a_deleted_ollama_model_falls_back_to_the_catalogue(self, blob: Path) -> None:
         blob.unlink()
         with pytest.raises(ModelNotFoundError, match="bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M is not on"):
             resolve("llama3.2:1b", allow_download=False)
 
-    def test_a_manifest_in_another_form_is_no_model(self, blob: Path) -> None:
+    def test_an_unknown_manifest_is_not_a_model(self, blob: Path) -> None:
         manifest = blob.parent.parent / "manifests/registry.ollama.ai/library/llama3.2/1b"
         manifest.write_text('{"layers": "moved"}', encoding="utf-8")
         with pytest.raises(ModelNotFoundError):
             resolve("llama3.2:1b", allow_download=False)
 
 
-def test_a_repository_is_fetched_and_its_note_says_where(hub: StandInHub) -> None:
+def test_a_repository_is_downloaded_with_a_note(hub: StandInHub) -> None:
     resolved = resolve(f"{REPOSITORY}:Q4_K_M")
     assert resolved.source == "hub"
     assert resolved.note == f"{REPOSITORY}:Q4_K_M -> hf:{REPOSITORY}:Q4_K_M: {resolved.path}"
@@ -248,14 +248,14 @@ def test_a_repository_is_fetched_and_its_note_says_where(hub: StandInHub) -> Non
     assert resolve(f"hf:{REPOSITORY}:q4_k_m").path == resolved.path
 
 
-def test_a_name_with_a_quantisation_asks_for_that_one() -> None:
+def test_a_name_with_a_quantisation() -> None:
     with pytest.raises(
         ModelNotFoundError, match="Meta-Llama-3.1-8B-Instruct-GGUF:Q6_K is not on this machine"
     ):
         resolve("llama-3.1-8b:Q6_K", allow_download=False)
 
 
-def test_no_draft_where_none_is_here_or_none_is_known(tmp_path: Path) -> None:
+def test_no_draft_if_none_is_installed_or_known(tmp_path: Path) -> None:
     model = tmp_path / "other.gguf"
     model.touch()
     assert choose_draft(resolve(str(model))).draft is None
@@ -265,7 +265,7 @@ def test_no_draft_where_none_is_here_or_none_is_known(tmp_path: Path) -> None:
     assert choose_draft(resolve("3b-q4")).draft is None
 
 
-def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
+def test_the_best_installed_draft_is_taken(tmp_path: Path) -> None:
     for size in ("1B", "3B"):
         cached = tmp_path / f"cache/models--bartowski--Llama-3.2-{size}-Instruct-GGUF/snapshots/abc"
         cached.mkdir(parents=True)
@@ -280,8 +280,8 @@ def test_the_best_draft_that_is_here_is_taken(tmp_path: Path) -> None:
     assert by_name.name == "llama-3.2-3b"
 
 
-def test_a_link_that_leads_nowhere_says_so(tmp_path: Path) -> None:
+def test_a_broken_link(tmp_path: Path) -> None:
     link = tmp_path / "model.gguf"
     link.symlink_to(tmp_path / "gone.gguf")
-    with pytest.raises(ModelNotFoundError, match=r"is a link to .*gone\.gguf, which is not there"):
+    with pytest.raises(ModelNotFoundError, match=r"is a symbolic link to .*gone\.gguf, which does not exist"):
         resolve(str(link))

@@ -19,7 +19,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
     [
         (["--temperature", "-1"], "temperature is -1.0; give a number from 0 to 100"),
         (["--temperature", "nan"], "temperature is nan"),
-        (["--temperature", "warm"], "'warm' is not a valid float"),
+        (["--temperature", "warm"], "'warm' is not a number"),
         (["--top-k", "-4"], "top_k is -4"),
         (["--top-p", "7"], "top_p is 7.0"),
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
@@ -37,7 +37,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["-n", "0"], "'0' is not a whole number from 1 up"),
         (["--context", "0"], "'0' is not a whole number from 1 up"),
-        (["--stop", ""], "texts of at least one character"),
+        (["--stop", ""], "strings of at least one character"),
         (["--light"], "no such option --light"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,11 +9,13 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from edgespec import SamplingParams, __version__, load
+from edgespec import SamplingParams, __version__
+from edgespec.cli.commands import COMMANDS
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACHE_NAMES, SAMPLING_NAMES
-from edgespec.cli.program import COMMANDS, program
-from edgespec.methods import DRAFTER_NAMES
+from edgespec.cli.program import program
+from edgespec.method_names import DRAFTER_NAMES
+from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -81,25 +82,26 @@ def test_every_option_is_explained(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "generate", "verify"])
-def test_model_options_are_those_of_load(path: str) -> None:
-    parameters = inspect.signature(load).parameters
+def test_model_options_have_the_declared_defaults(path: str) -> None:
+    declared = {**MODEL_OPTIONS, **LOAD_OPTIONS}
     defaults = defaults_of(path)
-    # What is said in a chat is remembered unless one asks for the opposite; a single command leaves no trace.
-    wanted = {name: parameters[name].default for name in MODEL_NAMES} | {"remember": path == "chat"}
+    # A chat saves replies unless the user opts out; single commands save nothing by default.
+    wanted = {name: declared[name].default for name in MODEL_NAMES} | {"remember": path == "chat"}
     for name in MODEL_NAMES:
         assert defaults[name] == wanted[name], name
 
 
 @pytest.mark.parametrize(("path", "keep"), [("chat", "disk"), ("generate", "memory")])
-def test_only_a_chat_keeps_what_was_read_for_later_runs(path: str, keep: str) -> None:
-    parameters, defaults = inspect.signature(load).parameters, defaults_of(path)
-    wanted = {name: parameters[name].default for name in PREFIX_CACHE_NAMES} | {"prefix_cache": keep}
+def test_only_a_chat_caches_prefixes_on_disk(path: str, keep: str) -> None:
+    defaults = defaults_of(path)
+    wanted = {name: LOAD_OPTIONS[name].default for name in PREFIX_CACHE_NAMES} | {"prefix_cache": keep}
     assert {name: defaults[name] for name in PREFIX_CACHE_NAMES} == wanted
 
 
-def test_nothing_of_load_is_left_out() -> None:
-    named = {*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES, "methods", "progress"}
-    assert named == set(inspect.signature(load).parameters)
+def test_every_option_of_load_is_on_the_command_line() -> None:
+    named = {*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES}
+    api_only = {name for name, option in LOAD_OPTIONS.items() if option.api_only}
+    assert named | api_only == {*MODEL_OPTIONS, *LOAD_OPTIONS}
 
 
 def test_sampling_options_are_those_of_the_api() -> None:
@@ -137,4 +139,4 @@ def test_unknown_command_names_the_nearest(run: Run) -> None:
 
 def test_unknown_option_names_the_nearest(run: Run) -> None:
     assert "did you mean --temperature?" in one_line_error(run("generate", "--tempreature", "1", "hi"), 2)
-    assert "the help shows all" in one_line_error(run("doctor", "--qqqqqq"), 2)
+    assert "--help lists all options" in one_line_error(run("doctor", "--qqqqqq"), 2)

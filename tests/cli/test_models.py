@@ -136,7 +136,7 @@ def test_show_an_mlx_model_that_is_here(start: Start) -> None:
 
 
 def test_show_what_nobody_knows(run: Run) -> None:
-    assert "no model is called nope" in one_line_error(run("models", "show", "nope"), 1)
+    assert "there is no model named nope" in one_line_error(run("models", "show", "nope"), 1)
     assert "is not on this machine" in one_line_error(run("models", "show", "hf:some/one"), 1)
     assert "there is no file" in one_line_error(run("models", "show", "./none.gguf"), 1)
     assert "missing argument" in one_line_error(run("models", "show"), 2)

@@ -14,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 import edgespec
+from edgespec.cli.commands import COMMANDS
 from edgespec.cli.doctor import _settings
 from edgespec.cli.options import MODEL_NAMES, SAMPLING_NAMES, every_setting
-from edgespec.cli.program import COMMANDS, program
+from edgespec.cli.program import program
 from edgespec.cli.settings import VARIABLES, Settings, settings_of, variable_of
 from edgespec.errors import CancelledError
 from tests.cli.conftest import ROOT, Run, Start, json_of, one_line_error
@@ -127,7 +128,7 @@ def test_what_the_method_does_not_read_is_left_out(run: Run, file: Path) -> None
     [
         ('seed = 1\ntemprature = 1\n', "line 2: there is no setting 'temprature'; did you mean temperature?"),
         ("gpu-layers = 1", "line 1: there is no setting 'gpu-layers'; did you mean gpu_layers?"),
-        ("zzz = 1", "line 1: there is no setting 'zzz'; `edgespec config` shows all there are"),
+        ("zzz = 1", "line 1: there is no setting 'zzz'; `edgespec config` shows all settings"),
         ("[chta]\nseed = 1", "line 1: there is no setting 'chta'; did you mean chat?"),
         ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_p?"),
         ("[chat]\nlogit_bias = []", "line 2: chat has no setting 'logit_bias'"),
@@ -201,7 +202,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
     [
         ("EDGESPEC_TEMPRATURE", "1", "EDGESPEC_TEMPRATURE; did you mean EDGESPEC_TEMPERATURE?"),
         ("EDGESPEC_DATADIR", "/x", "EDGESPEC_DATADIR; did you mean EDGESPEC_DATA_DIR?"),
-        ("EDGESPEC_Q", "1", "EDGESPEC_Q; `edgespec config` shows all there are"),
+        ("EDGESPEC_Q", "1", "EDGESPEC_Q; `edgespec config` shows all settings"),
         (
             "EDGESPEC_CONTEXT",
             "much",
@@ -228,10 +229,9 @@ def test_a_variable_that_is_wrong(
     ("line", "error"),
     [
         ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); choose auto"),
-        ('target = "nonesuch"', "no model is called nonesuch (target is set in {file}); "),
-        ('target = "nonesuch\\n"', "no model is called nonesuch (target is set in {file}); "),
+        ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
+        ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),
-        ("threads = 5000", "threads is 5000 (threads is set in {file}); give a whole number from 1 to 1024"),
     ],
 )
 def test_what_only_loading_finds_wrong_is_told_with_its_place(

@@ -75,7 +75,7 @@ def test_show_names_the_drafts_by_their_tokens(run: Run, newcomer: Path) -> None
 def test_several_models_of_one_name_are_refused_in_one_line(run: Run, newcomer: Path) -> None:
     add_to_lmstudio(newcomer / ".lmstudio/models", "someone/guesser/other-Q8_0.gguf", TARGET)
     line = one_line_error(run("models", "show", "someone/guesser"), 1)
-    assert "means 2 different models on this machine: " in line
+    assert "matches 2 different models on this machine: " in line
     assert "ollama:someone/guesser:latest" in line
     assert "lmstudio:someone/guesser" in line
 
@@ -106,15 +106,15 @@ class TestNamesOfOnesOwn:
     @pytest.mark.parametrize(
         ("name", "reference", "status", "line"),
         [
-            ("auto", "demo", 2, "cannot be a name"),
-            ("./x", "demo", 2, "cannot be a name"),
-            ("a/b", "demo", 2, "cannot be a name"),
-            ("", "demo", 2, "cannot be a name"),
-            ("-", "demo", 2, "cannot be a name"),
-            ("...x", "demo", 2, "cannot be a name"),
-            ("mine", "dmo", 1, "no model is called dmo; did you mean demo"),
+            ("auto", "demo", 2, "cannot be an alias"),
+            ("./x", "demo", 2, "cannot be an alias"),
+            ("a/b", "demo", 2, "cannot be an alias"),
+            ("", "demo", 2, "cannot be an alias"),
+            ("-", "demo", 2, "cannot be an alias"),
+            ("...x", "demo", 2, "cannot be an alias"),
+            ("mine", "dmo", 1, "there is no model named dmo; did you mean demo"),
             ("mine", "./none.gguf", 1, "there is no file"),
-            ("mine", "mine", 2, "would lead back to itself"),
+            ("mine", "mine", 2, "would refer to itself"),
         ],
     )
     def test_what_cannot_be_is_refused(
@@ -126,7 +126,7 @@ class TestNamesOfOnesOwn:
     def test_a_pair_is_set_used_and_removed(self, run: Run, file: Path) -> None:
         assert run("models", "pair", "demo", "none").stdout == "demo now runs without a draft model.\n"
         assert json_of(run("models", "show", "demo", "--json"))["auto_draft"] == {
-            "draft": None, "why": "you chose no draft for demo",
+            "draft": None, "why": "you chose no draft model for demo",
         }  # fmt: skip
         assert json_of(run("generate", "hi", "-n", "2", "--json"))["draft"] is None
         assert json_of(run("models", "list", "--json"))["pairs"] == {"demo": "none"}
@@ -134,14 +134,14 @@ class TestNamesOfOnesOwn:
         run("models", "pair", "demo", "--remove")
         assert json_of(run("models", "show", "demo", "--json"))["auto_draft"]["draft"] == "demo-draft"
         assert "give a DRAFT, or --remove" in one_line_error(run("models", "pair", "demo"), 2)
-        assert "no model is called dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
-        assert "are no pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
+        assert "there is no model named dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
+        assert "is not a valid pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
 
     def test_a_pair_of_other_tokens_is_told(self, run: Run, file: Path, tmp_path: Path) -> None:
         other = write_llama(tmp_path / "other.gguf", words=(*WORDS, *(f"▁word{i}" for i in range(60))))
         strange = write_llama(tmp_path / "strange.gguf", words=tuple(f"▁w{i}" for i in range(600)))
         remark = json_of(run("models", "pair", str(strange), str(other), "--json"))["remark"]
-        assert re.search(r"other.gguf has other tokens, \d[\d.]* % of those of ", remark)
+        assert re.search(r"other.gguf has only \d[\d.]* % of the tokens of ", remark)
         assert json_of(run("models", "pair", "demo", "demo-draft", "--json"))["remark"] == ""
         other.write_bytes(other.read_bytes()[:500])
         remark = json_of(run("models", "pair", "demo", str(other), "--json"))["remark"]
@@ -151,7 +151,7 @@ class TestNamesOfOnesOwn:
         file.parent.mkdir(parents=True)
         file.write_text('aliases = {mine = "demo"}\n')
         line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
-        assert "is written in a form that is left to you; change mine under [aliases] there" in line
+        assert "because of how it is written there; change it under [aliases] in an editor" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
     def test_several_at_once_lose_nothing(self, start: Start, file: Path) -> None:
@@ -182,10 +182,10 @@ class TestRemove:
     @pytest.mark.parametrize(
         ("reference", "line"),
         [
-            ("demo", "it comes with edgespec"),
+            ("demo", "comes with edgespec"),
             ("helper:11m", "use `ollama rm`"),
-            ("maker/Helper-GGUF", "LM Studio keeps it"),
-            (str(DRAFT), "it is a file of yours"),
+            ("maker/Helper-GGUF", "it belongs to LM Studio"),
+            (str(DRAFT), "it is your own file"),
         ],
     )
     def test_what_is_not_ours_stays(self, run: Run, newcomer: Path, reference: str, line: str) -> None:

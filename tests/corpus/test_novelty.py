@@ -1,4 +1,4 @@
-"""What a text adds to those before it: all that is new, and little of what is not."""
+"""The novelty filter returns all new parts of a text and few known ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.drafters.token_buffer import TokenArray
 
 
 def words(seed: int, count: int) -> TokenArray:
-    """Random tokens of a large vocabulary: no two stretches are alike."""
+    """Return random tokens of a large vocabulary, without repeated parts."""
     return np.random.default_rng(seed).integers(0, 1 << 30, count).astype(np.int32)
 
 
@@ -31,7 +31,7 @@ def test_at_first_everything_is_new(count: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6))
-def test_of_a_chat_that_goes_on_only_what_was_added_is_new(sizes: list[int]) -> None:
+def test_only_added_text_of_a_continued_chat_is_new(sizes: list[int]) -> None:
     seen = NoveltyFilter()
     chat = words(0, 0)
     for turn, size in enumerate(sizes):
@@ -48,17 +48,17 @@ def test_a_system_prompt_of_another_chat_is_known() -> None:
     seen.add(joined(system, first))
     (stretch,) = new(seen, joined(system, second))
     assert stretch[-40:] == second.tolist()
-    assert len(stretch) < 40 + 8, "up to a stride is told again"
+    assert len(stretch) < 40 + 8, "at most one stride of known text is returned again"
 
 
-def test_where_something_was_taken_out_nothing_much_is_new() -> None:
+def test_removing_a_part_makes_little_text_new() -> None:
     seen = NoveltyFilter()
     known = words(1, 400)
     seen.add(known)
     assert sum(map(len, new(seen, joined(known[:203], known[245:])))) < 16
 
 
-def test_what_was_put_between_is_new() -> None:
+def test_an_inserted_part_is_new() -> None:
     seen = NoveltyFilter()
     known = words(1, 400)
     seen.add(known)
@@ -79,7 +79,7 @@ def test_equal_tokens_in_another_order_are_new() -> None:
     assert new(seen, np.ones(100, np.int32)) == [[1] * 100]
 
 
-def test_its_memory_is_bounded_and_the_latest_stays_known() -> None:
+def test_memory_is_bounded_and_the_latest_text_stays_known() -> None:
     seen = NoveltyFilter(max_tokens=800)
     for seed in range(30):
         text = words(seed, 300)

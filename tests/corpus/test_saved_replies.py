@@ -1,4 +1,4 @@
-"""Remembered chats: what was kept comes back, it stays private and small, and broken files cannot hurt."""
+"""Saved replies are loaded again, stay private and bounded, and survive damaged files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(folder: Path, mark: str = MARK, max_tokens: int = 1000, size: int = SI
 
 
 def kept(folder: Path, **options: Any) -> list[list[int]]:
-    """What a new process finds."""
+    """Return what a new process loads."""
     return [reply.tolist() for reply in store(folder, **options).load()]
 
 
@@ -45,7 +45,7 @@ def fill(folder: Path, texts: Sequence[Sequence[int]] = ((1, 2, 3), (4, 5), (6,)
     return first.path
 
 
-def test_what_was_kept_comes_back_in_order(folder: Path) -> None:
+def test_saved_replies_are_loaded_in_order(folder: Path) -> None:
     assert kept(folder) == []
     fill(folder)
     assert kept(folder) == [[1, 2, 3], [4, 5], [6]]
@@ -59,9 +59,9 @@ def words(seed: int, count: int) -> list[int]:
 
 
 class TestPrompts:
-    """Of prompts only what is new is kept, before their replies."""
+    """Only new parts of prompts are saved, before their replies."""
 
-    def test_a_chat_is_kept_turn_by_turn(self, folder: Path) -> None:
+    def test_a_chat_is_saved_turn_by_turn(self, folder: Path) -> None:
         chat: list[int] = []
         first = store(folder)
         for turn in range(5):
@@ -71,7 +71,7 @@ class TestPrompts:
             chat += reply
         assert [token for text in kept(folder) for token in text] == chat
 
-    def test_a_chat_that_was_reopened_is_not_kept_again(self, folder: Path) -> None:
+    def test_a_resumed_chat_is_not_saved_again(self, folder: Path) -> None:
         chat = []
         first = store(folder)
         for turn in range(6):
@@ -85,7 +85,7 @@ class TestPrompts:
         assert text[-5:] == [3, 4, 5, 1, 2]
         assert len(text) < 5 + 8
 
-    def test_neither_is_what_many_chats_begin_with(self, folder: Path) -> None:
+    def test_a_common_beginning_of_chats_is_saved_once(self, folder: Path) -> None:
         system = words(0, 200)
         for number in range(1, 5):
             one = store(folder)
@@ -95,7 +95,7 @@ class TestPrompts:
         assert len(kept(folder)) == 12
         assert sum(map(len, kept(folder))) < 200 + 12 * (20 + 8)
 
-    def test_new_text_before_what_is_known_is_a_text_of_its_own(self, folder: Path) -> None:
+    def test_new_text_before_known_text_is_saved_separately(self, folder: Path) -> None:
         one = store(folder)
         document = words(1, 200)
         one.add([1], document)
@@ -105,7 +105,7 @@ class TestPrompts:
         assert len(reply) < 2 + 8
         assert kept(folder)[1:] == [before, reply]
 
-    def test_a_very_long_one_is_kept_in_part(self, folder: Path) -> None:
+    def test_a_very_long_prompt_is_saved_in_part(self, folder: Path) -> None:
         one = store(folder)
         fill(folder)
         one.add([1, 2], words(1, 2000))
@@ -113,7 +113,7 @@ class TestPrompts:
         assert kept(folder)[3] == [*words(1, 2000)[-250:], 1, 2]
 
     @pytest.mark.parametrize("size", [3, 40])
-    def test_after_forgetting_a_chat_goes_on_without_what_was_said(self, folder: Path, size: int) -> None:
+    def test_after_deletion_earlier_turns_are_not_saved_again(self, folder: Path, size: int) -> None:
         running = store(folder)
         chat = words(1, size)
         running.add([1], chat)
@@ -125,13 +125,13 @@ class TestPrompts:
         assert kept(folder) == [[*words(3, size), 3]]
 
 
-def test_looking_makes_no_file(folder: Path) -> None:
+def test_loading_creates_no_file(folder: Path) -> None:
     assert kept(folder) == []
     assert not folder.parent.exists()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX's")
-def test_only_the_owner_may_look(folder: Path) -> None:
+def test_files_are_private(folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o755)
     before = os.umask(0)
     try:
@@ -144,14 +144,14 @@ def test_only_the_owner_may_look(folder: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path.name
 
 
-def test_vocabularies_do_not_mix(folder: Path) -> None:
+def test_each_vocabulary_has_its_own_file(folder: Path) -> None:
     fill(folder)
     store(folder, OTHER).add([9])
     assert kept(folder) == [[1, 2, 3], [4, 5], [6]]
     assert [reply.tolist() for reply in store(folder, OTHER).load()] == [[9]]
 
 
-def test_the_oldest_go_first(folder: Path) -> None:
+def test_the_oldest_replies_are_dropped_first(folder: Path) -> None:
     for number in range(200):
         store(folder, max_tokens=100).add([number % SIZE] * 10)
         assert store(folder).path.stat().st_size < 4 * 100 * 2 + 200
@@ -161,14 +161,14 @@ def test_the_oldest_go_first(folder: Path) -> None:
     assert found == [[number % SIZE] * 10 for number in range(200 - len(found), 200)]
 
 
-def test_many_tiny_replies_are_bounded_too(folder: Path) -> None:
+def test_many_tiny_replies_are_bounded(folder: Path) -> None:
     one = store(folder, max_tokens=100)
     for _ in range(150):
         one.add([1])
     assert one.path.stat().st_size < 1000
 
 
-def test_a_reply_too_long_to_keep_leaves_the_others(folder: Path) -> None:
+def test_a_reply_beyond_the_limit_leaves_the_others(folder: Path) -> None:
     fill(folder)
     store(folder, max_tokens=50).add([1] * 500)
     assert [1, 2, 3] in kept(folder)
@@ -185,7 +185,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("breaking", BROKEN.values(), ids=BROKEN.keys())
-def test_a_file_of_another_kind_is_left_out_said_and_written_anew(folder: Path, breaking: object) -> None:
+def test_a_file_of_another_kind_is_reported_and_rewritten(folder: Path, breaking: object) -> None:
     assert callable(breaking)
     path = fill(folder)
     path.write_bytes(breaking(path.read_bytes()))
@@ -203,7 +203,7 @@ def test_a_file_of_another_kind_is_left_out_said_and_written_anew(folder: Path, 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_damage_costs_the_replies_it_hits(
+def test_damage_loses_only_the_damaged_replies(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
@@ -227,19 +227,19 @@ def test_damage_costs_the_replies_it_hits(
     hit = set(range((at - start) // size, (end - 1 - start) // size + 1))
     again = store(folder)
     found = [reply.tolist() for reply in again.load()]
-    # What was lost may have been zeros among zeros: a record that is hit may still be whole.
+    # Zeros may have been overwritten with zeros, so a damaged range may leave its record intact.
     assert [text for number, text in enumerate(texts) if number not in hit or text in found] == found
     again.add([50])
     assert kept(folder) == [*found, [50]]
 
 
-def test_tokens_outside_the_vocabulary_are_damage(folder: Path) -> None:
+def test_tokens_outside_the_vocabulary_count_as_damage(folder: Path) -> None:
     path = fill(folder, [[5], [99], [7]])
     path.write_bytes(path.read_bytes().replace(b" 100\n", b" 50\n"))
     assert kept(folder, size=50) == [[5], [7]]
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_hurts_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     lost = store(tmp_path / "file" / "replies")
     assert lost.load() == []
@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_hurts_nobody(tmp_path:
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_read(folder: Path) -> None:
+def test_a_read_only_folder_is_loaded(folder: Path) -> None:
     path = fill(folder)
     (folder / f"{path.name}.lock").unlink()
     folder.chmod(0o500)
@@ -261,7 +261,7 @@ def test_a_read_only_folder_is_read(folder: Path) -> None:
         folder.chmod(0o700)
 
 
-def test_a_file_that_cannot_be_opened_is_said(folder: Path) -> None:
+def test_an_unreadable_file_is_reported(folder: Path) -> None:
     path = store(folder).path
     path.mkdir(parents=True)
     again = store(folder)
@@ -271,7 +271,7 @@ def test_a_file_that_cannot_be_opened_is_said(folder: Path) -> None:
     assert "cannot be saved" in again.notice
 
 
-def test_a_full_disk_loses_this_reply_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_only_the_current_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder)
     real = os.write
     with monkeypatch.context() as full:
@@ -286,7 +286,7 @@ def test_a_full_disk_loses_this_reply_only(folder: Path, monkeypatch: pytest.Mon
     assert kept(folder) == [[1, 2, 3], [4, 5], [6], [10]]
 
 
-def test_while_another_process_holds_the_file_replies_wait(
+def test_replies_wait_while_another_process_holds_the_lock(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_replies, "_LOCK_SECONDS", 0.01)
@@ -301,7 +301,7 @@ def test_while_another_process_holds_the_file_replies_wait(
     assert kept(folder)[3:] == [[7], [8], [9]]
 
 
-def test_many_writers_lose_nothing(folder: Path) -> None:
+def test_concurrent_writers_lose_nothing(folder: Path) -> None:
     def write(writer: int) -> None:
         mine = store(folder)
         for number in range(20):
@@ -317,7 +317,7 @@ def test_many_writers_lose_nothing(folder: Path) -> None:
         assert [number for who, number in found if who == writer] == list(range(20))
 
 
-def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise NotImplementedError("FileSystem does not appear to support flock")
 
@@ -330,7 +330,7 @@ def test_a_file_system_without_locks_is_said(folder: Path, monkeypatch: pytest.M
     assert "does not appear to support" in unlocked.notice
 
 
-def test_two_processes_at_once(folder: Path) -> None:
+def test_two_concurrent_processes(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from edgespec.corpus import SavedReplies\n"
         "store = SavedReplies('ab' * 32, 100, Path(sys.argv[1]), 1000)\n"
@@ -344,7 +344,7 @@ def test_two_processes_at_once(folder: Path) -> None:
         assert [number for who, number in found if who == writer] == list(range(30))
 
 
-def test_forgetting_forgets_everything(folder: Path) -> None:
+def test_deletion_removes_all_files(folder: Path) -> None:
     fill(folder)
     store(folder, OTHER).add([9])
     delete_saved_replies(folder)
@@ -354,7 +354,7 @@ def test_forgetting_forgets_everything(folder: Path) -> None:
     delete_saved_replies(folder / "nowhere")
 
 
-def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
+def test_a_running_reply_is_not_saved_after_deletion(folder: Path) -> None:
     running, other = store(folder), store(folder, OTHER)
     fill(folder)
     delete_saved_replies(folder)
@@ -366,7 +366,7 @@ def test_a_reply_that_was_on_its_way_is_forgotten_too(folder: Path) -> None:
     assert kept(folder, mark=OTHER) == []
 
 
-def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_replies_are_not_saved_after_deletion(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_replies, "_LOCK_SECONDS", 0.01)
     path = fill(folder)
     running = store(folder)
@@ -378,7 +378,7 @@ def test_what_waited_for_the_file_is_forgotten_too(folder: Path, monkeypatch: py
     assert kept(folder) == [[4]]
 
 
-def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_saved_in_the_users_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "mine"))
     SavedReplies(MARK, SIZE).add([1])
     assert list((tmp_path / "mine" / "replies").glob("*.replies"))
@@ -388,7 +388,7 @@ def test_the_users_data_folder_is_where_it_is_kept(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such files")
 @pytest.mark.parametrize("kind", ["device", "pipe", "link to a pipe", "folder"])
-def test_what_is_no_file_is_not_read(folder: Path, tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_read(folder: Path, tmp_path: Path, kind: str) -> None:
     folder.mkdir(parents=True)
     first = store(folder)
     if kind == "device":

@@ -1,4 +1,4 @@
-"""A folder as a corpus: its text files, the latest first, within bounds, tokenised once."""
+"""The user's files as a corpus: text files, latest first, within limits, tokenized once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edgespec.errors import CancelledError, OptionError
 
 
 class Counting(LetterVocabulary):
-    """Counts what it tokenises."""
+    """Counts the texts it tokenizes."""
 
     def __init__(self, size: int = 26) -> None:
         super().__init__(size)
         self.tokenized: list[str] = []
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        assert not special, "what a file says is never a control token"
+        assert not special, "text of files must not be parsed as control tokens"
         self.tokenized.append(text)
         return super().tokenize(text, special=special, start=start)
 
@@ -57,13 +57,13 @@ def words(corpus: UserFiles) -> list[str]:
     return ["".join(chr(ord("a") + token) for token in text.tolist()) for text in corpus.texts]
 
 
-def test_every_text_file_the_latest_first(folder: Path, read: Read) -> None:
+def test_all_text_files_latest_first(folder: Path, read: Read) -> None:
     corpus = read(folder)
     assert words(corpus) == ["bbb", "aa", "c"]
     assert corpus.notice == f"corpus {folder}: 3 files, 6 tokens"
 
 
-def test_one_is_not_many(folder: Path, read: Read) -> None:
+def test_singular_and_plural_in_the_notice(folder: Path, read: Read) -> None:
     folder = folder / "alone"
     folder.mkdir()
     (folder / "a.txt").write_text("a")
@@ -74,13 +74,13 @@ def test_one_file(folder: Path, read: Read) -> None:
     assert words(read(folder / "b.txt")) == ["bbb"]
 
 
-def test_a_relative_path_and_a_home(folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_home_paths(folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     monkeypatch.setenv("HOME", str(folder.parent))
     assert words(read("project")) == words(read("~/project")) == ["bbb", "aa", "c"]
 
 
-def test_what_is_no_text_is_left_out_and_counted(folder: Path, read: Read) -> None:
+def test_other_files_are_skipped_and_counted(folder: Path, read: Read) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (folder / "zeros.txt").write_bytes(b"ab\0ab")
     (folder / "large.txt").write_bytes(b"a" * (2 * 1024 * 1024 + 1))
@@ -96,13 +96,13 @@ def test_what_is_no_text_is_left_out_and_counted(folder: Path, read: Read) -> No
     assert corpus.notice.endswith("skipped: 1 too large, 2 not readable as text")
 
 
-def test_only_so_many_tokens(folder: Path, read: Read) -> None:
+def test_max_tokens(folder: Path, read: Read) -> None:
     corpus = read(folder, max_tokens=4)
     assert words(corpus) == ["bbb", "a"]
     assert corpus.notice.endswith("2 files, 4 tokens; skipped: 1 after 4 tokens")
 
 
-def test_a_file_is_tokenised_when_it_changed(folder: Path, read: Read) -> None:
+def test_only_changed_files_are_tokenized_again(folder: Path, read: Read) -> None:
     vocabulary = Counting()
     first = read(folder, vocabulary)
     assert len(vocabulary.tokenized) == 3
@@ -114,7 +114,7 @@ def test_a_file_is_tokenised_when_it_changed(folder: Path, read: Read) -> None:
     assert vocabulary.tokenized[3:] == ["cc"]
 
 
-def test_another_vocabulary_is_another_cache(folder: Path, read: Read) -> None:
+def test_each_vocabulary_has_its_own_cache(folder: Path, read: Read) -> None:
     read(folder)
     other = Counting(20)
     assert words(read(folder, other)) == ["bbb", "aa", "c"]
@@ -135,7 +135,7 @@ def test_another_vocabulary_is_another_cache(folder: Path, read: Read) -> None:
         lambda data: b'{"version": 1}\n',
     ],
 )
-def test_a_broken_cache_is_made_again(
+def test_a_damaged_cache_is_replaced(
     folder: Path, read: Read, tmp_path: Path, breaking: Callable[[bytes], bytes]
 ) -> None:
     read(folder)
@@ -146,7 +146,7 @@ def test_a_broken_cache_is_made_again(
     assert words(read(folder)) == ["bbb", "aa", "c"]
 
 
-def test_old_caches_make_room(tmp_path: Path, read: Read) -> None:
+def test_the_oldest_caches_are_deleted(tmp_path: Path, read: Read) -> None:
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("abc")
         read(tmp_path / f"{number}.txt")
@@ -156,14 +156,14 @@ def test_old_caches_make_room(tmp_path: Path, read: Read) -> None:
     assert again.tokenized == []
 
 
-def test_the_cache_is_for_its_owner_only(folder: Path, read: Read, tmp_path: Path) -> None:
+def test_the_cache_is_private(folder: Path, read: Read, tmp_path: Path) -> None:
     read(folder)
     (cache,) = (tmp_path / "cache").iterdir()
     assert stat.S_IMODE(cache.stat().st_mode) == 0o600
     assert stat.S_IMODE(cache.parent.stat().st_mode) == 0o700
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_ignored(folder: Path, tmp_path: Path) -> None:
     vocabulary = LetterVocabulary(26)
     nowhere = folder / "b.txt" / "cache"
     assert words(read_user_files(folder, vocabulary, vocabulary_fingerprint(vocabulary), cache=nowhere)) == [
@@ -183,7 +183,7 @@ def test_a_missing_or_unreadable_corpus_is_an_error(folder: Path, read: Read) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
-def test_a_pipe_is_not_waited_for(folder: Path, read: Read) -> None:
+def test_a_pipe_does_not_block(folder: Path, read: Read) -> None:
     before = read(folder).texts
     os.mkfifo(folder / "pipe")
     with pytest.raises(OptionError, match="neither a file nor a folder"):
@@ -191,12 +191,12 @@ def test_a_pipe_is_not_waited_for(folder: Path, read: Read) -> None:
     assert len(read(folder).texts) == len(before)
 
 
-def test_an_empty_folder_says_so(tmp_path: Path, read: Read) -> None:
+def test_the_notice_of_an_empty_folder(tmp_path: Path, read: Read) -> None:
     (tmp_path / "empty").mkdir()
     assert read(tmp_path / "empty") == UserFiles((), f"corpus {tmp_path / 'empty'}: 0 files, 0 tokens")
 
 
-def test_reading_can_be_cancelled_and_is_followed(folder: Path, read: Read) -> None:
+def test_reading_reports_progress_and_can_be_cancelled(folder: Path, read: Read) -> None:
     seen: list[float] = []
 
     def until(limit: int) -> Callable[[str, float], bool]:
@@ -221,18 +221,18 @@ def test_vocabularies_have_their_own_fingerprints() -> None:
 
 
 def guessed(drafter: SuffixDrafter) -> tuple[int, ...]:
-    """The last token and what is guessed after it."""
+    """Return the last token and the draft after it."""
     return drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 4).tokens
 
 
-class TestTheSwitches:
+class TestSuffixDrafterOptions:
     @pytest.fixture(autouse=True)
     def elsewhere(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cached"))
         return tmp_path
 
-    def test_off_touches_no_file(self, tmp_path: Path) -> None:
+    def test_without_options_no_file_is_opened(self, tmp_path: Path) -> None:
         drafter, notice = suffix_drafter(LetterVocabulary(8))
         drafter.begin([1, 2])
         drafter.commit((3, 4))
@@ -241,7 +241,7 @@ class TestTheSwitches:
         assert notice == ""
         assert list(tmp_path.iterdir()) == []
 
-    def test_what_one_process_replied_the_next_guesses(self) -> None:
+    def test_replies_are_drafted_from_in_the_next_process(self) -> None:
         first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
         first.begin([0])
         first.commit((1, 2, 3, 4, 5, 6))
@@ -254,7 +254,7 @@ class TestTheSwitches:
         other.begin([2, 3])
         assert guessed(other) == (3,)
 
-    def test_what_one_process_was_asked_the_next_guesses(self) -> None:
+    def test_prompts_are_drafted_from_in_the_next_process(self) -> None:
         first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
         first.begin([1, 2, 3, 4, 5, 6])
         first.commit((7,))
@@ -265,7 +265,7 @@ class TestTheSwitches:
         second.begin([7, 6])
         assert guessed(second) == (6, 7)
 
-    def test_what_is_remembered_is_read_when_a_reply_begins(self, tmp_path: Path) -> None:
+    def test_saved_replies_are_loaded_when_a_reply_begins(self, tmp_path: Path) -> None:
         first, _ = suffix_drafter(LetterVocabulary(8), remember=True)
         first.begin([0])
         first.commit((1, 2, 3, 4, 5, 6))
@@ -281,12 +281,12 @@ class TestTheSwitches:
         assert guessed(third) == (3,)
         assert "bytes of saved replies" in third.note()
 
-    def test_no_corpus_is_refused_at_once(self, tmp_path: Path) -> None:
+    def test_a_missing_corpus_is_an_error(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="does not exist"):
             suffix_drafter(LetterVocabulary(8), corpus=tmp_path / "nowhere", remember=True)
         assert not (tmp_path / "data").exists()
 
-    def test_a_corpus_is_guessed_from_and_told_of(self, folder: Path) -> None:
+    def test_a_corpus_is_drafted_from_and_reported(self, folder: Path) -> None:
         (folder / "d.txt").write_text("abcdefg")
         drafter, notice = suffix_drafter(LetterVocabulary(8), corpus=folder)
         drafter.begin([0, 1, 2])

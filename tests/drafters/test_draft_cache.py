@@ -1,4 +1,4 @@
-"""A draft model's cache: what it sees of a text, and that all of it was seen once all may be read."""
+"""The draft cache prefills within its budget and shows the model the whole sequence or its start and end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def text_of(model: LanguageModel, length: int) -> list[int]:
 
 
 def guess(cache: DraftCache) -> NDArray[np.float32]:
-    """The logits after the last token, of which nothing stays."""
+    """Return the logits after the last token without changing the cache."""
     model = cache.model
     held = model.length
     lag = cache.visible_tokens[held:]
@@ -47,7 +47,7 @@ def guess(cache: DraftCache) -> NDArray[np.float32]:
 
 
 def fresh(model: LanguageModel, shown: list[int]) -> NDArray[np.float32]:
-    """The same, after a prefill of what is shown alone."""
+    """Return the same logits after a prefill of only the visible tokens."""
     model.truncate(0)
     cache = DraftCache(model)
     cache.begin(shown)
@@ -56,7 +56,7 @@ def fresh(model: LanguageModel, shown: list[int]) -> NDArray[np.float32]:
 
 
 class TestWithARealModel:
-    def test_of_too_long_a_text_it_sees_the_first_tokens_and_the_end(self, model: LanguageModel) -> None:
+    def test_a_long_sequence_is_cut_to_its_first_tokens_and_its_end(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
         cache = DraftCache(model)
@@ -70,7 +70,7 @@ class TestWithARealModel:
         got = guess(cache)
         np.testing.assert_allclose(got, fresh(model, cache.visible_tokens), atol=1e-4)
 
-    def test_catching_up_reads_no_more_than_what_is_new(self, model: LanguageModel) -> None:
+    def test_catching_up_prefills_only_new_tokens(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
         cache = DraftCache(model)
@@ -83,7 +83,7 @@ class TestWithARealModel:
         assert cache.visible_tokens == [*shown, 5, 6, 7, 8]
         assert model.length == held + 4
 
-    def test_once_all_was_read_it_guesses_as_after_a_fresh_prefill(self, model: LanguageModel) -> None:
+    def test_a_full_prefill_gives_the_logits_of_a_fresh_model(self, model: LanguageModel) -> None:
         text = text_of(model, 90)
         model.truncate(0)
         cache = DraftCache(model)
@@ -98,7 +98,7 @@ class TestWithARealModel:
         np.testing.assert_allclose(whole, fresh(model, [*text, 5, 6, 7]), atol=1e-4)
         assert np.abs(whole - part).max() > 1e-2
 
-    def test_the_next_turn_keeps_what_both_texts_begin_with(self, model: LanguageModel) -> None:
+    def test_the_next_turn_keeps_the_common_prefix(self, model: LanguageModel) -> None:
         text = text_of(model, 60)
         model.truncate(0)
         cache = DraftCache(model)
@@ -121,10 +121,10 @@ class TestWithARealModel:
         max_size=10,
     ),
 )
-def test_what_is_shown_is_the_text_or_its_first_tokens_and_its_end(
+def test_visible_tokens_are_the_sequence_or_its_start_and_end(
     text: list[int], acts: list[list[int] | int | None]
 ) -> None:
-    """Acts: tokens that come, reading of at most so many tokens, reading of all."""
+    """Run random steps: append tokens, prefill with a budget, or prefill everything."""
     model, whole = table(1), list(text)
     cache = DraftCache(model)
     cache.begin(text)

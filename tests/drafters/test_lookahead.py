@@ -1,4 +1,4 @@
-"""Lookahead decoding: its window and its pool are the paper's, and it drafts where that pays."""
+"""Lookahead decoding matches a reference implementation, and drafts only where it is faster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forced(window: LookaheadWindow, able: Capabilities = FREE) -> LookaheadDraft
 
 
 class _Watched(LookaheadDrafter):
-    """Keeps what was proposed."""
+    """Records every proposed tree."""
 
     def __init__(self, window: LookaheadWindow) -> None:
         super().__init__(FREE, window=window)
@@ -56,19 +56,19 @@ def pool_of(drafter: LookaheadDrafter) -> set[tuple[int, ...]]:
 
 
 def best(model: TabularModel, tokens: Sequence[int]) -> int:
-    """The greedy token after a text, by the table itself."""
+    """Return the greedy token of the table after a sequence."""
     a, b = tokens[-2:]
     return int(model._table[a * VOCAB + b].argmax())
 
 
-class TestJacobi:
-    """Every step held against the definition, worked out from the table alone."""
+class TestJacobiWindow:
+    """Every step is compared with a reference computed from the table alone."""
 
     @pytest.mark.parametrize(
         "window", [LookaheadWindow(3, 3, 2), LookaheadWindow(4, 4, 2), LookaheadWindow(2, 2, 2)], ids=str
     )
     @pytest.mark.parametrize("seed", range(3))
-    def test_window_and_pool_by_brute_force(self, window: LookaheadWindow, seed: int) -> None:
+    def test_window_and_pool_match_a_reference(self, window: LookaheadWindow, seed: int) -> None:
         target = table(seed)
         drafter = forced(window)
         params = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
@@ -88,7 +88,7 @@ class TestJacobi:
             tree = drafter.propose(sampler, Invariant(), 12)
             before = columns(drafter)
             ages += [0] * (window.columns - len(ages))
-            # Every column hangs below the guesses nearer than it, every candidate below the root.
+            # Each column follows the first tokens of the nearer columns; each candidate follows the root.
             paths = {path_of(tree, node) for node in range(tree.width)}
             expected_paths: set[tuple[int, ...]] = {()}
             for w, column in enumerate(before):
@@ -128,10 +128,10 @@ class TestJacobi:
             ages = ages[len(emitted) - 1 :]
             long_rounds += len(emitted) > 1
         assert all(best(target, tokens[:i]) == tokens[i] for i in range(5, len(tokens)))
-        assert long_rounds, "nothing shifted by more than one: this shows nothing"
+        assert long_rounds, "no round emitted several tokens, so the test checks too little"
 
-    def test_a_text_that_repeats_itself_is_soon_foreseen(self) -> None:
-        """Order one: once every n-gram has been seen, whole n-grams are accepted."""
+    def test_repeated_text_is_accepted_in_whole_ngrams(self) -> None:
+        """In a model of order one, whole n-grams are accepted once every n-gram is in the pool."""
         logits = np.full((VOCAB, VOCAB), -5.0, np.float32)
         for token in range(VOCAB - 1):
             logits[token, (token * 3 + 1) % (VOCAB - 1)] = 5.0
@@ -139,8 +139,8 @@ class TestJacobi:
             reply = pair.generate("b", method="lookahead", temperature=0.0, max_tokens=60)
         assert (reply.stats.tokens_per_target_pass or 0) > 2.5
 
-    def test_guesses_for_each_place_have_the_noise_of_that_place(self) -> None:
-        """With temperature, a column that stood on the true text says the very token plain decoding draws."""
+    def test_predictions_use_the_noise_of_their_position(self) -> None:
+        """A column on the true sequence predicts the token that plain decoding samples at that position."""
         target, tokens = table(1), [0, 1, 2, 0, 1]
         sampling: dict[str, Any] = {
             "temperature": 1.2,
@@ -178,9 +178,9 @@ FLAT = CostCurve((1, 64), (1.0, 1.01))
 STEEP = CostCurve((1, 2, 64), (1.0, 2.0, 64.0))
 
 
-class TestWhetherItPays:
+class TestWhetherItIsFaster:
     def rounds(self, drafter: Drafter, tokens: list[int], emit: Sequence[int], length: int = 8) -> list[int]:
-        """Emit a text one token a round; how much was drafted in each."""
+        """Emit one token per round and return the number of drafted tokens in each."""
         drafter.begin(tokens)
         drafted = []
         text = list(tokens)
@@ -190,7 +190,7 @@ class TestWhetherItPays:
             text.append(token)
         return drafted
 
-    def test_off_where_every_row_costs(self) -> None:
+    def test_off_if_cost_is_proportional_to_width(self) -> None:
         drafter = LookaheadDrafter(FREE, STEEP)
         assert drafter.note().startswith(
             "lookahead is off: no window is faster here (a pass of 7 tokens takes 7.00 times"
@@ -200,27 +200,27 @@ class TestWhetherItPays:
     @pytest.mark.parametrize(
         "able", [Capabilities(True, True, max_branches=2), Capabilities(True, True, max_width=4)]
     )
-    def test_off_where_no_window_fits(self, able: Capabilities) -> None:
+    def test_off_if_no_window_fits_the_target(self, able: Capabilities) -> None:
         drafter = LookaheadDrafter(able, FLAT)
         assert "the target does not support passes of" in drafter.note()
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2]) == [0] * 4
 
-    def test_off_where_the_draft_is_too_short_and_on_again(self) -> None:
+    def test_off_while_the_draft_length_is_too_small(self) -> None:
         drafter = LookaheadDrafter(FREE, FLAT)
         assert self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=2) == [0] * 4
         assert drafter.note() == "lookahead is off: it needs a draft length of at least 3, not 2"
         assert all(self.rounds(drafter, [1, 2], [1, 2, 1, 2], length=3))
 
-    def test_without_a_curve_it_is_off(self) -> None:
+    def test_off_without_a_cost_curve(self) -> None:
         assert "is off" in LookaheadDrafter(FREE).note()
 
-    def test_on_where_rows_are_free(self) -> None:
+    def test_on_if_wider_passes_cost_nothing(self) -> None:
         drafter = LookaheadDrafter(Capabilities(True, True, max_branches=8), FLAT)
         assert drafter.note().startswith("lookahead runs with W ")
         assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
 
     def test_the_hit_rate_turns_it_off_and_on(self) -> None:
-        """Off after a text that never repeats; on again, for the price of looking, where it repeats."""
+        """Text that never repeats turns it off, and repetitive text turns it on again."""
         curve = CostCurve((1, 64), (1.0, 3.0))
         drafter = LookaheadDrafter(FREE, curve)
         drafted = self.rounds(drafter, [0], range(1, 600))
@@ -231,7 +231,7 @@ class TestWhetherItPays:
         assert drafted[0] == 0
         assert drafted[-1] > 0
 
-    def test_a_window_too_large_for_the_target(self) -> None:
+    def test_a_window_that_the_target_cannot_verify_is_an_error(self) -> None:
         narrow = Capabilities(True, True, max_width=20, max_branches=8)
         with pytest.raises(
             OptionError,
@@ -240,8 +240,8 @@ class TestWhetherItPays:
             LookaheadDrafter(narrow, window=LookaheadWindow(6, 4, 3))
 
 
-class TestThePool:
-    def test_the_latest_come_first_and_the_oldest_go(self) -> None:
+class TestNgramPool:
+    def test_the_latest_ngrams_come_first_and_the_oldest_are_evicted(self) -> None:
         pool = NgramPool()
         for last in range(NgramPool.MAX_PER_TOKEN + 4):
             pool.add((7, 1, last))
@@ -250,7 +250,7 @@ class TestThePool:
         assert len(pool.after(7, 99)) == len(pool) == NgramPool.MAX_PER_TOKEN
         assert pool.after(8, 3) == []
 
-    def test_it_is_bounded(self) -> None:
+    def test_size_is_bounded(self) -> None:
         pool = NgramPool()
         for token in range(NgramPool.MAX_NGRAMS + 10):
             pool.add((token, 1))
@@ -260,7 +260,7 @@ class TestThePool:
         assert pool.after(11, 1) == pool.after(0, 1) == [(1,)]
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=60))
-    def test_it_counts_right(self, ngrams: list[tuple[int, int, int]]) -> None:
+    def test_len_counts_the_ngrams(self, ngrams: list[tuple[int, int, int]]) -> None:
         pool = NgramPool()
         for ngram in ngrams:
             pool.add(ngram)

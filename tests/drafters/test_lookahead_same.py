@@ -1,4 +1,4 @@
-"""Lookahead decoding: nothing it guesses changes a reply, or the law of one."""
+"""Lookahead decoding changes neither replies nor their distribution."""
 
 from __future__ import annotations
 
@@ -34,7 +34,13 @@ from tests.engine.exact import (
     assert_law,
     random_table,
 )
-from tests.engine.test_rejection import SAMPLERS, SIGNIFICANT, exact_law, g_test, replies
+from tests.engine.test_rejection import (
+    SAMPLERS,
+    SIGNIFICANT,
+    exact_law,
+    g_test,
+    replies,
+)
 from tests.tables import PROMPT, VOCAB, near, table, with_drafter
 
 FREE = Capabilities(True, True)
@@ -69,10 +75,12 @@ def same(got: Reply, expected: Reply) -> None:
     assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
 
 
-class TestTables:
+class TestTableModels:
     @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
     @pytest.mark.parametrize("window", SHAPES, ids=str)
-    def test_every_shape(self, window: LookaheadWindow, sampling: dict[str, Any]) -> None:
+    def test_replies_are_identical_with_every_window(
+        self, window: LookaheadWindow, sampling: dict[str, Any]
+    ) -> None:
         accepted = 0
         for seed in range(3):
             with with_drafter(table(seed), forced(window)) as pair:
@@ -89,7 +97,7 @@ class TestTables:
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
-    def test_any_shape_limit_and_end(self, data: st.DataObject) -> None:
+    def test_replies_are_identical_with_random_windows_and_limits(self, data: st.DataObject) -> None:
         window = LookaheadWindow(
             data.draw(st.integers(1, 6)), data.draw(st.integers(2, 5)), data.draw(st.integers(1, 5))
         )
@@ -109,8 +117,10 @@ class TestTables:
 
     @settings(max_examples=40, deadline=None)
     @given(st.sampled_from(SHAPES), st.integers(1, 12), st.integers(1, 5), st.integers(0, 4))
-    def test_cut_to_any_width(self, window: LookaheadWindow, width: int, branches: int, seed: int) -> None:
-        """What a pass does not take is cut off by the loop, and the window goes on with what is left."""
+    def test_trees_may_be_cut_to_any_width(
+        self, window: LookaheadWindow, width: int, branches: int, seed: int
+    ) -> None:
+        """The loop cuts nodes that exceed a pass, and the window continues with the others."""
         said = []
         for drafter in (None, forced(window)):
             target = table(seed)
@@ -137,7 +147,7 @@ class TestTables:
         assert said[0] == said[1]
 
     @pytest.mark.parametrize("sampling", SETTINGS.values(), ids=SETTINGS.keys())
-    def test_beside_a_draft_model(self, sampling: dict[str, Any]) -> None:
+    def test_combined_with_a_draft_model(self, sampling: dict[str, Any]) -> None:
         target = table(2)
         both = CombinedDrafter(
             [ModelDrafter(near(table(2), 3), VOCAB), forced(LookaheadWindow(3, 3, 2))], True
@@ -147,7 +157,7 @@ class TestTables:
             expected = pair.generate(PROMPT, method="none", **asked)
             same(pair.generate(PROMPT, method="lookahead", draft_length=6, **asked), expected)
 
-    def test_a_target_that_cannot_branch_gets_chains(self) -> None:
+    def test_a_target_without_trees_gets_chains(self) -> None:
         target = table(1, tree=False)
         drafter = forced(LookaheadWindow(0, 3, 1), target.facts.capabilities)
         assert "only n-grams of the text, because disabled by a constructor argument" in drafter.note()
@@ -158,7 +168,7 @@ class TestTables:
         same(got, expected)
         assert got.stats.accepted_tokens
 
-    def test_a_reply_does_not_depend_on_the_one_before(self) -> None:
+    def test_a_reply_does_not_depend_on_the_previous_one(self) -> None:
         asked: dict[str, Any] = {"seed": 4, "max_tokens": 40, "temperature": 1.0, "acceptance": "rejection"}
         with with_drafter(table(1), forced(LookaheadWindow(4, 3, 3))) as pair:
             first = pair.generate(PROMPT, method="lookahead", **asked)
@@ -179,7 +189,7 @@ def demo(request: pytest.FixtureRequest, demo_target: Path) -> Iterator[Language
 
 
 class _Kept:
-    """A model that outlives its runtime."""
+    """A model that is not closed with its runtime."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -207,7 +217,7 @@ class TestRealModels:
             (LookaheadWindow(4, 3, 3), SETTINGS["T 1.2, penalties"]),
         ],
     )
-    def test_the_reply_stays_the_same(
+    def test_replies_are_identical(
         self, demo: LanguageModel, window: LookaheadWindow, sampling: dict[str, Any]
     ) -> None:
         with self.run(demo, window) as pair:
@@ -217,7 +227,7 @@ class TestRealModels:
             same(got, expected)
             assert got.stats.drafted_tokens > got.stats.target_passes
 
-    def test_rejection(self, demo: LanguageModel) -> None:
+    def test_greedy_replies_are_identical_in_rejection_mode(self, demo: LanguageModel) -> None:
         with self.run(demo, LookaheadWindow(3, 4, 4)) as pair:
             asked: dict[str, Any] = {"seed": 3, "max_tokens": 16, "temperature": 0.0}
             expected = pair.generate(HOWTO, method="none", **asked)
@@ -228,22 +238,22 @@ class TestRealModels:
 
 
 class _TokenSampler(ExactSampler):
-    """Draws what the window asks for: the likeliest token."""
+    """Samples the most probable token for the window."""
 
     def token(self, logits: ExactLogits, row: int) -> int:
-        assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
+        assert tuple(self.history) == logits.paths[row], "the sampler is at another position"
         return self.ranked(logits, row, 1)[0]
 
 
-class TestItIsUnbiased:
-    """In rejection mode the window and the pool come from earlier rounds, which had dice of their own."""
+class TestUnbiased:
+    """In rejection mode, window and pool depend on earlier rounds, which used separate random streams."""
 
     @pytest.mark.parametrize(
         "window", [LookaheadWindow(1, 2, 1), LookaheadWindow(2, 2, 2), LookaheadWindow(2, 3, 2)], ids=str
     )
     @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a draft model"])
     @pytest.mark.parametrize("seed", range(2))
-    def test_exactly(self, window: LookaheadWindow, seed: int, beside: bool) -> None:
+    def test_the_distribution_is_exact(self, window: LookaheadWindow, seed: int, beside: bool) -> None:
         target = random_table(seed + 5, 2, zeros=0)
         chance = AllChances()
         drafted = 0
@@ -278,7 +288,7 @@ class TestItIsUnbiased:
         assert_law(emitted, target, (0,), 2)
 
     @pytest.mark.parametrize("sampler", SAMPLERS)
-    def test_with_real_dice(self, sampler: str) -> None:
+    def test_the_distribution_with_random_sampling(self, sampler: str) -> None:
         def rule(seed: int) -> Rejection:
             return Rejection(RandomDraws(seed))
 

@@ -1,4 +1,4 @@
-"""Which window of lookahead decoding is chosen: the best of all that fit, or none."""
+"""The best window of lookahead decoding that fits is chosen, or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAT = CostCurve((1, 64), (1.0, 1.0))
 def test_rows_leaves_and_depth() -> None:
     window = LookaheadWindow(5, 4, 3)
     assert (window.levels, window.rows, window.leaves, window.depth) == (3, 25, 8, 7)
-    assert LookaheadWindow(5, 2, 3).leaves == 4, "one level is a chain"
+    assert LookaheadWindow(5, 2, 3).leaves == 4, "with one level, the columns form a chain"
     chain = LookaheadWindow(0, 4, 1)
     assert (chain.rows, chain.leaves, chain.depth) == (4, 1, 3)
 
@@ -35,7 +35,7 @@ def test_rows_leaves_and_depth() -> None:
     st.integers(1, 20),
     st.integers(1, 20),
 )
-def test_the_best_that_fits(
+def test_the_best_fitting_window_is_chosen(
     seconds: list[float], tree: bool, max_width: int, max_branches: int, draft_length: int
 ) -> None:
     curve = CostCurve((1, 8, 16, 40), (1.0, *seconds[1:]))
@@ -60,7 +60,7 @@ def test_the_best_that_fits(
         assert expected_speed_up(curve, chosen, hit_rate) == best
 
 
-def test_where_every_row_costs_a_step_nothing_pays() -> None:
+def test_no_window_if_each_row_costs_a_target_step() -> None:
     for tree in (True, False):
         able = Capabilities(True, tree)
         assert choose_window(CostCurve((1, 2), (1.0, 2.0)), able, 16, HitRate()) is None
@@ -68,7 +68,7 @@ def test_where_every_row_costs_a_step_nothing_pays() -> None:
         assert choose_window(FLAT, able, smallest_window(able).depth - 1, HitRate()) is None
 
 
-def test_luck_follows_what_is_seen() -> None:
+def test_the_hit_rate_follows_observations() -> None:
     window, hit_rate = LookaheadWindow(4, 3, 4), HitRate()
     assert hit_rate.expected_tokens(window) == pytest.approx((1 - 0.6**4 + 1 - (1 - 0.16) ** 4) / 3)
     for _ in range(300):

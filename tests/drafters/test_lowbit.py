@@ -1,4 +1,4 @@
-"""Low-bit drafts on the target's own memory: the reply is the plain one, and the guesses are good."""
+"""Low-bit drafts on the target's own KV cache keep replies identical and are often accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def target(demo_target: Path) -> Iterator[LanguageModel]:
 
 
 def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
-    """A drafter of that kind."""
+    """Return a drafter of this kind."""
     window = int(how.split()[1]) if "window" in how else None
     view = target.self_draft(LowBit(str(copy), 4, window))
     branches = (3, 2) if how == "tree" else ()
@@ -38,7 +38,7 @@ def low_bit(target: LanguageModel, copy: Path, how: str) -> Drafter:
 
 
 @pytest.mark.parametrize("how", ["chain", "tree", "window 16", "window 64", "with ngram"])
-def test_replies_are_the_plain_ones(target: LanguageModel, low_bit_copy: Path, how: str) -> None:
+def test_replies_are_identical(target: LanguageModel, low_bit_copy: Path, how: str) -> None:
     drafter = low_bit(target, low_bit_copy, how)
     runtime = with_drafter(target, drafter)
     for prompt in (HOWTO, REPEATS, LONG):
@@ -56,7 +56,9 @@ def test_replies_are_the_plain_ones(target: LanguageModel, low_bit_copy: Path, h
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "q8_0/f16"])
-def test_quantised_keys_and_values(demo_target: Path, low_bit_copy: Path, kv_type: str) -> None:
+def test_replies_are_identical_with_a_quantised_cache(
+    demo_target: Path, low_bit_copy: Path, kv_type: str
+) -> None:
     target = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=512, kv_type=kv_type))
     for how in ("chain", "window 32"):
         drafter = low_bit(target, low_bit_copy, how)
@@ -68,7 +70,7 @@ def test_quantised_keys_and_values(demo_target: Path, low_bit_copy: Path, kv_typ
     target.close()
 
 
-def test_a_chat_that_is_switched_and_regenerated(target: LanguageModel, low_bit_copy: Path) -> None:
+def test_switched_and_regenerated_chats(target: LanguageModel, low_bit_copy: Path) -> None:
     drafter = low_bit(target, low_bit_copy, "window 24")
     runtime = with_drafter(target, drafter)
     asked = [HOWTO, LONG, HOWTO, REPEATS, LONG, LONG]
@@ -79,7 +81,7 @@ def test_a_chat_that_is_switched_and_regenerated(target: LanguageModel, low_bit_
     drafter.close()
 
 
-def test_borrowed_memory_guesses_as_well_as_its_own(target: LanguageModel, low_bit_copy: Path) -> None:
+def test_a_shared_cache_drafts_as_well_as_an_own_one(target: LanguageModel, low_bit_copy: Path) -> None:
     own = llamacpp.load(str(low_bit_copy), "copy", LoadOptions(context_tokens=768))
     size = target.facts.vocab_size
     rates = []
@@ -103,7 +105,7 @@ def test_borrowed_memory_guesses_as_well_as_its_own(target: LanguageModel, low_b
     assert rates[0] >= rates[1] - 0.05
 
 
-def test_what_it_keeps_beside_the_target(target: LanguageModel, low_bit_copy: Path) -> None:
+def test_memory_use_beside_the_target(target: LanguageModel, low_bit_copy: Path) -> None:
     drafter, windowed = (low_bit(target, low_bit_copy, how) for how in ("chain", "window 64"))
     assert drafter.memory_use.weight_bytes == windowed.memory_use.weight_bytes < target.facts.weight_bytes
     assert drafter.memory_use.cache_bytes == target.facts.kv_bytes == 3 * windowed.memory_use.cache_bytes

@@ -1,4 +1,4 @@
-"""The draft model: its cache follows the text, its guesses stay inside what both models know."""
+"""The draft model drafter: its cache follows the sequence, and drafts hold only tokens of both models."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def propose(drafter: ModelDrafter, tokens: list[int], draft_length: int) -> Toke
     return tree
 
 
-class TestItsCache:
+class TestCache:
     @settings(max_examples=150, deadline=None)
     @given(
         st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
         st.sampled_from([(), (2,), (2, 2)]),
     )
-    def test_it_holds_the_text_whatever_was_accepted(
+    def test_cache_follows_the_sequence_whatever_is_accepted(
         self, prompt: list[int], rounds: list[tuple[int, int, bool]], branches: tuple[int, ...]
     ) -> None:
-        """Rounds of a draft length, how much of it is accepted, and whether a draft was asked for at all."""
+        """Run random rounds of (draft length, accepted tokens, whether a draft was requested)."""
         model, tokens = table(3), list(prompt)
         drafter = ModelDrafter(model, VOCAB, branches=branches)
         drafter.begin(tokens)
@@ -57,7 +57,7 @@ class TestItsCache:
             assert held == tokens[: len(held)]
             assert len(held) < len(tokens)
 
-    def test_after_full_acceptance_one_token_lags(self) -> None:
+    def test_after_full_acceptance_the_cache_lacks_one_token(self) -> None:
         model, tokens = table(3), [0, 1, 2]
         drafter = ModelDrafter(model, VOCAB)
         drafter.begin(tokens)
@@ -65,7 +65,7 @@ class TestItsCache:
         drafter.commit((*tree.tokens[1:], 0))
         assert model.length == len(tokens) + 4 - 1
 
-    def test_a_prompt_longer_than_its_context_is_not_drafted_for(self) -> None:
+    def test_no_draft_for_a_prompt_beyond_its_context(self) -> None:
         drafter = ModelDrafter(table(3, context_tokens=10), VOCAB)
         tokens = [0, 1] * 20
         drafter.begin(tokens)
@@ -75,9 +75,9 @@ class TestItsCache:
         assert propose(drafter, [0, 1, 2], 4).drafted == 4
 
 
-class TestItsGuesses:
-    def test_a_vocabulary_larger_than_the_targets(self) -> None:
-        """Padded or added tokens of the draft are never drafted; those of the target never fail."""
+class TestDrafts:
+    def test_a_larger_vocabulary_than_the_targets(self) -> None:
+        """Tokens of the draft only are never drafted, and tokens of the target only never fail."""
         big, small = table(1, vocab=12), table(2)
         with runtime(small, big) as pair:
             expected = pair.generate("abcab", method="none", seed=2, max_tokens=40)
@@ -90,7 +90,7 @@ class TestItsGuesses:
         assert max(got.tokens) >= VOCAB
 
     @pytest.mark.parametrize(("branches", "leaves"), [((), 1), ((2,), 2), ((3, 2), 6), ((2, 2, 2), 8)])
-    def test_the_shape_of_a_tree(self, branches: tuple[int, ...], leaves: int) -> None:
+    def test_the_tree_has_the_requested_branches(self, branches: tuple[int, ...], leaves: int) -> None:
         drafter = ModelDrafter(table(3), VOCAB, branches=branches)
         drafter.begin([0, 1, 2])
         tree = propose(drafter, [0, 1, 2], 5)
@@ -100,23 +100,23 @@ class TestItsGuesses:
             children = [tree.tokens[child] for child in tree.children(node)]
             assert len(set(children)) == len(children)
 
-    def test_an_unsure_token_is_kept_and_nothing_after_it(self) -> None:
+    def test_a_draft_ends_with_the_first_token_below_min_confidence(self) -> None:
         flat = table(3, spread=0.01)
         drafter = ModelDrafter(flat, VOCAB, min_confidence=0.5)
         drafter.begin([0, 1, 2])
         assert propose(drafter, [0, 1, 2], 5).drafted == 1
 
-    def test_a_model_that_cannot_go_back_is_refused(self) -> None:
+    def test_a_model_without_rollback_is_an_error(self) -> None:
         with pytest.raises(CapabilityError, match="cannot be a draft"):
             ModelDrafter(table(3, rollback=False), VOCAB)
 
-    def test_a_model_that_cannot_branch_drafts_chains(self) -> None:
+    def test_a_model_without_trees_drafts_chains(self) -> None:
         drafter = ModelDrafter(table(3, tree=False), VOCAB, branches=(3,))
         drafter.begin([0, 1, 2])
         assert propose(drafter, [0, 1, 2], 4).is_chain
 
 
-def test_a_near_draft_is_worth_having() -> None:
+def test_a_similar_draft_model_has_a_high_acceptance_rate() -> None:
     with runtime(table(1), near(table(1), 2, noise=0.2)) as pair:
         reply = pair.generate("abcab", method="model", seed=1, max_tokens=60, temperature=0.8)
     assert (reply.stats.acceptance_rate or 0.0) > 0.5

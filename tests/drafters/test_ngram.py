@@ -1,4 +1,4 @@
-"""Prompt lookup: the longest match wins, then the latest; nothing is guessed without one."""
+"""Prompt lookup drafts after the longest match, and of equal matches after the latest."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shorte
     return list(tree.tokens[1:])
 
 
-def by_searching(tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2) -> list[int]:
-    """The same by looking at every place."""
+def expected_draft(
+    tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2
+) -> list[int]:
+    """Return the draft by exhaustive search."""
     for length in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
             if len(tokens) > length and list(tokens[at - length : at]) == list(tokens[-length:]):
@@ -40,13 +42,13 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.integers(1, 9))
-def test_it_finds_what_a_search_finds(tokens: list[int], draft_length: int) -> None:
-    assert guess(tokens, draft_length) == by_searching(tokens, draft_length)
+def test_drafts_match_an_exhaustive_search(tokens: list[int], draft_length: int) -> None:
+    assert guess(tokens, draft_length) == expected_draft(tokens, draft_length)
 
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
-def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[list[int]]) -> None:
+def test_committing_in_steps_equals_one_prompt(start: list[int], rounds: list[list[int]]) -> None:
     drafter = NgramDrafter()
     drafter.begin(start)
     tokens = list(start)
@@ -59,7 +61,7 @@ def test_learning_bit_by_bit_is_learning_at_once(start: list[int], rounds: list[
 
 @settings(max_examples=100, deadline=None)
 @given(texts, texts)
-def test_another_text_is_learnt_from_its_beginning(first: list[int], second: list[int]) -> None:
+def test_a_new_prompt_replaces_the_old_one(first: list[int], second: list[int]) -> None:
     drafter = NgramDrafter()
     drafter.begin(first)
     drafter.begin(second)
@@ -69,7 +71,9 @@ def test_another_text_is_learnt_from_its_beginning(first: list[int], second: lis
 
 @settings(max_examples=100, deadline=None)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
-def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list[int]], most: int) -> None:
+def test_the_end_of_a_very_long_sequence_is_kept(
+    start: list[int], rounds: list[list[int]], most: int
+) -> None:
     grown = TokenBuffer(most)
     grown.set_tokens(start)
     everything = list(start)
@@ -82,7 +86,7 @@ def test_of_a_very_long_text_the_end_is_kept(start: list[int], rounds: list[list
     assert grown.tokens.nbytes <= grown.max_bytes
     length, after = grown.longest_repeated_suffix(4)
     assert kept[after - length : after] == kept[len(kept) - length :]
-    assert (kept[after : after + 1] if length else []) == by_searching(kept, 1, shortest=1)
+    assert (kept[after : after + 1] if length else []) == expected_draft(kept, 1, shortest=1)
 
 
 def test_examples() -> None:
@@ -94,13 +98,13 @@ def test_examples() -> None:
     assert guess([7, 7, 7, 7]) == [7, 7, 7, 7]
 
 
-def test_what_it_costs_is_told_and_its_memory_is_bounded() -> None:
+def test_cost_is_reported_and_memory_is_bounded() -> None:
     drafter = NgramDrafter()
     assert NgramDrafter().cost.microseconds_per_token is None
     text = [*range(300_000), 7, 8]
     drafter.begin(text)
     tree = drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3)
-    assert tree.tokens == (8,), "only the end of a very long text is kept"
+    assert tree.tokens == (8,), "only the end of a very long sequence is searched"
     drafter.begin([1, *text[:100], 7, 8])
     assert drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3).tokens == (8, 9, 10, 11)
     drafter.commit((9, 10))

@@ -1,4 +1,4 @@
-"""Suffix decoding: every count and every choice is what looking at every place gives."""
+"""Suffix decoding gives the counts and drafts of an exhaustive search."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from edgespec.drafters.suffix import SuffixConfig
 from edgespec.drafters.suffix.scoring import ScoredDraft, grow_draft, merge_drafts
 from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
 from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS
-from tests.drafters.searching import (
+from tests.drafters.exhaustive_search import (
     Paths,
     Text,
-    by_searching,
-    growing,
+    automaton_of,
+    best_score,
+    count_continuations,
     index_of,
     never,
     places,
     probabilities,
     rules,
     texts,
-    what_follows,
 )
 
 
@@ -36,7 +36,7 @@ def chat_of(text: Sequence[int], rule: SuffixConfig, is_end: Callable[[int], boo
 def guess_of(
     text: Sequence[int], depth: int, rule: SuffixConfig, is_end: Callable[[int], bool] = never
 ) -> ScoredDraft:
-    """What is guessed from this chat alone."""
+    """Return the draft from this chat alone."""
     chat = chat_of(text, rule, is_end)
     return chat.propose(chat, text[-1], depth)
 
@@ -58,10 +58,10 @@ def paths_of(guess: ScoredDraft) -> Paths:
 
 
 def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
-    """The same from nothing but the text: every match length, and every path below it, counted anew."""
+    """Return the draft by exhaustive search over all match lengths and paths."""
 
     def following(pattern: tuple[int, ...]) -> tuple[int, list[tuple[int, int, int, tuple[int, ...]]]]:
-        branches = [(*found, (*pattern, found[2])) for found in what_follows(text, pattern)]
+        branches = [(*found, (*pattern, found[2])) for found in count_continuations(text, pattern)]
         return sum(branch[0] for branch in branches), branches
 
     best = ScoredDraft([text[-1]], [-1], [1.0])
@@ -76,12 +76,12 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
 
 
 class TestTrees:
-    """Scores are counts, the best score wins, and the rule's bounds hold."""
+    """Scores come from counts, the best score wins, and the limits of the config hold."""
 
     @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
-    def test_every_probability_is_a_count(self, text: Text, rule: SuffixConfig, depth: int) -> None:
-        chat = growing(text)
+    def test_probabilities_are_shares_of_counts(self, text: Text, rule: SuffixConfig, depth: int) -> None:
+        chat = automaton_of(text)
         for length, state in chat.suffixes(*chat.longest_repeated_suffix()):
             nodes = rule.max_draft_tokens(length)
             guess = grow_draft(chat.continuations, state, text[-1], depth, nodes, rule, never)
@@ -98,11 +98,11 @@ class TestTrees:
     def test_no_match_length_scores_higher(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         guess = guess_of(text, depth, rule)
         if rule.can_branch:
-            assert guess.score == pytest.approx(by_searching([text], text, depth, rule))
+            assert guess.score == pytest.approx(best_score([text], text, depth, rule))
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
-    def test_nor_in_other_texts(
+    def test_no_match_length_scores_higher_in_other_sources(
         self, documents: list[Text], text: Text, rule: SuffixConfig, depth: int
     ) -> None:
         chat = chat_of(text, rule)
@@ -110,46 +110,46 @@ class TestTrees:
             for _ in range(2):
                 guess = source.propose(chat, text[-1], depth)
                 if rule.can_branch:
-                    assert guess.score == pytest.approx(by_searching(documents, text, depth, rule))
+                    assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
 
     @settings(max_examples=150, deadline=None)
     @given(texts, rules, st.integers(1, 8))
-    def test_the_tree_is_the_one_of_the_definition(self, text: Text, rule: SuffixConfig, depth: int) -> None:
+    def test_drafts_match_an_exhaustive_search(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
 
-    def test_nothing_is_guessed_after_an_end(self) -> None:
+    def test_nothing_is_drafted_after_an_end_token(self) -> None:
         guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, SuffixConfig(length_factor=4), lambda token: token == 9)
         assert guess.tokens == [2, 9]
 
-    def test_of_equal_scores_the_longest_match_wins(self) -> None:
-        # After 1 2 came 7, after 2 alone 7 or 8: with one token to guess, both matches are tried.
+    def test_ties_go_to_the_longest_match(self) -> None:
+        # 1 2 was followed by 7, and 2 alone by 7 or 8. With one token to draft, both matches are tried.
         guess = guess_of([1, 2, 7, 2, 8, 1, 2], 1, SuffixConfig())
         assert paths_of(guess) == {(7,): 1.0}
 
-    def test_of_equal_uncertain_scores_too(self) -> None:
-        # After 1 2 came 7 or 8, after any 2 mostly 9: half of the time each.
+    def test_ties_of_uncertain_scores_go_to_the_longest_match(self) -> None:
+        # 1 2 was followed by 7 or 8, and any 2 mostly by 9, each half of the time.
         guess = guess_of([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2], 1, SuffixConfig(can_branch=False))
         assert paths_of(guess) == {(8,): 0.5}
 
-    def test_a_path_just_probable_enough_is_followed(self) -> None:
+    def test_a_path_at_the_minimum_probability_is_drafted(self) -> None:
         for least, followed in ((0.5, {(8,): 0.5, (7,): 0.5}), (0.51, {})):
             rule = SuffixConfig(length_factor=2, min_probability=least)
             assert paths_of(guess_of([2, 7, 2, 8, 2], 1, rule)) == followed
 
-    def test_the_draft_grows_with_the_match(self) -> None:
+    def test_longer_matches_give_longer_drafts(self) -> None:
         text = list(range(30))
         for length in range(1, 12):
             guess = guess_of([*text, 99, *text[:length]], 16, SuffixConfig())
             assert guess.tokens == text[length - 1 : 2 * length]
 
     @pytest.mark.parametrize("period", [1, 2, 3])
-    def test_a_loop_is_followed(self, period: int) -> None:
+    def test_a_loop_is_continued(self, period: int) -> None:
         guess = guess_of([7, *(list(range(period)) * 400)], 9, SuffixConfig())
         assert guess.tokens[1:] == [i % period for i in range(9)]
 
 
-class TestCombining:
-    """The best-scoring source first; others fill what it leaves open."""
+class TestMerging:
+    """The best-scoring draft comes first; others share the probability it leaves unassigned."""
 
     def guess(self, paths: Paths) -> ScoredDraft:
         nodes: dict[tuple[int, ...], int] = {(): 0}
@@ -161,18 +161,18 @@ class TestCombining:
             probs.append(prob)
         return ScoredDraft(tokens, parents, probs)
 
-    def test_a_certain_guess_is_not_widened(self) -> None:
+    def test_a_certain_draft_gets_no_branches(self) -> None:
         sure = self.guess({(1,): 1.0, (1, 2): 1.0})
         assert paths_of(merge_drafts([self.guess({(3,): 0.9}), sure], SuffixConfig())) == paths_of(sure)
 
-    def test_what_is_open_is_shared(self) -> None:
+    def test_unassigned_probability_is_shared(self) -> None:
         first = self.guess({(1,): 0.6, (1, 2): 0.6})
         other = self.guess({(3,): 0.5, (3, 4): 0.5})
         assert paths_of(merge_drafts([other, first], SuffixConfig())) == pytest.approx(
             {(1,): 0.6, (1, 2): 0.6, (3,): 0.2, (3, 4): 0.2}
         )
 
-    def test_a_longer_path_of_another_goes_on(self) -> None:
+    def test_a_longer_path_of_another_draft_is_appended(self) -> None:
         first = self.guess({(1,): 0.8, (2,): 0.2})
         other = self.guess({(1,): 0.45, (1, 5): 0.45})
         assert paths_of(merge_drafts([first, other], SuffixConfig()))[1, 5] == pytest.approx(0.8)
@@ -183,7 +183,7 @@ class TestCombining:
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
-    def test_the_merged_tree_is_one_of_paths_that_occurred(
+    def test_merged_trees_hold_only_paths_that_occurred(
         self, some: list[Text], more: list[Text], text: Text, rule: SuffixConfig, depth: int
     ) -> None:
         chat = chat_of(text, rule)
@@ -195,7 +195,7 @@ class TestCombining:
         guesses = [source.propose(chat, text[-1], depth) for source in sources]
         merged = merge_drafts(guesses, rule)
         paths = paths_of(merged)
-        assert len(paths) == len(merged.tokens) - 1, "a path stands there twice"
+        assert len(paths) == len(merged.tokens) - 1, "a path occurs twice in the tree"
         assert len(paths) <= rule.max_tokens
         assert merged.score >= max(guess.score for guess in guesses) - 1e-9
         for path in paths:

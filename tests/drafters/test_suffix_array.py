@@ -1,4 +1,4 @@
-"""The index of texts that do not change: every match length is found with all of its places."""
+"""The suffix array finds every match length with all its occurrences."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from edgespec.drafters.suffix import SuffixArray
 from edgespec.drafters.suffix.suffix_array import MAX_SAMPLED_OCCURRENCES, SuffixRange
 from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, SEPARATOR
-from tests.drafters.searching import Text, expected_matches, index_of, places, texts
+from tests.drafters.exhaustive_search import Text, expected_matches, index_of, places, texts
 
 
 def following(index: SuffixArray, where: SuffixRange) -> list[Text]:
-    """What is read after each place of a range, up to the end of its text."""
+    """Return the continuations of a range, up to the end of each text."""
     rows = index.continuations(where, MAX_CONTINUATION_TOKENS)
     return [[*row, SEPARATOR][: [*row, SEPARATOR].index(SEPARATOR)] for row in rows]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(texts, max_size=5), texts)
-def test_every_match_length_with_its_places(documents: list[Text], text: Text) -> None:
+def test_every_match_length_is_found_with_its_occurrences(documents: list[Text], text: Text) -> None:
     index = index_of(*documents)
     expected = expected_matches(documents, text)
     for _ in range(2):
@@ -39,7 +39,7 @@ def test_every_match_length_with_its_places(documents: list[Text], text: Text) -
                 assert all(after in there for after in found)
 
 
-def test_where_there_are_too_many_the_longest_are_still_found() -> None:
+def test_the_longest_matches_are_found_among_many_occurrences() -> None:
     random = np.random.default_rng(1)
     text = random.integers(0, 3, 6000).tolist()
     needle = random.integers(0, 3, 40).tolist()
@@ -55,7 +55,7 @@ def test_where_there_are_too_many_the_longest_are_still_found() -> None:
     }
 
 
-def test_long_phrases_that_occur_everywhere() -> None:
+def test_long_phrases_with_many_occurrences() -> None:
     random = np.random.default_rng(2)
     phrase = [5, 6, 7, 8, 9] * 4
     text = [token for _ in range(250) for token in (*random.integers(0, 3, 4).tolist(), *phrase)]
@@ -74,7 +74,7 @@ def test_long_phrases_that_occur_everywhere() -> None:
         assert found <= possible
 
 
-def test_what_was_looked_up_before_is_found_again_among_many() -> None:
+def test_cached_ranges_give_the_same_matches() -> None:
     random = np.random.default_rng(4)
     text = random.integers(0, 40, 20_000).tolist()
     index, fresh = index_of(text), index_of(text)
@@ -89,6 +89,6 @@ def test_what_was_looked_up_before_is_found_again_among_many() -> None:
         fresh = index_of(text)
 
 
-def test_nothing_is_found_in_nothing() -> None:
+def test_empty_texts_have_no_matches() -> None:
     assert list(index_of().matches([1, 2])) == []
     assert list(index_of([1]).matches([1])) == []

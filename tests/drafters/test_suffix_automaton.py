@@ -1,4 +1,4 @@
-"""The suffix automaton: every substring with how often it stood there, however the text came about."""
+"""The suffix automaton counts every substring, in whatever steps the sequence was appended."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixAutomaton, SuffixMatcher
 from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
-from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts, what_follows
+from tests.drafters.exhaustive_search import (
+    Text,
+    automaton_of,
+    count_continuations,
+    expected_matches,
+    letters,
+    places,
+    texts,
+)
 
 
 def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth: int) -> None:
     text = automaton.tokens.tolist()
     total, branches = automaton.continuations(state)
-    expected = what_follows(text, pattern)
+    expected = count_continuations(text, pattern)
     assert [branch[:3] for branch in branches] == expected
     assert total == sum(count for count, _, _ in expected)
     if depth:
@@ -26,14 +34,14 @@ def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth
 
 
 def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: int) -> None:
-    """Every ending that stood there is found, with what followed it."""
+    """Check that every suffix that occurred is found, with its continuations."""
     text = automaton.tokens.tolist()
     found = dict(automaton.suffixes(state, length))
     assert list(found) == sorted(found, reverse=True)
     for size in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         pattern = recent[len(recent) - size :]
         longer = [length for length in found if length >= size]
-        expected = what_follows(text, pattern)
+        expected = count_continuations(text, pattern)
         if longer:
             branches = automaton.continuations(found[min(longer)])[1]
             assert [branch[:3] for branch in branches] == expected
@@ -43,18 +51,18 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
         check_following(automaton, recent[len(recent) - length :], state, 3)
 
 
-class TestItsOwnText:
+class TestOwnSequence:
     @settings(max_examples=150, deadline=None)
     @given(texts)
-    def test_all_endings_that_stood_there_before(self, text: Text) -> None:
-        automaton = growing(text)
+    def test_finds_all_repeated_suffixes(self, text: Text) -> None:
+        automaton = automaton_of(text)
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
         found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
         assert sorted(found) == sorted(expected_matches([text], text))
 
     @settings(max_examples=100, deadline=None)
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
-    def test_bit_by_bit_is_at_once_and_the_end_of_a_long_text_is_kept(
+    def test_appending_in_steps_keeps_the_end_of_a_long_sequence(
         self, start: Text, rounds: list[Text], most: int
     ) -> None:
         automaton = SuffixAutomaton(capacity_tokens=most)
@@ -70,7 +78,7 @@ class TestItsOwnText:
 
     @settings(max_examples=100, deadline=None)
     @given(texts, texts, st.booleans(), st.integers(5, 100))
-    def test_a_text_that_goes_on_is_not_read_again(
+    def test_a_continued_sequence_is_not_indexed_again(
         self, first: Text, more: Text, goes_on: bool, most: int
     ) -> None:
         second = [*first, *more] if goes_on else more
@@ -87,9 +95,9 @@ class TestItsOwnText:
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
 
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
-    def test_a_loop_is_counted_right(self, period: int) -> None:
+    def test_counts_in_a_loop(self, period: int) -> None:
         text = [9, *(list(range(period)) * (1200 // period))]
-        automaton = growing(text)
+        automaton = automaton_of(text)
         state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
         matches = list(automaton.suffixes(state, length))
@@ -97,28 +105,28 @@ class TestItsOwnText:
         for length, state in matches[:3] + matches[-3:]:
             check_following(automaton, text[-length:], state, 2)
 
-    def test_deep_after_a_long_match_counts_are_still_exact(self) -> None:
+    def test_counts_are_exact_far_after_a_long_match(self) -> None:
         random = np.random.default_rng(3)
         phrase = random.integers(0, 9, MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS + 10).tolist()
         text: Text = []
         for cut in (100, 70, 60, 50, 74, 66):
             text += [*phrase[:cut], *random.integers(0, 9, 4).tolist()]
         text += phrase[: MAX_MATCH_TOKENS + 5]
-        automaton = growing(text)
+        automaton = automaton_of(text)
         state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
         pattern = text[-MAX_MATCH_TOKENS:]
         for _ in range(MAX_CONTINUATION_TOKENS - 1):
             total, branches = automaton.continuations(state)
-            expected = what_follows(text, pattern)
+            expected = count_continuations(text, pattern)
             assert [branch[:3] for branch in branches] == expected
             assert total == sum(count for count, _, _ in expected)
             pattern, state = [*pattern, branches[0][2]], branches[0][3]
 
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 1000), st.sampled_from([0.05, 0.1, 0.3]))
-    def test_among_many_continuations_no_frequent_one_is_missed(self, seed: int, rarest: float) -> None:
-        # After 0 come many tokens, and which are frequent changes.
+    def test_no_frequent_continuation_is_missed_among_many(self, seed: int, rarest: float) -> None:
+        # Many tokens follow 0, and the frequent ones change over time.
         random = np.random.default_rng(seed)
         automaton = SuffixAutomaton(rarest)
         text: Text = []
@@ -134,16 +142,18 @@ class TestItsOwnText:
                 match for match in automaton.suffixes(*automaton.longest_repeated_suffix()) if match[0] == 1
             ]
             total, branches = automaton.continuations(state)
-            expected = what_follows(text, [0])
+            expected = count_continuations(text, [0])
             assert total == sum(count for count, _, _ in expected)
             frequent = [branch for branch in expected if branch[0] >= rarest * total]
             assert [branch[:3] for branch in branches][: len(frequent)] == frequent
 
 
-class TestAnotherText:
+class TestMatcher:
     @settings(max_examples=150, deadline=None)
     @given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=4))
-    def test_its_endings_are_followed(self, documents: list[Text], start: Text, rounds: list[Text]) -> None:
+    def test_follows_the_suffixes_of_another_sequence(
+        self, documents: list[Text], start: Text, rounds: list[Text]
+    ) -> None:
         automaton = SuffixAutomaton()
         for document in documents:
             automaton.extend([*document, SEPARATOR])
@@ -160,7 +170,7 @@ class TestAnotherText:
             }
             assert followed <= set(range(1, follower.length + 1))
 
-    def test_nothing_is_found_across_texts(self) -> None:
+    def test_nothing_matches_across_separators(self) -> None:
         automaton = SuffixAutomaton()
         for document in ([1, 2, 3], [4, 5, 6]):
             automaton.extend([*document, SEPARATOR])
@@ -186,11 +196,11 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("letters", [2, 5, 300, 1 << 20])
-def test_what_it_takes_is_counted(letters: int) -> None:
+def test_size_bytes_is_close_to_the_real_size(letters: int) -> None:
     text = (np.random.default_rng(1).integers(0, letters, 10_000) + 1000).tolist()
     tracemalloc.start()
     try:
-        automaton = growing(text)
+        automaton = automaton_of(text)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""Suffix decoding with the embedded target: what is copied or edited comes many tokens a pass, unchanged."""
+"""Suffix decoding with the embedded target emits several tokens per pass for copies and edits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokens_per_pass(reply: Reply) -> float:
 
 
 @pytest.mark.parametrize("prompt", [COPY, EDIT], ids=["copy", "edit"])
-def test_copies_and_edits_come_several_tokens_a_pass(target: LanguageModel, prompt: str) -> None:
+def test_copies_and_edits_emit_several_tokens_per_pass(target: LanguageModel, prompt: str) -> None:
     runtime, drafter = drafting(target)
     plain, got = ask(runtime, prompt, "none"), ask(runtime, prompt)
     assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
@@ -62,9 +62,7 @@ def test_copies_and_edits_come_several_tokens_a_pass(target: LanguageModel, prom
 
 @pytest.mark.parametrize("temperature", [0.8, 1.2])
 @pytest.mark.parametrize("prompt", [COPY, EDIT, HOWTO], ids=["copy", "edit", "howto"])
-def test_sampled_replies_are_those_of_plain_decoding(
-    target: LanguageModel, prompt: str, temperature: float
-) -> None:
+def test_sampled_replies_are_identical(target: LanguageModel, prompt: str, temperature: float) -> None:
     runtime, _ = drafting(target)
     for seed in (1, 2):
         plain = ask(runtime, prompt, "none", temperature=temperature, seed=seed)
@@ -72,13 +70,13 @@ def test_sampled_replies_are_those_of_plain_decoding(
         assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
 
 
-def test_greedy_replies_are_the_same_in_rejection_mode(target: LanguageModel) -> None:
+def test_greedy_replies_are_identical_in_rejection_mode(target: LanguageModel) -> None:
     runtime, _ = drafting(target)
     assert ask(runtime, EDIT, acceptance="rejection").tokens == ask(runtime, EDIT, "none").tokens
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_remembered_reply_is_not_paid_for_twice(target: LanguageModel) -> None:
+def test_a_saved_reply_is_drafted_from(target: LanguageModel) -> None:
     first_runtime, first = drafting(target, remember=True)
     before = ask(first_runtime, HOWTO)
     first.close()
@@ -89,7 +87,7 @@ def test_a_remembered_reply_is_not_paid_for_twice(target: LanguageModel) -> None
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_corpus_helps_where_the_prompt_does_not(target: LanguageModel, tmp_path: Path) -> None:
+def test_a_corpus_is_drafted_from(target: LanguageModel, tmp_path: Path) -> None:
     runtime, _ = drafting(target)
     before = ask(runtime, HOWTO)
     folder = tmp_path / "notes"

@@ -1,4 +1,4 @@
-"""The suffix drafter: which chats and texts it knows when, what it says, and that no reply changes."""
+"""The suffix drafter: what it drafts from and when, its notes, and that replies stay identical."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from tests.drafters.searching import Text, index_of, letters
+from tests.drafters.exhaustive_search import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter
 
 
@@ -25,7 +25,7 @@ def tree(drafter: SuffixDrafter, draft_length: int) -> TokenTree:
 
 
 class Kept:
-    """Keeps prompts and replies in lists."""
+    """Records prompts and replies in lists."""
 
     def __init__(self) -> None:
         self.prompts: list[Text] = []
@@ -41,7 +41,7 @@ class Kept:
 class TestSeveralChats:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 2), st.lists(letters, min_size=1, max_size=6)), max_size=8))
-    def test_alternating_chats_are_each_like_a_first_one(self, turns: list[tuple[int, Text]]) -> None:
+    def test_alternating_chats_draft_like_single_chats(self, turns: list[tuple[int, Text]]) -> None:
         chats: list[Text] = [[0, 1], [1, 2, 1], [2]]
         drafter = SuffixDrafter()
         for chat, emitted in turns:
@@ -52,7 +52,7 @@ class TestSeveralChats:
             fresh.begin(chats[chat])
             assert tree(drafter, 5) == tree(fresh, 5)
 
-    def test_replies_help_other_chats_only_where_they_are_remembered(self) -> None:
+    def test_other_chats_are_used_only_with_a_recorder(self) -> None:
         for replies, guessed in ((Kept(), (3, 4, 5)), (None, (3,))):
             drafter = SuffixDrafter(partial(SuffixCorpus, None, replies))
             drafter.begin([7, 8])
@@ -60,7 +60,7 @@ class TestSeveralChats:
             drafter.begin([9, 1, 2, 3])
             assert tree(drafter, 4).tokens == guessed
 
-    def test_a_reply_is_kept_when_it_is_over(self) -> None:
+    def test_a_reply_is_recorded_when_the_next_begins(self) -> None:
         kept = Kept()
         drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2])
@@ -75,7 +75,7 @@ class TestSeveralChats:
         assert kept.replies == [[3, 4, 5], [8]]
         assert kept.prompts == [[1, 2], [7]]
 
-    def test_a_prompt_helps_other_chats_like_a_reply(self) -> None:
+    def test_prompts_of_other_chats_are_used_like_replies(self) -> None:
         kept = Kept()
         drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
         drafter.begin([1, 2, 3, 4, 5])
@@ -87,14 +87,14 @@ class TestSeveralChats:
         assert tree(drafter, 2).tokens == (5, 6)
 
 
-def test_texts_given_beforehand_are_guessed_from() -> None:
+def test_the_corpus_is_drafted_from() -> None:
     drafter = SuffixDrafter(lambda: SuffixCorpus(index_of(list(range(10, 40)), list(range(50, 90)))))
     drafter.begin([1, 2, 60, 61, 62, 63])
     assert tree(drafter, 8).tokens == (63, 64, 65, 66, 67)
     assert tree(drafter, 2).tokens == (63, 64, 65)
 
 
-def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
+def test_the_corpus_is_loaded_by_the_first_reply_only() -> None:
     asked: list[int] = []
 
     def known() -> SuffixCorpus:
@@ -113,7 +113,7 @@ def test_other_texts_are_asked_for_once_and_not_before_a_reply() -> None:
     assert asked == [1]
 
 
-def test_what_is_wrong_with_remembering_is_told() -> None:
+def test_the_note_reports_problems_of_the_recorder() -> None:
     kept = Kept()
     drafter = SuffixDrafter(lambda: SuffixCorpus(recorder=kept))
     kept.notice = "replies are not remembered"
@@ -125,7 +125,7 @@ def test_what_is_wrong_with_remembering_is_told() -> None:
     assert drafter.note() == "suffix takes 5 µs per token (2 µs per prompt token); replies are not remembered"
 
 
-def test_what_it_costs_and_holds_is_told() -> None:
+def test_the_note_reports_cost_and_index_size() -> None:
     index = index_of(list(range(1000)))
     drafter = SuffixDrafter(lambda: SuffixCorpus(index))
     assert SuffixDrafter().cost.microseconds_per_token is None
@@ -134,7 +134,7 @@ def test_what_it_costs_and_holds_is_told() -> None:
     drafter.commit((4, 5))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.begin([1, 2, 3, 4, 5, 6])
-    assert drafter.prompt_cost.tokens == 4, "three and one: what is known is not read again"
+    assert drafter.prompt_cost.tokens == 4, "three tokens and one: indexed tokens are not indexed again"
     drafter.cost.seconds, drafter.prompt_cost.seconds = 2 * 37e-6, 4 * 3e-6
     assert drafter.note() == (
         "suffix takes 37 µs per token (3 µs per prompt token),"
@@ -145,7 +145,7 @@ def test_what_it_costs_and_holds_is_told() -> None:
 
 
 def half_known(seed: int) -> SuffixArray:
-    """Random texts, some longer than a reply."""
+    """Return random texts, some of them longer than a reply."""
     random = np.random.default_rng(seed)
     return index_of(*(random.integers(0, VOCAB, 200).tolist() for _ in range(5)))
 
@@ -160,9 +160,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("branching", [True, False], ids=["trees", "a target without trees"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_replies_are_those_of_plain_decoding(
-    temperature: float, rule: dict[str, Any], branching: bool
-) -> None:
+def test_replies_are_identical(temperature: float, rule: dict[str, Any], branching: bool) -> None:
     drafted = 0
     for seed in range(6):
         target = table(seed, spread=3.0, tree=branching)
@@ -175,10 +173,10 @@ def test_replies_are_those_of_plain_decoding(
                 got = runtime.generate(prompt, method="suffix", draft_length=6, raw=True, **options)
                 assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
                 drafted += got.stats.accepted_tokens
-    assert drafted > 50, "nothing was guessed right: this shows little"
+    assert drafted > 50, "too few drafted tokens, so the test checks too little"
 
 
-def test_a_text_that_was_forgotten_is_read_again() -> None:
+def test_after_reset_the_prompt_is_indexed_again() -> None:
     drafter = SuffixDrafter()
     for begins, read in (([0, 1, 2, 0, 1], 5), ([0, 1, 2, 0, 1, 2], 6)):
         drafter.begin(begins)
@@ -189,7 +187,7 @@ def test_a_text_that_was_forgotten_is_read_again() -> None:
     assert tree(drafter, 2).drafted
 
 
-def test_what_is_known_beforehand_is_asked_for_once_and_before_the_first_reply() -> None:
+def test_warm_up_loads_the_corpus() -> None:
     asked: list[int] = []
 
     def known() -> SuffixCorpus:

@@ -1,4 +1,4 @@
-"""Suffix decoding in rejection mode, in exact arithmetic: trees of certain guesses keep the target's law."""
+"""Suffix decoding in rejection mode keeps the target's distribution, in exact arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgespec.engine.stats import Stats
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
 
 ROOT = (0,)
-# After 0 come 1 0 0, 1 1 0, 0 1 1 and 2 0: branches at every level.
+# 0 is followed by 1 0 0, 1 1 0, 0 1 1 and 2 0, which gives branches at every level.
 KNOWN = ([0, 1, 0, 0], [2, 0, 1, 1, 0], [1, 0, 0, 1, 1], [1, 0, 2, 0])
 WIDE = SuffixConfig(length_factor=4.0, length_offset=3.0, min_probability=0.01)
 
@@ -31,7 +31,7 @@ def suffix(rule: SuffixConfig, vocab_size: int) -> SuffixDrafter:
 def law_of(
     target: Table, make: Any, *, block_verification: bool, depth: int, max_tokens: int
 ) -> tuple[dict[Path, Fraction], int]:
-    """The law of what several rounds emit, and the widest tree of them."""
+    """Return the distribution of the emitted tokens and the width of the largest tree."""
     chance = AllChances()
     widest = 0
 
@@ -71,7 +71,7 @@ def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
         target, lambda: suffix(rule, 3), block_verification=block, depth=3, max_tokens=3
     )
     assert_law(emitted, target, ROOT, 3)
-    assert drafted >= (5 if rule.can_branch else 2), "nothing worth a proof was guessed"
+    assert drafted >= (5 if rule.can_branch else 2), "the drafts are too small to prove anything"
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -81,7 +81,7 @@ def test_several_rounds(seed: int) -> None:
     assert_law(emitted, target, ROOT, 2)
 
 
-def test_beside_a_draft_model() -> None:
+def test_combined_with_a_draft_model() -> None:
     target, draft = random_table(5, 2, zeros=0), random_table(6, 2, zeros=0)
 
     def both() -> CombinedDrafter:

@@ -1,4 +1,4 @@
-"""LayerSet to skip are searched for between replies; nothing is drafted while that does not pay."""
+"""SWIFT searches for layers to skip between replies, and drafts only where it is faster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_pass(width: int) -> float:
 
 
 class Skippable(TabularModel):
-    """A table that pretends to have layers; those in `GOOD` are not needed, each other one is a little."""
+    """A table model with simulated layers. Those in `GOOD` can be skipped without loss."""
 
     def __init__(self, harm: float = 0.15, base: float = 0.97) -> None:
         super().__init__(table(1)._table)
@@ -52,7 +52,7 @@ class Skippable(TabularModel):
 
 
 class Kept:
-    """Notes in memory."""
+    """An array store in memory."""
 
     def __init__(self) -> None:
         self.notice = ""
@@ -71,8 +71,8 @@ def rest(runtime: Any, times: int) -> None:
         runtime._session.run_idle_work(lambda: True)
 
 
-class TestTheSearch:
-    def test_it_finds_the_layers_that_are_not_needed(self) -> None:
+class TestSearch:
+    def test_finds_the_layers_that_are_not_needed(self) -> None:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 8)
@@ -82,11 +82,11 @@ class TestTheSearch:
         assert found is not None
         assert set(found.layers) <= set(GOOD)
         assert len(found.layers) >= 4
-        assert target.left >= 8, "a quiet moment between two replies is a rest, too"
+        assert target.left >= 8, "idle work also runs between the two replies"
 
     @pytest.mark.parametrize("seed", range(5))
-    def test_a_bayesian_step_is_better_than_chance(self, seed: int) -> None:
-        """After as many sets as the paper tries before one, on a landscape of 24 layers."""
+    def test_a_bayesian_step_beats_random_sets(self, seed: int) -> None:
+        """Tried with 24 layers, after as many random sets as the paper tries before a Bayesian step."""
         random = np.random.default_rng(seed)
         harm = np.append(0.0, random.uniform(0.0, 0.12, 22))
         search = SwiftSearch(24, free_pass, seed)
@@ -103,7 +103,7 @@ class TestTheSearch:
 
     @settings(max_examples=100, deadline=None)
     @given(st.integers(3, 80), st.integers(0, 1000))
-    def test_first_and_last_layer_stay_and_about_the_ratio_goes(self, count: int, seed: int) -> None:
+    def test_sets_keep_the_first_and_last_layer_and_the_ratio(self, count: int, seed: int) -> None:
         search = SwiftSearch(count, free_pass, seed)
         for _ in range(30):
             layers = search.next_set()
@@ -112,7 +112,7 @@ class TestTheSearch:
             assert abs(len(layers) - 0.45 * count) <= 2
             search.record(layers, seed % 64, 64)
 
-    def test_many_sets_are_bounded_and_the_best_stay(self) -> None:
+    def test_the_number_of_sets_is_bounded_and_the_best_stay(self) -> None:
         search = SwiftSearch(40, free_pass, 0)
         search.record((1, 2, 3), 64, 64)
         for _ in range(600):
@@ -123,7 +123,7 @@ class TestTheSearch:
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 64)), max_size=40))
-    def test_only_the_set_that_was_counted_is_weighed_anew(self, counted: list[tuple[int, int]]) -> None:
+    def test_only_the_recorded_set_is_scored_again(self, counted: list[tuple[int, int]]) -> None:
         weighed: list[int] = []
 
         def pass_cost(width: int) -> float:
@@ -141,7 +141,7 @@ class TestTheSearch:
         fresh.restore(search.saved_arrays())
         assert fresh.best == search.best
 
-    def test_a_round_ranks_nothing_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_rounds_do_not_rank_the_sets(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked = []
 
         def best(search: SwiftSearch, look: Any = SwiftSearch.best.fget) -> Any:  # type: ignore[attr-defined]
@@ -155,31 +155,31 @@ class TestTheSearch:
             monkeypatch.setattr(SwiftSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
-        assert len(asked) <= 2, "when the reply began, and for the note on it"
+        assert len(asked) <= 2, "once when the reply began and once for its note"
 
     @pytest.mark.parametrize(
         ("agreement", "cost", "expected", "length"),
         [(0.0, 0.5, 1.0 / 1.5, 1), (0.5, 0.5, 1.0, 1), (1.0, 0.0, 9.0, 8)],
     )
-    def test_the_expected_speed_up(self, agreement: float, cost: float, expected: float, length: int) -> None:
+    def test_expected_speed_up(self, agreement: float, cost: float, expected: float, length: int) -> None:
         speed, best = expected_speed_up(agreement, cost, free_pass)
         assert speed == pytest.approx(expected)
         assert best == length
 
-    def test_a_steep_curve_makes_it_not_pay(self) -> None:
+    def test_no_speed_up_with_a_steep_cost_curve(self) -> None:
         assert expected_speed_up(0.9, 0.55, free_pass)[0] > 1.0
         assert expected_speed_up(0.9, 0.55, float)[0] < 1.0
 
 
 class TestDrafting:
-    def test_nothing_before_anything_was_tried(self) -> None:
+    def test_no_draft_before_a_set_was_tried(self) -> None:
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             reply = runtime.generate(PROMPT, seed=1, max_tokens=20)
             assert reply.stats.drafted_tokens == 0
             assert "does not draft yet" in runtime._session.report("swift").note
 
-    def test_nothing_while_it_does_not_pay_and_it_says_so(self) -> None:
+    def test_no_draft_while_it_is_not_faster(self) -> None:
         target = Skippable(base=0.3)
         with with_drafter(target, SwiftDrafter(target)) as runtime:
             rest(runtime, 1)
@@ -188,7 +188,9 @@ class TestDrafting:
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
-    def test_the_same_tokens_with_rests_in_between(self, temperature: float, acceptance: str) -> None:
+    def test_replies_are_identical_with_idle_work_in_between(
+        self, temperature: float, acceptance: str
+    ) -> None:
         target = Skippable()
         options: dict[str, Any] = {"temperature": temperature, "max_tokens": 30}
         with with_drafter(target, SwiftDrafter(target)) as runtime:
@@ -204,8 +206,8 @@ class TestDrafting:
             assert drafted
             assert runtime._session.report("swift").note.startswith("swift: ")
 
-    def test_what_is_really_accepted_counts(self) -> None:
-        """The search says it agrees nearly always; the table's own draft is far from that."""
+    def test_accepted_tokens_count_in_the_search(self) -> None:
+        """The evaluation reports high agreement, but few drafted tokens are accepted."""
         target = Skippable(harm=0.0, base=1.0)
         drafter = SwiftDrafter(target)
         with with_drafter(target, drafter) as runtime:
@@ -219,15 +221,15 @@ class TestDrafting:
         assert judged > 64
         assert right < judged
 
-    def test_a_model_without_layers_to_skip_is_refused(self) -> None:
+    def test_a_model_that_cannot_skip_layers_is_an_error(self) -> None:
         target = Skippable()
         target.facts = replace(target.facts, capabilities=Capabilities(True, True, "it has one layer"))
         with pytest.raises(CapabilityError, match="it has one layer"):
             SwiftDrafter(target)
 
 
-class TestKeeping:
-    def test_another_run_begins_where_this_one_ended(self) -> None:
+class TestSaving:
+    def test_a_later_run_continues_the_search(self) -> None:
         notes = Kept()
         target = Skippable()
         with with_drafter(target, SwiftDrafter(target, store=notes)) as runtime:
@@ -238,13 +240,13 @@ class TestKeeping:
             assert runtime._session.report("swift").note == said
             assert runtime.generate(PROMPT, seed=1, max_tokens=30).stats.drafted_tokens
 
-    def test_what_cannot_be_kept_is_told(self) -> None:
+    def test_the_note_reports_save_errors(self) -> None:
         notes, target = Kept(), Skippable()
         with with_drafter(target, SwiftDrafter(target, store=notes)) as runtime:
             notes.notice = "the disk is full"
             assert runtime._session.report("swift").note.endswith("· the disk is full")
 
-    def test_what_belongs_to_another_model_is_left_out(self) -> None:
+    def test_arrays_of_another_model_are_ignored(self) -> None:
         search = SwiftSearch(LAYERS, free_pass, 0)
         search.record((1, 2), 60, 64)
         kept = search.saved_arrays()
@@ -264,7 +266,7 @@ class TestKeeping:
             fresh.restore(values)
             assert fresh.best is None
 
-    def test_a_rest_and_a_life_are_bounded(self) -> None:
+    def test_sets_per_idle_period_and_in_total_are_bounded(self) -> None:
         target = Skippable()
         drafter = SwiftDrafter(target)
         with with_drafter(target, drafter) as runtime:
@@ -274,4 +276,6 @@ class TestKeeping:
             best = drafter._search.best
             rest(runtime, 1)
             assert best is not None
-            assert target.asked[MAX_SETS_PER_IDLE_PERIOD:] == [best.layers], "the text may have changed"
+            assert target.asked[MAX_SETS_PER_IDLE_PERIOD:] == [best.layers], (
+                "the best set is evaluated again, because the text may have changed"
+            )

@@ -1,4 +1,4 @@
-"""A draft with a window: what its cache holds, and that no text is too long for it."""
+"""A draft model with an attention window holds the first and last tokens of sequences of any length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VOCAB = 11
 
 
 class Forgetless(TabularModel):
-    """A table whose tokens can be dropped from the end only."""
+    """A table model that can truncate but not remove a range."""
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError("not this one")
@@ -55,13 +55,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def held_by(model: Any) -> list[int]:
-    """The tokens in the inner cache."""
+    """Return the tokens in the inner cache."""
     tokens: list[int] = model._tokens if isinstance(model, TabularModel) else model._known
     return tokens
 
 
 def check_cache(model: Any, text: list[int], at_least: int) -> None:
-    """The inner cache holds sinks and the end of the text, `at_least` of it."""
+    """Check that the inner cache holds the sinks and at least `at_least` last tokens."""
     held = held_by(model)
     sinks, recent = held[:3], held[3:]
     assert sinks == text[: len(sinks)]
@@ -85,7 +85,7 @@ ROUNDS = st.lists(
 @pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 @settings(max_examples=70, deadline=None)
 @given(rounds=ROUNDS)
-def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds: list[Any]) -> None:
+def test_the_cache_holds_the_first_and_last_tokens(make: Callable[[], Any], rounds: list[Any]) -> None:
     inner = make()
     model = WindowedModel(inner, WINDOW, CONTEXT)
     text: list[int] = []
@@ -106,13 +106,13 @@ def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds:
                 with pytest.raises(CancelledError):
                     model.prefill(how)
             model.interrupt(False)
-            # What was given up counts as done; nothing was run.
+            # Evicted tokens count as processed. Nothing was run.
             text = (text + how)[: model.length]
         elif what == "round":
             width, kept = how
             tree = TokenTree.chain(1, [(i * 7 + len(text)) % VOCAB for i in range(width - 1)])
             logits = model.verify(tree)
-            # Sinks and window were brought up to the text before the pass.
+            # Sinks and window were completed before the pass.
             seen = [*text, 1][-2:] if text else [0, 1]
             table_row = seen[0] * VOCAB + seen[1]
             np.testing.assert_array_equal(
@@ -127,7 +127,7 @@ def test_it_holds_the_first_and_the_last_tokens(make: Callable[[], Any], rounds:
         assert inner.length <= INNER
 
 
-def test_rolling_back_inside_the_window_computes_nothing() -> None:
+def test_truncating_inside_the_window_recomputes_nothing() -> None:
     inner = a_table()
     model = WindowedModel(inner, WINDOW, CONTEXT)
     model.prefill([i % VOCAB for i in range(200)])
@@ -136,7 +136,7 @@ def test_rolling_back_inside_the_window_computes_nothing() -> None:
     assert held_by(inner) == [0, 1, 2, *(i % VOCAB for i in range(184, 195))]
 
 
-def test_only_what_is_kept_of_a_prompt_is_run() -> None:
+def test_only_visible_tokens_of_a_prompt_are_prefilled() -> None:
     run: list[int] = []
 
     class Counting(TabularModel):
@@ -149,7 +149,7 @@ def test_only_what_is_kept_of_a_prompt_is_run() -> None:
     assert sum(run) == 19
 
 
-def test_a_window_too_short_is_made_anew() -> None:
+def test_a_window_that_became_too_small_is_recomputed() -> None:
     inner = a_table()
     model = WindowedModel(inner, WINDOW, CONTEXT)
     text = [i % VOCAB for i in range(200)]
@@ -171,12 +171,12 @@ def test_branches() -> None:
     check_cache(inner, [*text, 1, 3, 5], at_least=16)
 
 
-class TestWhatIsRefused:
-    def test_too_small_a_context(self) -> None:
+class TestErrors:
+    def test_inner_context_too_small(self) -> None:
         with pytest.raises(OptionError, match="--draft-window"):
             WindowedModel(a_table(), AttentionWindow(3, 100), CONTEXT)
 
-    def test_more_than_the_text_may_have(self) -> None:
+    def test_sequence_too_long(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         model.prefill([1] * 399)
         with pytest.raises(ContextFullError):
@@ -186,20 +186,20 @@ class TestWhatIsRefused:
         assert (model.length, model.free_tokens) == (399, 1)
         step(model, 1)
 
-    def test_a_tree_wider_than_a_round_may_be(self) -> None:
+    def test_tree_too_wide(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         assert model.facts.capabilities.max_width == 8
         with pytest.raises(CapabilityError, match="wider than 8"):
             model.verify(TokenTree.chain(1, [2] * 8))
 
-    def test_a_state_that_is_none(self) -> None:
+    def test_invalid_snapshot(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         for snapshot in (Snapshot(2, b"nothing"), Snapshot(3, b"[1, 2]"), Snapshot(401, b"[1]")):
             with pytest.raises(BackendError, match="does not fit"):
                 model.restore(snapshot)
         assert model.length == 0
 
-    def test_anything_after_closing(self) -> None:
+    def test_calls_after_close(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         model.close()
         with pytest.raises(ClosedError):
@@ -209,7 +209,7 @@ class TestWhatIsRefused:
 
 
 @pytest.mark.parametrize("trained", [256, 300, 512, 1000, 1412, 5000, 0])
-def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
+def test_limited_to_the_trained_context(trained: int) -> None:
     window = AttentionWindow().limited_to(trained)
     if not trained or trained >= AttentionWindow().context_tokens:
         assert window == AttentionWindow()
@@ -229,13 +229,13 @@ def test_a_window_within_what_a_draft_was_trained_for(trained: int) -> None:
         (1024, 8192, 2048, None),
     ],
 )
-def test_who_gets_a_window(
+def test_choose_draft_window(
     context: int, trained: int, asked: int | None, expected: AttentionWindow | None
 ) -> None:
     assert choose_draft_window(context, trained, asked) == expected
 
 
-def test_a_context_larger_than_the_window_is_left_empty() -> None:
+def test_the_inner_context_may_exceed_the_window() -> None:
     inner = a_table()
     inner.facts = replace(inner.facts, context_tokens=300)
     model = WindowedModel(inner, WINDOW, CONTEXT)
@@ -248,7 +248,7 @@ def test_a_context_larger_than_the_window_is_left_empty() -> None:
 class TestInARuntime:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("branches", [(), (2, 2)])
-    def test_the_same_tokens_and_a_draft_to_the_end(
+    def test_replies_are_identical_and_drafted_to_the_end(
         self, temperature: float, branches: tuple[int, ...]
     ) -> None:
         target = table(1, end=-30.0)
@@ -270,7 +270,7 @@ def llama(path: Path, context: int, **options: Any) -> LanguageModel:
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None:
-    """Prompt and reply longer than the window: the target's own tokens, in memory that stays as it is."""
+    """Prompt and reply exceed the window; replies are identical and memory stays constant."""
     window = AttentionWindow(4, 24)
     with runtime(
         llama(demo_target, 512),
@@ -289,7 +289,7 @@ def test_on_llama_cpp(demo_target: Path, demo_draft: Path, kv_type: str) -> None
 
 
 def test_on_mlx() -> None:
-    """Nothing can be forgotten there: the window is computed again."""
+    """MLX cannot remove a range, so the window is recomputed."""
     pytest.importorskip("mlx.core")
     from edgespec.backends import mlx
     from edgespec.catalog.catalogue import models_folder

@@ -1,4 +1,4 @@
-"""A draft with a window, and one of another vocabulary, keep the contract that every backend keeps."""
+"""Windowed and translated models fulfil the contract of `LanguageModel`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.backends.tiny_models import write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
 
 CONTEXT = 512
-# A table looks back two tokens, so that no window makes a difference to it; elsewhere it is never left.
+# A table model depends on two tokens only, so no window changes its logits.
 WINDOW = AttentionWindow(4, 300)
 WIDE = AttentionWindow(4, CONTEXT)
 
@@ -40,7 +40,7 @@ def windowed_llama(folder: Path) -> LanguageModel:
 
 
 def translated_table(folder: Path) -> LanguageModel:
-    """Every token is shared, under another id. Two tokens might have been spelt, with 16 each."""
+    """Share every token under another id. Room is reserved for two tokens of 16 draft tokens each."""
     letters = LetterVocabulary(11)
     inner = speaking(Pieces([*"jihgfedcba", "k"]), 0, end=0.0, context_tokens=CONTEXT + 30)
     return TranslatedModel(inner, letters, TokenTranslation(letters, inner.vocabulary))

@@ -20,7 +20,8 @@ from edgespec.costs.target_costs import TargetCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.methods import SELF_DRAFTS, DrafterSet, parse_method
+from edgespec.method_names import SELF_DRAFTS, parse_method
+from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to

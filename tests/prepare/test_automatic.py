@@ -1,4 +1,4 @@
-"""What `auto` takes of what was prepared, where there is no draft model."""
+"""Prepared models that `auto` uses without a draft model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def loaded(model: Path) -> Iterator[edgespec.Runtime]:
         yield runtime
 
 
-def test_halves_are_taken_where_the_whole_model_is_named(model: Path) -> None:
+def test_a_split_model_is_used_for_its_source(model: Path) -> None:
     with loaded(model) as runtime:
         plain = runtime.generate("abc", raw=True, max_tokens=24, temperature=0.0, method="none")
     prepare_layerskip(model, 2)
@@ -43,14 +43,14 @@ def test_halves_are_taken_where_the_whole_model_is_named(model: Path) -> None:
             assert reply.tokens == plain.tokens
 
 
-def test_a_copy_with_fewer_bits_comes_first(model: Path) -> None:
+def test_a_low_bit_copy_is_preferred(model: Path) -> None:
     prepare_layerskip(model, 2)
     prepare_lowbit(model, "Q8_0")
     with loaded(model) as runtime:
         assert runtime.method.effective == "lowbit+suffix"
 
 
-def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> None:
+def test_auto_ignores_a_damaged_split_model(model: Path) -> None:
     prepare_layerskip(model, 2)
     prepared = find_prepared("layerskip", model)
     assert prepared is not None
@@ -61,7 +61,7 @@ def test_halves_that_are_damaged_are_left_alone_by_auto_only(model: Path) -> Non
         edgespec.load(str(model), "none", context=256, method="layerskip")
 
 
-def test_a_copy_that_was_cut_short_is_left_alone_by_auto_only(model: Path) -> None:
+def test_auto_ignores_a_truncated_copy(model: Path) -> None:
     prepare_layerskip(model, 2)
     copy = lowbit_file(prepare_lowbit(model, "Q8_0"))
     whole = copy.read_bytes()
@@ -74,7 +74,7 @@ def test_a_copy_that_was_cut_short_is_left_alone_by_auto_only(model: Path) -> No
                 use(str(model), "none", context=256, method="lowbit")
 
 
-def test_a_draft_model_comes_first(demo_target: Path, tmp_path: Path) -> None:
+def test_a_draft_model_is_preferred(demo_target: Path, tmp_path: Path) -> None:
     whole = tmp_path / "demo.gguf"
     whole.symlink_to(demo_target)
     prepare_layerskip(whole, 4)

@@ -1,4 +1,4 @@
-"""Which exit is chosen: by agreement, by what its layers read, and by what passes cost here."""
+"""The exit layer is chosen by agreement, weight bytes and pass costs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def free(_: int) -> float:
     return 1.0
 
 
-class TestWhatAnExitIsWorth:
-    def test_by_hand(self) -> None:
-        """One of five layers agrees always: a draft reads 15 of 55 bytes, and the pass the other 45."""
+class TestExpectedSpeedUp:
+    def test_an_example_computed_by_hand(self) -> None:
+        """One of five layers always agrees: a draft reads 15 of 55 bytes, the verify pass the other 45."""
         only = exit_table({1: 1.0}, LAYERS, HEAD, free).best
         assert only.exit_layer == 1
         assert only.cost == pytest.approx(15 / 55)
@@ -33,7 +33,7 @@ class TestWhatAnExitIsWorth:
         head=st.integers(0, 400),
         row=st.floats(0.0, 2.0),
     )
-    def test_it_is_the_best_chain_of_what_is_read(
+    def test_the_best_draft_length_matches_a_search(
         self, agreements: dict[int, float], layers: list[int], head: int, row: float
     ) -> None:
         def v(rows: int) -> float:
@@ -53,8 +53,8 @@ class TestWhatAnExitIsWorth:
         assert table.best.speed_up == max(one.speed_up for one in table.exits)
         assert table.is_faster == (table.best.speed_up > 1.0)
 
-    def test_a_slow_target_pays_once_its_passes_are_timed(self) -> None:
-        """Where only plain steps were timed a pass is not taken to cost a step for each row."""
+    def test_wide_passes_are_not_assumed_to_be_expensive(self) -> None:
+        """With a measured target step only, a pass is not assumed to cost one step per row."""
         agreements = {2: 0.8}
         assert exit_table(agreements, LAYERS, HEAD, CostCurve((1,), (0.55,)).v).is_faster
         assert (
@@ -64,7 +64,7 @@ class TestWhatAnExitIsWorth:
         assert not exit_table(agreements, LAYERS, HEAD, float).is_faster
 
 
-class TestTheVerdict:
+class TestVerdict:
     @pytest.mark.parametrize(
         ("agreement", "v", "said"),
         [
@@ -73,7 +73,7 @@ class TestTheVerdict:
             (0.1, free, "was not trained for early exit, so it would not be faster here"),
         ],
     )
-    def test_it_says_why(self, agreement: float, v: object, said: str) -> None:
+    def test_the_verdict_names_the_reason(self, agreement: float, v: object, said: str) -> None:
         table = exit_table({2: agreement}, LAYERS, HEAD, v)  # type: ignore[arg-type]
         assert said in table.verdict
         assert table.is_faster == ("about" in said)

@@ -1,4 +1,4 @@
-"""Preparing for early exit: proved, gone on with after any interruption, and never half there."""
+"""Split models are verified, resumed after interruptions, and never incomplete."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _nothing_there() -> bool:
 
 
 class TestParts:
-    def test_the_bytes_of_every_tensor_are_there_once(self, three_layers: Path) -> None:
+    def test_every_tensor_is_stored_once(self, three_layers: Path) -> None:
         prepared = prepare_layerskip(three_layers, 2)
         assert {file.name for file in prepared.files} == FILES
         source = {tensor.name: tensor.data for tensor in gguf.GGUFReader(three_layers).tensors}
@@ -67,7 +67,7 @@ class TestParts:
         for name, data in source.items():
             np.testing.assert_array_equal(found[name], data)
 
-    def test_a_split_model_is_prepared_from_its_parts(self, tmp_path: Path, demo_target: Path) -> None:
+    def test_a_multi_part_model_is_prepared(self, tmp_path: Path, demo_target: Path) -> None:
         source = GgufModel([demo_target])
         names = [tmp_path / f"demo-0000{i}-of-00002.gguf" for i in (1, 2)]
         _split(demo_target, names)
@@ -78,7 +78,7 @@ class TestParts:
         with pytest.raises(ModelFileError, match="has changed since"):
             check_prepared(prepared, names[0])
 
-    def test_arrays_of_layers_are_cut_too(self, tmp_path: Path) -> None:
+    def test_per_layer_arrays_are_split(self, tmp_path: Path) -> None:
         path = tmp_path / "arrays.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_block_count(4)
@@ -108,29 +108,29 @@ class TestParts:
             assert whole == source.metadata(0, 4)
 
 
-class TestRefusals:
+class TestErrors:
     @pytest.mark.parametrize("exit_layer", [0, 3, -1, 99])
-    def test_a_layer_that_is_not_there(self, three_layers: Path, exit_layer: int) -> None:
+    def test_an_exit_layer_out_of_range(self, three_layers: Path, exit_layer: int) -> None:
         with pytest.raises(OptionError, match="from 1 to 2"):
             prepare_layerskip(three_layers, exit_layer)
         assert _nothing_there()
 
     @pytest.mark.parametrize("write", [write_mamba, write_jamba, write_llama], ids=["mamba", "jamba", "one"])
-    def test_models_that_do_not_come_apart(self, tmp_path: Path, write: Callable[[Path], Path]) -> None:
+    def test_models_that_cannot_be_split(self, tmp_path: Path, write: Callable[[Path], Path]) -> None:
         with pytest.raises(CapabilityError, match="cannot be prepared"):
             prepare_layerskip(write(tmp_path / "model.gguf"), 1)
         assert _nothing_there()
 
     @pytest.mark.parametrize(("write", "exit_layer"), [(write_gemma2, 1), (write_gemma3, 2)])
-    def test_halves_that_would_say_something_else(
+    def test_split_models_with_other_logits(
         self, tmp_path: Path, write: Callable[[Path], Path], exit_layer: int
     ) -> None:
-        """Gemma 2 scales what it is given; Gemma 3's layers differ by their number."""
+        """Gemma 2 scales its embeddings, and the layers of Gemma 3 depend on their index."""
         with pytest.raises(CapabilityError, match="computes other logits when it is split"):
             prepare_layerskip(write(tmp_path / "model.gguf"), exit_layer)
         assert _nothing_there()
 
-    def test_a_model_that_was_not_trained_for_it(self, three_layers: Path) -> None:
+    def test_a_model_that_was_not_trained_for_early_exit(self, three_layers: Path) -> None:
         with pytest.raises(CapabilityError, match="would not be faster here"):
             prepare_layerskip(three_layers)
         assert _nothing_there()
@@ -150,7 +150,7 @@ class TestRefusals:
 
 class TestInterruptions:
     @pytest.mark.long
-    def test_cancelled_anywhere_it_goes_on(self, demo: Path) -> None:
+    def test_resumes_after_cancellation(self, demo: Path) -> None:
         calls = 0
 
         def until(limit: int) -> Callable[[str, float], bool]:
@@ -174,7 +174,7 @@ class TestInterruptions:
         check_prepared(prepared, demo, full=True)
         assert written
 
-    def test_killed_at_any_moment_it_goes_on(self, demo: Path) -> None:
+    def test_resumes_after_being_killed(self, demo: Path) -> None:
         program = (
             "import sys\nfrom pathlib import Path\nfrom edgespec.prepare.layerskip import prepare_layerskip\n"
             "prepare_layerskip(Path(sys.argv[1]), 4)\n"
@@ -200,7 +200,7 @@ class TestInterruptions:
 class TestPreparedModels:
     @pytest.mark.parametrize("name", sorted(FILES))
     @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
-    def test_a_damaged_part_is_refused_by_name(self, three_layers: Path, name: str, damage: str) -> None:
+    def test_the_error_names_the_damaged_part(self, three_layers: Path, name: str, damage: str) -> None:
         prepared = prepare_layerskip(three_layers, 1)
         path = prepared.path(name)
         data = path.read_bytes()
@@ -212,13 +212,13 @@ class TestPreparedModels:
             resolve(str(prepared.folder))
         check_prepared(prepare_layerskip(three_layers, 1), three_layers, full=True)
 
-    def test_its_folder_is_a_model(self, three_layers: Path, tmp_path: Path) -> None:
+    def test_the_folder_can_be_loaded(self, three_layers: Path, tmp_path: Path) -> None:
         prepared = prepare_layerskip(three_layers, 1, to=tmp_path / "halves")
         found = resolve(str(tmp_path / "halves"))
         assert (found.format, found.path, found.name) == ("layerskip", prepared.folder, "model.gguf")
         assert resolve(str(three_layers)).format == "gguf"
 
-    def test_it_stands_in_for_a_file_that_is_gone(self, three_layers: Path) -> None:
+    def test_the_split_model_works_without_its_source(self, three_layers: Path) -> None:
         prepared = prepare_layerskip(three_layers, 1)
         three_layers.unlink()
         found = resolve(str(three_layers))
@@ -241,7 +241,7 @@ class TestPreparedModels:
         assert second.files != first.files
 
 
-def test_exits_of_a_model_that_was_trained_for_them_agree(demo_target: Path) -> None:
+def test_exits_of_a_trained_model_agree(demo_target: Path) -> None:
     table = measure_exits(demo_target, GgufModel([demo_target]))
     exits = table.exits
     assert table.layer_count == 12
@@ -255,7 +255,7 @@ def test_exits_of_a_model_that_was_trained_for_them_agree(demo_target: Path) -> 
 
 
 def _split(path: Path, parts: list[Path]) -> None:
-    """Write a model as split files, as llama.cpp's own tool does."""
+    """Write a model in several parts, as the split tool of llama.cpp does."""
     source = GgufModel([path])
     write_metadata_part(
         parts[0],

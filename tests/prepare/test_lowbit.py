@@ -1,4 +1,4 @@
-"""Copies with fewer bits: made once and whole, checked, and refused where they would not help."""
+"""Low-bit copies are made once, checked, and rejected where they would not help."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def source(tmp_path: Path, demo_target: Path) -> Path:
 
 
 def in_store() -> list[str]:
-    """What could be taken for a copy."""
+    """Return the files that look like a copy."""
     return [path.name for path in store_folder().rglob("*.gguf")]
 
 
-def test_a_copy_is_made_once_found_and_smaller(source: Path) -> None:
+def test_a_copy_is_made_once_and_is_smaller(source: Path) -> None:
     made = prepare_lowbit(source, "q2_k")
     assert made.settings == {"type": "Q2_K"}
     assert made.facts["saved_bytes"] == made.facts["source_weight_bytes"] - made.facts["weight_bytes"] > 0
@@ -47,19 +47,19 @@ def test_a_copy_is_made_once_found_and_smaller(source: Path) -> None:
     assert find_lowbit(source, "Q4_0") is None
     check_prepared(made, source, full=True)
     loaded = llamacpp.load(str(lowbit_file(made)), "copy", LoadOptions(context_tokens=256))
-    # Known to a hundredth of a megabyte.
+    # llama.cpp reports sizes to a hundredth of a megabyte.
     assert abs(loaded.facts.weight_bytes - made.facts["weight_bytes"]) < 20_000
     assert loaded.facts.quantisation.startswith("Q2_K")
     loaded.close()
     written = lowbit_file(made).stat().st_mtime_ns
     assert prepare_lowbit(source, "Q2_K") == made
     assert lowbit_file(made).stat().st_mtime_ns == written
-    # Of several, the one made last.
+    # Of several copies, the newest is returned.
     other = prepare_lowbit(source, "Q4_0")
     assert find_lowbit(source) == other
 
 
-def test_a_folder_of_one_s_own(source: Path, tmp_path: Path) -> None:
+def test_a_folder_outside_the_store(source: Path, tmp_path: Path) -> None:
     made = prepare_lowbit(source, "Q3_K", to=tmp_path / "mine")
     assert made.folder == tmp_path / "mine"
     assert made.facts["type"] == "Q3_K_M"
@@ -67,7 +67,7 @@ def test_a_folder_of_one_s_own(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["IQ1_S", "IQ2_XXS", "IQ3_XXS", "Q2_K_S"])
-def test_types_that_need_a_matrix_are_refused(source: Path, tmp_path: Path, name: str) -> None:
+def test_types_that_need_an_importance_matrix_are_an_error(source: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(CapabilityError, match=rf"{name} needs an importance matrix.*choose Q2_K"):
         prepare_lowbit(source, name)
     if name != "IQ3_XXS":
@@ -77,7 +77,7 @@ def test_types_that_need_a_matrix_are_refused(source: Path, tmp_path: Path, name
     assert not (tmp_path / "copy.gguf").exists()
 
 
-def test_types_that_are_not_smaller_or_not_there_are_refused(source: Path, tmp_path: Path) -> None:
+def test_unknown_types_and_types_that_are_not_smaller_are_an_error(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
         OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes.*the model itself takes 12"
     ):
@@ -93,7 +93,7 @@ def test_types_that_are_not_smaller_or_not_there_are_refused(source: Path, tmp_p
 
 
 @pytest.mark.parametrize("write", [write_mamba, write_jamba, write_lfm2])
-def test_a_model_that_could_not_use_a_copy_gets_none(
+def test_a_model_that_cannot_share_its_cache_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
 ) -> None:
     def never(*_: object) -> NoReturn:
@@ -106,7 +106,7 @@ def test_a_model_that_could_not_use_a_copy_gets_none(
     assert not store_folder().exists()
 
 
-def test_no_model_at_all(tmp_path: Path) -> None:
+def test_files_that_are_not_models(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot be read"):
         prepare_lowbit(tmp_path / "none.gguf", "Q2_K")
     rubbish = tmp_path / "rubbish.gguf"
@@ -117,7 +117,7 @@ def test_no_model_at_all(tmp_path: Path) -> None:
         prepare_lowbit(rubbish, "Q2_K")
 
 
-def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
+def test_a_damaged_copy_and_a_changed_source_are_errors(source: Path) -> None:
     made = prepare_lowbit(source, "Q4_0")
     with source.open("r+b") as file:
         file.seek(-100, os.SEEK_END)
@@ -133,7 +133,7 @@ def test_a_damaged_copy_and_a_changed_source_are_told(source: Path) -> None:
     check_prepared(prepare_lowbit(source, "Q4_0"), source, full=True)
 
 
-def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_free_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(source)._replace(free=5 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(ModelFileError, match=r"needs \d\.\d MiB of free space and has 5\.0 MiB; free disk"):
@@ -142,7 +142,7 @@ def test_a_disk_that_is_too_small(source: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_becomes_full(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = tmp_path / "full.gguf"
 
     def named(_: int) -> str:
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
-def test_cancelled_and_gone_on_with(source: Path) -> None:
+def test_resumes_after_cancellation(source: Path) -> None:
     told: list[float] = []
 
     def stop(what: str, fraction: float) -> bool:
@@ -184,13 +184,13 @@ def told(what, fraction):
     print(what, flush=True)
     return True
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
 prepare_lowbit(Path(sys.argv[1]), "Q3_K_M", progress=told)
 """
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_a_run_that_is_killed_leaves_no_copy_and_no_process(source: Path, kind: signal.Signals) -> None:
+def test_a_killed_run_leaves_no_copy_and_no_process(source: Path, kind: signal.Signals) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", _PREPARES, str(source)],
         stdout=subprocess.PIPE,
@@ -206,7 +206,7 @@ def test_a_run_that_is_killed_leaves_no_copy_and_no_process(source: Path, kind: 
     run.wait(timeout=20)
     run.stdout.close()
     assert in_store() == []
-    # The quantiser's own process notices that nobody listens.
+    # The quantiser process ends when its parent is gone.
     deadline = time.monotonic() + 20
     while _group_lives(run.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -222,9 +222,7 @@ def _group_lives(group: int) -> bool:
     return True
 
 
-def test_what_the_quantiser_of_a_killed_run_still_writes_is_not_in_the_copy(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_surviving_quantiser_of_a_killed_run_does_not_change_the_copy(source: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     with copy.open("wb") as elsewhere:
         quantise(source, copy, "Q4_0")
@@ -234,7 +232,7 @@ def test_what_the_quantiser_of_a_killed_run_still_writes_is_not_in_the_copy(
     assert copy.read_bytes() == whole
 
 
-def test_what_a_killed_run_had_of_a_copy_goes(source: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_deleted(source: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy[1].gguf"
     copy.with_name("copy[1].gguf.1.growing").write_bytes(b"half")
     quantise(source, copy, "Q4_0")

@@ -1,4 +1,4 @@
-"""A model that was prepared for early exit gets a copy with fewer bits too, with its own file and without."""
+"""Low-bit copies of split models, with and without the original file."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def halves(source: Path) -> PreparedModel:
+def split_model(source: Path) -> PreparedModel:
     return prepare_layerskip(source, 1)
 
 
 @pytest.fixture
 def demo(tmp_path: Path, demo_target: Path) -> Path:
-    """The halves of the demo target, which is not there any more."""
+    """Return a split model whose original file was deleted."""
     source = Path(shutil.copy(demo_target, tmp_path / "demo.gguf"))
     folder = prepare_layerskip(source, 4).folder
     source.unlink()
@@ -48,7 +48,7 @@ def demo(tmp_path: Path, demo_target: Path) -> Path:
 
 
 def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, bytes]]]:
-    """What a GGUF file says, and its tensors' types and bytes."""
+    """Return the metadata of a GGUF file with the types and bytes of its tensors."""
     model = GgufModel([path])
     said = {key: field.contents() for key, field in model._fields.items() if not key.startswith("GGUF.")}
     return said, {
@@ -61,34 +61,34 @@ def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, byt
     ("write", "exit_layer"),
     [(partial(write_llama, layers=5), 2), (partial(write_llama, layers=4), 2), (write_gemma3, 6)],
 )
-def test_halves_together_are_the_file_they_were(
+def test_the_merged_file_equals_the_original(
     tmp_path: Path, write: Callable[[Path], Path], exit_layer: int
 ) -> None:
     source = write(tmp_path / "model.gguf")
-    halves = prepare_layerskip(source, exit_layer)
+    split_model = prepare_layerskip(source, exit_layer)
     path = tmp_path / "whole.gguf"
-    with merged_file(halves.folder, path):
+    with merged_file(split_model.folder, path):
         assert contents(path) == contents(source)
-    with merged_file(halves.folder, path, header_only=True):
+    with merged_file(split_model.folder, path, header_only=True):
         assert contents(path)[0] == contents(source)[0]
         assert path.stat().st_size >= source.stat().st_size
     assert not path.exists()
 
 
-def test_the_copy_is_the_one_of_the_file(source: Path, halves: PreparedModel) -> None:
+def test_the_copy_equals_that_of_the_original(source: Path, split_model: PreparedModel) -> None:
     expected = prepare_lowbit(source, "Q2_K")
     bytes_of_it = contents(lowbit_file(expected))
     shutil.rmtree(expected.folder)
     source.unlink()
-    made = prepare_lowbit(halves.folder, "Q2_K")
+    made = prepare_lowbit(split_model.folder, "Q2_K")
     assert contents(lowbit_file(made)) == bytes_of_it
     assert (made.facts, made.settings) == (expected.facts, expected.settings)
-    assert made.source == halves.folder
+    assert made.source == split_model.folder
     assert [path.name for path in made.folder.iterdir() if path.suffix == ".gguf"] == ["copy.gguf"]
-    assert find_lowbit(halves.folder) == find_lowbit(halves.folder, "q2_k") == made
-    check_prepared(made, halves.folder, full=True)
-    assert prepare_lowbit(halves.folder, "Q2_K") == made
-    model = load_layerskip(str(halves.folder), "halves", LoadOptions(context_tokens=256))
+    assert find_lowbit(split_model.folder) == find_lowbit(split_model.folder, "q2_k") == made
+    check_prepared(made, split_model.folder, full=True)
+    assert prepare_lowbit(split_model.folder, "Q2_K") == made
+    model = load_layerskip(str(split_model.folder), "split_model", LoadOptions(context_tokens=256))
     model.prefill(tokens_for(model, 20))
     view = model.self_draft(LowBit(str(lowbit_file(made))))
     assert np.isfinite(step(view, 3)).all()
@@ -96,34 +96,34 @@ def test_the_copy_is_the_one_of_the_file(source: Path, halves: PreparedModel) ->
     model.close()
 
 
-def test_it_is_made_from_the_file_while_that_is_there(source: Path, halves: PreparedModel) -> None:
-    made = prepare_lowbit(halves.folder)
+def test_the_original_is_used_if_it_exists(source: Path, split_model: PreparedModel) -> None:
+    made = prepare_lowbit(split_model.folder)
     assert made.source == source
     assert prepare_lowbit(source) == made
     source.unlink()
-    assert find_lowbit(halves.folder) == prepare_lowbit(halves.folder) == made
-    check_lowbit(made, halves.folder)
-    # As it was, and no longer is.
+    assert find_lowbit(split_model.folder) == prepare_lowbit(split_model.folder) == made
+    check_lowbit(made, split_model.folder)
+    # A damaged copy is made again.
     os.truncate(lowbit_file(made), 1000)
     with pytest.raises(ModelFileError, match="is damaged"):
-        check_lowbit(made, halves.folder)
-    again = prepare_lowbit(halves.folder)
-    assert again.source == halves.folder
-    assert find_lowbit(halves.folder) == again
+        check_lowbit(made, split_model.folder)
+    again = prepare_lowbit(split_model.folder)
+    assert again.source == split_model.folder
+    assert find_lowbit(split_model.folder) == again
 
 
-def test_a_copy_of_what_the_file_became_is_another_model_s(source: Path, halves: PreparedModel) -> None:
+def test_a_copy_of_a_changed_original_is_not_used(source: Path, split_model: PreparedModel) -> None:
     data = source.read_bytes()
     source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     prepare_lowbit(source)
-    assert find_lowbit(halves.folder) is None
-    made = prepare_lowbit(halves.folder)
-    assert made.source == halves.folder
-    assert find_lowbit(halves.folder) == made
+    assert find_lowbit(split_model.folder) is None
+    made = prepare_lowbit(split_model.folder)
+    assert made.source == split_model.folder
+    assert find_lowbit(split_model.folder) == made
 
 
-def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "halves"
+def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "split_model"
     prepare_layerskip(source, 1, to=folder)
     source.unlink()
     made = prepare_lowbit(folder)
@@ -135,14 +135,14 @@ def test_other_halves_in_the_same_folder(source: Path, tmp_path: Path) -> None:
     check_lowbit(prepare_lowbit(folder), folder)
 
 
-def test_damaged_halves(source: Path, halves: PreparedModel) -> None:
+def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedModel) -> None:
     source.unlink()
-    os.truncate(halves.path("upper.gguf"), 1000)
+    os.truncate(split_model.path("upper.gguf"), 1000)
     with pytest.raises(ModelFileError, match=r"upper\.gguf is damaged"):
-        prepare_lowbit(halves.folder)
+        prepare_lowbit(split_model.folder)
 
 
-def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_build", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
         prepare_lowbit(demo, "Q8_0")
@@ -150,8 +150,8 @@ def test_types_that_will_not_do(demo: Path, monkeypatch: pytest.MonkeyPatch) -> 
         prepare_lowbit(demo, "IQ2_XXS")
 
 
-def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the halves put together, and for the copy."""
+def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Space is needed for the merged file and for the copy."""
     free = shutil.disk_usage(demo)._replace(free=15 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(
@@ -161,7 +161,7 @@ def test_a_disk_that_is_too_small_for_both(demo: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
-def test_cancelled_and_made_again(source: Path, halves: PreparedModel, at: str) -> None:
+def test_made_again_after_cancellation(source: Path, split_model: PreparedModel, at: str) -> None:
     source.unlink()
     there: list[list[str]] = []
 
@@ -172,8 +172,8 @@ def test_cancelled_and_made_again(source: Path, halves: PreparedModel, at: str) 
         return False
 
     with pytest.raises(CancelledError, match=f"{at}.* was cancelled"):
-        prepare_lowbit(halves.folder, progress=stop)
+        prepare_lowbit(split_model.folder, progress=stop)
     assert there == [["whole.gguf"]]
     assert list((store_folder() / "lowbit").rglob("*.gguf")) == []
-    assert find_lowbit(halves.folder) is None
-    check_lowbit(prepare_lowbit(halves.folder), halves.folder)
+    assert find_lowbit(split_model.folder) is None
+    check_lowbit(prepare_lowbit(split_model.folder), split_model.folder)

@@ -1,4 +1,4 @@
-"""The store of prepared files: whole or not there, kept after an interruption, refused when damaged."""
+"""Prepared models are complete or absent, resumed after interruptions, and rejected when damaged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
 
 
 class Writer:
-    """Writes two files and counts; stops before the file that is called `stop_at`."""
+    """Writes two files and counts calls; raises an error before the file `stop_at`."""
 
     def __init__(self, stop_at: str = "", error: BaseException | None = None) -> None:
         self.written: list[str] = []
@@ -62,7 +62,7 @@ def _made(source: Path, write: Writer | None = None, **options: Any) -> Prepared
     return build("layerskip", source, _SETTINGS, write or Writer(), needed_bytes=1000, **options)
 
 
-def test_what_was_made_is_found_and_right(source: Path) -> None:
+def test_a_built_model_is_found_and_valid(source: Path) -> None:
     made = _made(source)
     assert find_prepared("layerskip", source, _SETTINGS) == read_prepared(made.folder) == made
     assert find_prepared("layerskip", source) == made
@@ -73,14 +73,14 @@ def test_what_was_made_is_found_and_right(source: Path) -> None:
     check_prepared(made, source, full=True)
 
 
-def test_it_is_made_once(source: Path) -> None:
+def test_it_is_built_once(source: Path) -> None:
     _made(source)
     again = Writer()
     _made(source, again)
     assert again.written == []
 
 
-def test_a_folder_of_ones_own_is_found_too(source: Path, tmp_path: Path) -> None:
+def test_a_folder_outside_the_store_is_found(source: Path, tmp_path: Path) -> None:
     made = _made(source, to=tmp_path / "mine")
     assert made.folder == tmp_path / "mine"
     assert find_prepared("layerskip", source, _SETTINGS) == made
@@ -89,12 +89,12 @@ def test_a_folder_of_ones_own_is_found_too(source: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of files are Unicode here")
-def test_a_folder_may_have_a_name_that_is_no_unicode(source: Path, tmp_path: Path) -> None:
+def test_a_folder_name_that_is_not_unicode(source: Path, tmp_path: Path) -> None:
     made = _made(source, to=tmp_path / os.fsdecode(b"mine\xff"))
     assert find_prepared("layerskip", source, _SETTINGS) == made
 
 
-def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path) -> None:
+def test_links_are_followed_and_broken_links_are_errors(source: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_a_link_is_followed_unless_it_leads_nowhere(source: Path, tmp_path: Path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
-def test_where_nothing_can_be_written_nothing_is_waited_for(source: Path) -> None:
+def test_an_unwritable_folder_fails_at_once(source: Path) -> None:
     def progress(what: str, fraction: float) -> bool:
         return "waiting" not in what
 
@@ -116,7 +116,7 @@ def test_where_nothing_can_be_written_nothing_is_waited_for(source: Path) -> Non
         _made(source, to=Path("/proc/foo"), progress=progress)
 
 
-def test_a_foreign_thing_in_the_store_may_be_deleted(source: Path) -> None:
+def test_the_hint_for_a_foreign_folder_in_the_store(source: Path) -> None:
     folder = _made(source).folder
     shutil.rmtree(folder)
     folder.mkdir()
@@ -125,7 +125,7 @@ def test_a_foreign_thing_in_the_store_may_be_deleted(source: Path) -> None:
         _made(source)
 
 
-def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> None:
+def test_other_folders_are_never_overwritten(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(OptionError, match="is not"):
@@ -137,9 +137,7 @@ def test_another_folder_is_never_written_over(source: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("manifest", ['{"theme": "dark"}', '{"version": 1, "kind": "letters"}', "not JSON"])
-def test_a_folder_that_only_looks_like_ones_own_keeps_what_it_holds(
-    source: Path, tmp_path: Path, manifest: str
-) -> None:
+def test_a_folder_with_an_invalid_manifest_is_kept(source: Path, tmp_path: Path, manifest: str) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
@@ -150,7 +148,7 @@ def test_a_folder_that_only_looks_like_ones_own_keeps_what_it_holds(
     assert (mine / "letter.txt").read_text() == "dear"
 
 
-def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path, tmp_path: Path) -> None:
+def test_foreign_files_in_a_damaged_folder_are_kept(source: Path, tmp_path: Path) -> None:
     made = _made(source, to=tmp_path / "mine")
     letter = made.folder / "letter.txt"
     letter.write_text("dear")
@@ -161,7 +159,7 @@ def test_what_was_laid_beside_prepared_files_outlives_their_damage(source: Path,
     assert _made(source, to=made.folder) == made
 
 
-def test_a_folder_that_has_a_name_edgespec_would_use_is_left_alone(source: Path, tmp_path: Path) -> None:
+def test_a_foreign_partial_folder_is_kept(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
     with pytest.raises(OptionError, match="is not an interrupted build"):
@@ -171,9 +169,7 @@ def test_a_folder_that_has_a_name_edgespec_would_use_is_left_alone(source: Path,
     assert (tmp_path / "mine.partial" / "letter.txt").read_text() == "dear"
 
 
-def test_what_an_interrupted_run_with_other_settings_had_finished_is_not_used(
-    source: Path, tmp_path: Path
-) -> None:
+def test_files_of_an_interrupted_build_with_other_settings_are_not_used(source: Path, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         _made(source, Writer("second", KeyboardInterrupt()), to=tmp_path / "mine")
     again = Writer()
@@ -182,7 +178,7 @@ def test_what_an_interrupted_run_with_other_settings_had_finished_is_not_used(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), CancelledError("cancelled"), OSError(28, "full")])
-def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseException) -> None:
+def test_an_interrupted_build_is_resumed(source: Path, error: BaseException) -> None:
     with pytest.raises((KeyboardInterrupt, CancelledError, ModelFileError)):
         _made(source, Writer("second", error))
     assert find_prepared("layerskip", source) is None
@@ -193,7 +189,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(source: Path, error: BaseEx
 
 @pytest.mark.parametrize("step", ["unlink", "rename"])
 @pytest.mark.parametrize("own", [False, True])
-def test_a_run_that_was_killed_at_the_very_end_is_ended_by_the_next(
+def test_a_build_killed_at_the_end_is_completed_by_the_next(
     source: Path, tmp_path: Path, step: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> NoReturn:
@@ -210,9 +206,7 @@ def test_a_run_that_was_killed_at_the_very_end_is_ended_by_the_next(
     assert again.written == []
 
 
-def test_what_was_being_put_away_when_a_run_was_killed_is_ours(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_deletion_is_completed(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(folder: Path) -> NoReturn:
         (folder / MANIFEST).unlink()
         raise KeyboardInterrupt
@@ -226,7 +220,7 @@ def test_what_was_being_put_away_when_a_run_was_killed_is_ours(
     check_prepared(_made(source), source, full=True)
 
 
-def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) -> None:
+def test_a_damaged_finished_file_is_written_again(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
     (kept,) = store_folder().rglob("first")
@@ -236,7 +230,7 @@ def test_a_finished_file_that_was_damaged_meanwhile_is_made_again(source: Path) 
     assert again.written == ["first", "second"]
 
 
-def test_nothing_is_kept_when_the_source_changed_meanwhile(source: Path) -> None:
+def test_finished_files_are_not_used_if_the_source_changed(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
     source.write_bytes(b"GGUF" + b"other" * 1000)
@@ -246,13 +240,13 @@ def test_nothing_is_kept_when_the_source_changed_meanwhile(source: Path) -> None
 
 
 def overwritten(source: Path) -> None:
-    """A byte that no sample of the file has."""
+    """Overwrite a byte that is in no sample of the file."""
     with source.open("r+b") as file:
         file.seek(1_100_000)
         file.write(b"\xff\xfe")
 
 
-def test_what_was_made_of_a_source_that_was_written_to_since_is_made_again(source: Path) -> None:
+def test_a_model_with_a_modified_source_is_built_again(source: Path) -> None:
     _made(source)
     overwritten(source)
     again = Writer()
@@ -260,7 +254,7 @@ def test_what_was_made_of_a_source_that_was_written_to_since_is_made_again(sourc
     assert again.written == ["first", "second"]
 
 
-def test_no_byte_of_the_source_may_change_meanwhile(source: Path) -> None:
+def test_a_source_that_changes_between_builds_restarts_the_build(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
     overwritten(source)
@@ -269,7 +263,7 @@ def test_no_byte_of_the_source_may_change_meanwhile(source: Path) -> None:
     assert again.written == ["first", "second"]
 
 
-def test_a_source_that_was_only_touched_is_read_again_and_gone_on_with(source: Path) -> None:
+def test_a_touched_source_is_read_again_and_the_build_resumed(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, Writer("second", CancelledError("cancelled")))
     os.utime(source, (1e9, 1e9))
@@ -279,7 +273,7 @@ def test_a_source_that_was_only_touched_is_read_again_and_gone_on_with(source: P
 
 
 @pytest.mark.parametrize("change", [overwritten, lambda source: source.write_bytes(b"GGUF other")])
-def test_a_source_that_changes_while_it_is_read_is_told(
+def test_a_source_that_changes_during_the_build_is_an_error(
     source: Path, change: Callable[[Path], object]
 ) -> None:
     class Changing(Writer):
@@ -295,7 +289,7 @@ def test_a_source_that_changes_while_it_is_read_is_told(
     assert again.written == ["first", "second"]
 
 
-def test_nothing_is_left_of_what_cannot_be_done(source: Path) -> None:
+def test_a_capability_error_deletes_the_partial_folder(source: Path) -> None:
     with pytest.raises(CapabilityError):
         _made(source, Writer("second", CapabilityError("it cannot be split")))
     assert not [path for path in store_folder().rglob("*") if path.is_file() and path.suffix != ".lock"]
@@ -303,7 +297,7 @@ def test_nothing_is_left_of_what_cannot_be_done(source: Path) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("damage", ["cut", "head", "gone"])
-def test_a_damaged_file_is_refused_and_made_again(source: Path, damage: str, full: bool) -> None:
+def test_a_damaged_file_is_an_error_and_built_again(source: Path, damage: str, full: bool) -> None:
     made = _made(source)
     path = made.path("first")
     if damage == "cut":
@@ -318,7 +312,7 @@ def test_a_damaged_file_is_refused_and_made_again(source: Path, damage: str, ful
     check_prepared(_made(source), source, full=True)
 
 
-def test_one_byte_anywhere_is_seen_by_a_full_check(source: Path) -> None:
+def test_a_full_check_detects_any_changed_byte(source: Path) -> None:
     made = _made(source)
     path = made.path("second")
     data = bytearray(path.read_bytes())
@@ -328,7 +322,7 @@ def test_one_byte_anywhere_is_seen_by_a_full_check(source: Path) -> None:
         check_prepared(made, full=True)
 
 
-def test_a_changed_source_is_refused(source: Path) -> None:
+def test_a_changed_source_is_an_error(source: Path) -> None:
     made = _made(source)
     source.write_bytes(b"GGUF" + source.read_bytes()[4:][::-1])
     check_prepared(made)
@@ -336,9 +330,7 @@ def test_a_changed_source_is_refused(source: Path) -> None:
         check_prepared(made, source)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_space_is_checked_before_writing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 2**30))
     write = Writer()
@@ -348,7 +340,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert not list(store_folder().rglob("first*"))
 
 
-def test_two_at_once_make_it_once(source: Path) -> None:
+def test_two_concurrent_builds_run_once(source: Path) -> None:
     writers = [Writer() for _ in range(4)]
     threads = [threading.Thread(target=_made, args=(source, writer)) for writer in writers]
     for thread in threads:
@@ -358,13 +350,13 @@ def test_two_at_once_make_it_once(source: Path) -> None:
     assert sorted(len(writer.written) for writer in writers) == [0, 0, 0, 2]
 
 
-def test_progress_can_stop_it(source: Path) -> None:
+def test_progress_can_cancel(source: Path) -> None:
     with pytest.raises(CancelledError):
         _made(source, progress=lambda what, fraction: False)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", None])
-def test_a_source_that_is_no_model_is_refused(source: Path, content: bytes | None) -> None:
+def test_a_source_that_is_not_a_model_is_an_error(source: Path, content: bytes | None) -> None:
     if content is None:
         source.unlink()
     else:
@@ -374,7 +366,7 @@ def test_a_source_that_is_no_model_is_refused(source: Path, content: bytes | Non
 
 
 @pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "kind": "other"}'])
-def test_a_manifest_that_is_none_is_refused(source: Path, manifest: str) -> None:
+def test_an_invalid_manifest_is_an_error(source: Path, manifest: str) -> None:
     made = _made(source)
     (made.folder / "edgespec.json").write_text(manifest)
     with pytest.raises(ModelFileError, match="delete"):

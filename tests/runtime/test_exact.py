@@ -12,8 +12,8 @@ import pytest
 import edgespec
 from edgespec import Reply, Runtime
 from edgespec.assembly import exact
-from edgespec.assembly.exact import hold_to_exact
-from edgespec.assembly.loading import eagerly
+from edgespec.assembly.exact import restrict_to_exact
+from edgespec.assembly.loading import always_draft
 from edgespec.backends.bit_exactness import BitExactPasses
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -46,7 +46,7 @@ def day(
     options = {"context": 1024, "draft": "none", "measure_costs": False, "exact": True, **options}
     replies = []
     with (
-        eagerly(),
+        always_draft(),
         edgespec.load(target, prefix_cache="none", **options) as fresh,
         edgespec.load(target, methods=methods, prefix_cache_memory="64MiB", **options) as runtime,
     ):
@@ -200,17 +200,17 @@ def test_what_was_found_of_other_ways_to_compute_is_not_believed(
 ) -> None:
     """In a smaller context, with fewer threads, with weights in one piece."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
-    small = hold_to_exact(table(3, context_tokens=20), "", None)
+    small = restrict_to_exact(table(3, context_tokens=20), "", None)
     assert small == "exact: nothing is guessed, what was written is read again"
-    assert "17 tokens" in hold_to_exact(table(3), "", None)
+    assert "17 tokens" in restrict_to_exact(table(3), "", None)
     monkeypatch.setattr(exact, "find_bit_exact_passes", lambda *_: BitExactPasses(5, True, True))
-    assert "17 tokens" in hold_to_exact(table(3), "", None)
+    assert "17 tokens" in restrict_to_exact(table(3), "", None)
     split = table(3)
     able = replace(split.facts.capabilities, self_draft_methods=frozenset({"lowbit"}))
     split.facts = replace(split.facts, capabilities=able)
-    assert "5 tokens" in hold_to_exact(split, "", None)
+    assert "5 tokens" in restrict_to_exact(split, "", None)
     monkeypatch.setattr(exact, "usable_cores", lambda: 1000)
-    assert "5 tokens" in hold_to_exact(table(3), "", None)
+    assert "5 tokens" in restrict_to_exact(table(3), "", None)
 
 
 def test_without_it_a_model_is_held_to_nothing() -> None:

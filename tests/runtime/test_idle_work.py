@@ -1,4 +1,4 @@
-"""Between replies drafters may improve; the next reply does not notice but for what they learnt."""
+"""Drafters run idle work between replies, which never changes the tokens of a reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 
 class IdleDrafter(Saying):
-    """Rests in steps, and tells."""
+    """Runs idle work in steps and records them."""
 
     has_idle_work = True
 
@@ -60,8 +60,8 @@ def idle_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "edgespec-idle"]
 
 
-class TestWhen:
-    def test_after_a_reply_until_the_next(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+class TestWhenItRuns:
+    def test_between_two_replies(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=20).tokens
         assert not idle_threads()
         assert runtime.generate(PROMPT, seed=1, max_tokens=20).tokens == expected
@@ -75,7 +75,7 @@ class TestWhen:
         assert stream.reply.tokens == expected
         assert threading.get_ident() not in drafter.threads
 
-    def test_not_after_a_plain_reply(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_not_after_a_reply_without_drafts(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
         assert drafter.started.wait(SECONDS)
         runtime.generate(PROMPT, max_tokens=4, method="none")
@@ -84,7 +84,9 @@ class TestWhen:
         runtime.run_idle_work(lambda: True)
         assert drafter.steps == steps
 
-    def test_not_while_the_target_is_lent_or_after_it(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_not_while_the_target_is_borrowed_or_afterwards(
+        self, runtime: Runtime, drafter: IdleDrafter
+    ) -> None:
         runtime.generate(PROMPT, max_tokens=4)
         assert drafter.started.wait(SECONDS)
         with runtime.borrowed_target():
@@ -93,25 +95,25 @@ class TestWhen:
         runtime.run_idle_work(lambda: True)
         assert drafter.steps == steps
 
-    def test_a_cancel_ends_it(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_cancel_ends_it(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
         assert drafter.started.wait(SECONDS)
         runtime.cancel()
         assert drafter.finished.wait(SECONDS)
 
-    def test_closing_ends_it_and_waits_for_its_thread(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_close_ends_it_and_joins_the_thread(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         runtime.generate(PROMPT, max_tokens=4)
         assert drafter.started.wait(SECONDS)
         runtime.close()
         assert drafter.finished.is_set()
         assert not idle_threads()
 
-    def test_a_drafter_that_does_not_rest_needs_no_thread(self) -> None:
+    def test_no_thread_without_idle_work(self) -> None:
         with with_drafter(table(1), Saying(lambda tokens, length: [1] * length)) as runtime:
             runtime.generate(PROMPT, max_tokens=4)
             assert not idle_threads()
 
-    def test_a_reply_in_quick_succession_is_no_rest(
+    def test_not_between_replies_in_quick_succession(
         self, runtime: Runtime, drafter: IdleDrafter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
@@ -121,8 +123,10 @@ class TestWhen:
         assert drafter.steps == 0
 
 
-class TestWhatGoesWrong:
-    def test_a_failure_is_told_and_ends_resting_only(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+class TestFailures:
+    def test_a_failure_is_reported_and_ends_only_idle_work(
+        self, runtime: Runtime, drafter: IdleDrafter
+    ) -> None:
         def fail() -> None:
             runtime._session.target.truncate(0)
             raise BackendError("the card has left", "look for it")
@@ -138,7 +142,7 @@ class TestWhatGoesWrong:
         runtime.run_idle_work(lambda: True)
         assert drafter.steps == 0
 
-    def test_an_error_of_ours_is_told_as_well(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_unexpected_errors_are_reported(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def fail() -> None:
             raise ZeroDivisionError("one\ntwo")
 
@@ -147,7 +151,7 @@ class TestWhatGoesWrong:
         runtime.run_idle_work(lambda: True)
         assert runtime._session.report("saying").note == "saying stopped learning: ZeroDivisionError: one two"
 
-    def test_a_cancelled_step_is_no_failure(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_a_cancelled_step_is_not_a_failure(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def cancelled() -> None:
             raise CancelledError("cancelled")
 
@@ -156,7 +160,7 @@ class TestWhatGoesWrong:
         runtime.run_idle_work(lambda: True)
         assert runtime._session.report("saying").note == ""
 
-    def test_one_of_several_fails_and_the_others_rest(self) -> None:
+    def test_one_drafter_fails_and_the_others_continue(self) -> None:
         one, other = IdleDrafter("one"), IdleDrafter("other")
 
         def fail() -> None:
@@ -169,7 +173,7 @@ class TestWhatGoesWrong:
             assert other.started.wait(SECONDS)
             assert "one stopped learning: no" in runtime._session.report("all").note
 
-    def test_cells_that_a_rest_lost_are_computed_again(self, runtime: Runtime, drafter: IdleDrafter) -> None:
+    def test_cache_lost_in_idle_work_is_recomputed(self, runtime: Runtime, drafter: IdleDrafter) -> None:
         def lose() -> None:
             runtime._session.target.truncate(2)
 
@@ -181,7 +185,7 @@ class TestWhatGoesWrong:
         assert runtime.generate(PROMPT, seed=1, max_tokens=20).tokens == expected
 
 
-def test_no_step_is_taken_within_a_reply(runtime: Runtime, drafter: IdleDrafter) -> None:
+def test_no_step_runs_during_a_reply(runtime: Runtime, drafter: IdleDrafter) -> None:
     expected = runtime.generate(PROMPT, method="none", seed=1, max_tokens=12).tokens
     session: Session = runtime._session
     wrong: list[object] = []

@@ -20,7 +20,7 @@ from edgespec import (
 )
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError, OptionError
-from edgespec.methods import parse_method
+from edgespec.method_names import parse_method
 from edgespec.tui.model import Load, Progress
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")

@@ -48,8 +48,8 @@ async def test_where_there_is_none_a_new_one_begins(wanted: str, says: str, tmp_
 async def test_what_takes_memory_is_told(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.send("/memory")
-        await d.said("12,345 tokens not read again")
-        assert "3 texts" in d.transcript()
+        await d.said("which saved reading 12,345 tokens")
+        assert "3 prompts" in d.transcript()
 
 
 async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(

@@ -20,14 +20,14 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 def test_one_memory() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
     assert rows["planned"] == "1.9 GiB of 2.8 GiB"
-    assert rows["budget"] == "--memory"
-    assert rows["given up"] == "no draft model: it is short"
+    assert rows["limit set by"] == "--memory"
+    assert rows["left out"] == "no draft model: it is short"
 
 
 def test_cards_beside_it() -> None:
     rows = _rows(Budget(3 * 10**9, "here", gpu_bytes=8 * 10**9))
-    assert rows["on cards"] == "0 B of 7.5 GiB"
-    assert "given up" not in rows
+    assert rows["on the GPU"] == "0 B of 7.5 GiB"
+    assert "left out" not in rows
 
 
 def test_without_a_plan() -> None:
@@ -48,12 +48,10 @@ def test_what_is_free_and_what_others_were_given() -> None:
     )
     rows = dict(memory_rows(use))
     assert rows["context"] == "8,192 tokens, memory for 2,048 so far"
-    assert rows["kept"] == "0 texts, 0 B in memory, of 0 B"
+    assert rows["earlier chats"] == "0 prompts cached, 0 B in memory, at most 0 B"
     assert rows["free"] == "400 MiB"
-    assert rows["gave way"].startswith("96.0 MiB so far; little memory")
-    assert not {"context", "free", "gave way"} & set(
-        dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
-    )
+    assert rows["freed"].startswith("96.0 MiB for other programs so far; last: little")
+    assert not {"context", "free", "freed"} & set(dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage()))))
 
 
 def test_a_context_that_is_as_large_as_it_gets_says_so_once() -> None:

@@ -1,4 +1,4 @@
-"""What the chat says of how replies are sped up, and when."""
+"""The speed-up on the screen."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.tui.texts import speed_up_short
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
@@ -22,41 +23,41 @@ SMALL = replace(
 )
 
 
-async def test_the_gain_is_shown_while_the_reply_is_written(tmp_path: Path) -> None:
+async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
     gate = threading.Event()
     runtime = ScriptedRuntime(scripts=[Script(text="word " * 40, gate=gate)])
     async with driving(loading(runtime), tmp_path, size=(120, 40)) as d:
         status = d.chat.query_one(StatusLine)
-        assert status.facts.method == "model+suffix"
+        assert status.facts.speed_up == "speed-up on"
         await d.press("f3")
         await d.send("Say something.")
-        await until(d.pilot, lambda: status.facts.writing and status.facts.method == "model+suffix +62%")
-        await d.sees("guesses pay here")
+        await until(d.pilot, lambda: status.facts.writing and status.facts.speed_up == "speed-up 1.6×")
+        await d.sees("speed-up 1.62x")
         gate.set()
         await d.settled()
-        assert status.facts.method == "model+suffix +62%"
+        assert status.facts.speed_up == "speed-up 1.6×"
         assert not status.facts.writing
 
 
 @pytest.mark.parametrize("size", [(40, 20), (80, 24), (100, 30)], ids=str)
-async def test_show_has_the_line_and_what_may_be_lost_and_cuts_nothing(
+async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
     tmp_path: Path, size: tuple[int, int]
 ) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
         await d.say("Say something.")
         await d.say("/show")
-        said = " ".join(d.transcript().split())
-        for words in LIVE.line.split():
-            assert words in said
-        assert "9% of the" in said
-        assert f" {LIVE.short} " in " ".join(d.screen_text())
+        shown = " ".join(d.transcript().split())
+        assert "1.6× as fast · automatic (helper model + repeated text)" in shown
+        assert LIVE.reason in shown
+        assert "at most 9% of a" in shown
+        assert " speed-up 1.6× " in " ".join(d.screen_text())
 
 
 @pytest.mark.parametrize("width", [24, 36, 60])
-def test_a_plain_reply_says_why_and_claims_no_gain(width: int) -> None:
+def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int) -> None:
     text = details_content(made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1).plain
-    assert SMALL.line in text
+    assert SMALL.summary in text
     assert text.index("Method") < text.index("This reply")
-    assert "May lose at most" in text
-    assert "Against plain" not in text
-    assert SMALL.short == "plain"
+    assert "Loss limit" in text
+    assert "Speed-up" not in text
+    assert speed_up_short(SMALL) == "speed-up off"

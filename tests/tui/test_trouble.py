@@ -94,7 +94,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
             "Use a larger",
         ),
         (RuntimeError("boom\nwith two lines"), "Unexpected error: RuntimeError", "boom with two lines"),
-        (MemoryError(), "Unexpected error: MemoryError", "Your chat is safe"),
+        (MemoryError(), "Unexpected error: MemoryError", "Your chat is saved"),
     ],
 )
 async def test_an_engine_error_is_a_panel_and_the_chat_goes_on(
@@ -323,6 +323,6 @@ async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> Non
     async with driving(loading(runtime), tmp_path) as d:
         await d.say("first")
         await d.say("second")
-        assert "1 earlier message no longer fits the context and is not seen by the model" in d.transcript()
-        assert d.chat.query_one(StatusLine).facts.unseen_messages == 1
+        assert "the model no longer sees the 1 message above" in d.transcript()
+        assert d.chat.query_one(StatusLine).facts.dropped_messages == 1
         assert not d.chat.query(Panel)

@@ -174,7 +174,7 @@ def test_ages_read_well() -> None:
 
 @pytest.mark.parametrize("width", [20, 32, 40, 60, 78, 120])
 def test_the_status_is_never_cut(width: int) -> None:
-    facts = StatusFacts("model+ngram", True, 312.5, 0.71, 3.3, 31_234, 32_768, 64 * 1024**3)
+    facts = StatusFacts("speed-up 1.6×", True, 312.5, 0.71, 31_234, 32_768, 64 * 1024**3)
     lengths = [len(text) for text, _ in facts.segments()]
     gap, lines = arranged(lengths, width)
     assert [place for line in lines for place in line] == list(range(len(lengths)))
@@ -187,8 +187,8 @@ def test_the_status_is_never_cut(width: int) -> None:
 
 
 def test_a_nearly_full_context_is_marked() -> None:
-    assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_is_tight
-    assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_is_tight
+    assert StatusFacts(context_used_tokens=900, context_tokens=1024).context_nearly_full
+    assert not StatusFacts(context_used_tokens=100, context_tokens=1024).context_nearly_full
 
 
 @pytest.mark.parametrize("width", [20, 34, 60])

@@ -13,10 +13,10 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """The length of the prefix whose cells have not changed since a holder of copies last set it.
+    """The length of the prefix that has not changed since a draft model copied its cells.
 
     Attributes:
-        tokens: The first `tokens` cells are the ones that were copied.
+        tokens: The number of unchanged tokens. The draft model sets it; every rollback lowers it.
     """
 
     tokens: int = 0

@@ -287,7 +287,10 @@ class LayerSkipModel(BaseModel):
             )
         splits = ((self._lower.context, self._lower.cells), (self._context, self._cells))
         if not all(context.can_shift for context, _ in splits):
-            raise CapabilityError(f"{self.facts.name} cannot move cached keys to other positions")
+            raise CapabilityError(
+                f"{self.facts.name} cannot move cached keys to other positions",
+                "truncate the cache and prefill the rest again",
+            )
         self.end_round()
         end = min(end, self.length)
         if start < end:

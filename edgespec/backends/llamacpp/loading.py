@@ -35,7 +35,7 @@ __all__ = [
 
 # Smaller models run on one thread, see `default_threads`. Chosen.
 _SMALL_MODEL_BYTES = 64 * 2**20
-# Stands for a large model where the size does not matter.
+# The model size that `default_threads` assumes by default: any model larger than the small ones.
 _LARGE_MODEL_BYTES = 1 << 40
 
 
@@ -232,7 +232,7 @@ def describe(
         name: Its name.
         plan: The context at its maximum size.
         vocabulary: Its vocabulary.
-        probe_result: What probing it found.
+        probe_result: Its measured capabilities.
     """
     lib = library()
     buffer = ctypes.create_string_buffer(256)

@@ -158,7 +158,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
     text = lib.llama_vocab_get_text
     for token in range(size):
         if text(target_vocab, token) != text(copy_vocab, token):
-            raise _other_model_error(path, f"its token {token} has another text")
+            raise _other_model_error(path, f"its token {token} differs from the target's")
 
 
 def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
@@ -222,25 +222,25 @@ class LowBitView(SelfDraftView[SharedTarget]):
         self._weights = weights
         self.vocabulary = target.model.vocabulary
         max_plan = _plan(target, weights, method, options)
-        whole = self._whole = method.window_tokens is None or max_plan.tokens == target.plan.tokens
-        self._sinks = 0 if whole else method.sink_tokens
-        self._window = _ALL_TOKENS if whole or method.window_tokens is None else method.window_tokens
+        full = self._has_full_context = method.window_tokens is None or max_plan.tokens == target.plan.tokens
+        self._sinks = 0 if full else method.sink_tokens
+        self._window = _ALL_TOKENS if full or method.window_tokens is None else method.window_tokens
         self._begin = self._sinks
         threads = threads_for(weights, options)
-        plan = max_plan.with_tokens(target.facts.context_tokens) if whole else max_plan
+        plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
         # Its length includes the tokens between sinks and window: it is the position of the next draft.
         self._cells = KvCells(self._context, options.max_branches)
-        self._same = target.cells.track_prefix()
+        self._unchanged = target.cells.track_prefix()
         try:
             self._check_cells_arrive_unchanged()
         except BaseException:
-            target.cells.untrack_prefix(self._same)
+            target.cells.untrack_prefix(self._unchanged)
             self._context.close()
             raise
         width = (
             self._context.max_width
-            if whole
+            if full
             else plan.tokens - self._sinks - self._window - _WINDOW_STEP_TOKENS
         )
         capabilities = target.facts.capabilities
@@ -260,17 +260,17 @@ class LowBitView(SelfDraftView[SharedTarget]):
     @property
     def free_tokens(self) -> int:
         room = self._target.free_tokens
-        return max(0, min(room, self._context.tokens - self.length)) if self._whole else room
+        return max(0, min(room, self._context.tokens - self.length)) if self._has_full_context else room
 
     def resized(self) -> None:
         """Resize the context to the target's. If there is no memory for that, it keeps its size."""
         super().resized()
-        if not self._whole:
+        if not self._has_full_context:
             return
         plan = self._context.plan.with_tokens(self.facts.context_tokens)
         try:
             check_resize_fits([self._context.plan], [plan], self.facts.weight_bytes, self._options)
-            self._cells.truncate(min(self._cells.length, self._same.tokens))
+            self._cells.truncate(min(self._cells.length, self._unchanged.tokens))
             rebuild_context(self._context, plan, self._cells.length)
         except MemoryBudgetError:
             pass
@@ -323,7 +323,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         cells, length = self._cells, self._target.length
         passed = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
         begin = self._sinks + max(0, passed)
-        same = min(cells.length, self._same.tokens)
+        same = min(cells.length, self._unchanged.tokens)
         if same < cells.length and self._begin > self._sinks:
             # After a rollback the window may include tokens again that it had passed.
             same = 0
@@ -343,7 +343,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
             self._context.clear()
             cells.truncate(0)
             raise
-        cells.length = self._same.tokens = length
+        cells.length = self._unchanged.tokens = length
 
     def _copy_range(self, start: int, end: int) -> None:
         """Append copies of the target's cells [start, end)."""
@@ -365,6 +365,6 @@ class LowBitView(SelfDraftView[SharedTarget]):
         if self._closed:
             return
         self._closed = True
-        self._target.cells.untrack_prefix(self._same)
+        self._target.cells.untrack_prefix(self._unchanged)
         self._context.close()
         library().llama_model_free(self._weights)

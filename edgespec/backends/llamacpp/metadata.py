@@ -9,7 +9,7 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["all_metadata", "metadata"]
 
-# Longer values are truncated. Chosen: the values read here are numbers and short names.
+# Longer metadata values are truncated. Chosen: only numbers and short names are read.
 _MAX_VALUE_BYTES = 4096
 
 

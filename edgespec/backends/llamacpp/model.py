@@ -194,7 +194,10 @@ class LlamaCppModel(BaseModel):
     def remove_range(self, start: int, end: int) -> None:
         self._check(0)
         if not self._can_shift:
-            raise CapabilityError(f"{self.facts.name} cannot move cached keys to other positions")
+            raise CapabilityError(
+                f"{self.facts.name} cannot move cached keys to other positions",
+                "truncate the cache and prefill the rest again",
+            )
         if self._cells.is_tracked:
             raise CapabilityError(
                 f"the KV cache of {self.facts.name} is in use by a low-bit draft", "close the draft first"

@@ -106,9 +106,9 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
 def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
     """Restore a checkpoint and compare logits bit by bit; then roll back without one and compare again."""
     context.append(_PREFIX, 0)
-    moment = checkpoints.save(len(_PREFIX))
+    checkpoint = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)
-    checkpoints.restore(moment)
+    checkpoints.restore(checkpoint)
     try:
         exact = np.array_equal(first, _rows(context, 0))
     except BackendError:  # llama.cpp rejects a restore that leaves cells behind
@@ -118,7 +118,7 @@ def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCh
     undo_tokens = 0
     if context.undo_tokens and context.drop(0, len(_PREFIX) + 1):
         undone = _rows(context, 1)
-        checkpoints.restore(moment)
+        checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
         # Passes of different widths round differently. The undone state must not differ by more than that.

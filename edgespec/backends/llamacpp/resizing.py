@@ -67,23 +67,23 @@ def check_resize_fits(
     Raises:
         MemoryBudgetError: The contexts exceed the budget or the available memory.
     """
-    wanted, held = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
-    if wanted <= held:
+    new_bytes, old_bytes = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
+    if new_bytes <= old_bytes:
         return
-    if options.memory_bytes is not None and wanted > options.memory_bytes - weight_bytes:
-        left = max(0, options.memory_bytes - weight_bytes)
-        per_token = sum(plan.token_bytes for plan in after)
-        fits = after[0].tokens - -(-(wanted - left) // per_token) if per_token else 0
+    if options.memory_bytes is not None and new_bytes > options.memory_bytes - weight_bytes:
+        left_bytes = max(0, options.memory_bytes - weight_bytes)
+        token_bytes = sum(plan.token_bytes for plan in after)
+        fitting_tokens = after[0].tokens - -(-(new_bytes - left_bytes) // token_bytes) if token_bytes else 0
         raise cache_too_large_error(
-            after[0].tokens, wanted, left, max(0, fits) // BLOCK_TOKENS * BLOCK_TOKENS
+            after[0].tokens, new_bytes, left_bytes, max(0, fitting_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
         )
     # The exported cells take no more memory than the freed context. A GPU's own memory is not checked here:
     # its allocation fails without harm.
-    available = int(psutil.virtual_memory().available)
-    if wanted > available and in_main_memory(options):
+    available_bytes = int(psutil.virtual_memory().available)
+    if new_bytes > available_bytes and in_main_memory(options):
         raise MemoryBudgetError(
-            f"a context of {after[0].tokens:,} tokens needs {format_bytes(wanted)} of memory,"
-            f" but only {format_bytes(available)} are free",
+            f"a context of {after[0].tokens:,} tokens needs {format_bytes(new_bytes)} of memory,"
+            f" but only {format_bytes(available_bytes)} are free",
             "close other programs or use a smaller --context",
         )
 

@@ -1,4 +1,4 @@
-"""MLX models: safetensors folders as mlx-lm loads them. The only place that imports mlx."""
+"""The MLX backend: runs safetensors models through mlx-lm. Only this package imports `mlx`."""
 
 from edgespec.backends.mlx.loading import load
 

@@ -1,7 +1,7 @@
-"""KV caches of our own under mlx-lm's models: rolled back by their offset, exactly.
+"""KV caches with exact rollback, used in place of mlx-lm's.
 
-mlx-lm's own caches cannot all be trimmed, and those that cannot say nothing when asked to. A model sees
-these through the same few methods: `update_and_fetch`, `make_mask`, `offset`.
+mlx-lm's `trim_prompt_cache` silently does nothing for some architectures. The caches here offer the methods
+that mlx-lm's models call (`update_and_fetch`, `make_mask`, `offset`) and roll back by moving the offset.
 """
 
 from __future__ import annotations
@@ -12,76 +12,95 @@ import mlx.core as mx
 
 from edgespec.backends.mlx.pass_layout import PassLayout
 
-__all__ = ["AttentionCache", "QuantizedAttentionCache", "rows_for"]
+__all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Rows of keys or values: [batch, heads, rows, size], or the three parts of their quantised form.
+# Keys or values: one array [batch, heads, rows, head size], or the three arrays of their quantised form.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-_STEP = 256
-# Windows begin at whole blocks: sums over keys are then grouped alike whatever the width of the pass.
-_BLOCK = 64
+# Rows that a cache grows by, as in mlx-lm.
+_GROWTH_ROWS = 256
+# A windowed layer attends from a multiple of this many rows. The kernel then groups its sums over keys in the
+# same way for every pass width.
+_BLOCK_ROWS = 64
 
 
-def rows_for(window: int | None, context_tokens: int) -> int:
-    """How many rows a cache with that window holds when a context of that many tokens is full."""
-    wanted = context_tokens
+def cache_rows(window: int | None, context_tokens: int) -> int:
+    """Return how many rows a cache allocates when a context of `context_tokens` is full.
+
+    Args:
+        window: Sliding window of the layer in tokens; None for full attention.
+        context_tokens: Tokens of the context.
+    """
+    rows = context_tokens
     if window is not None:
-        wanted = min(wanted, window + AttentionCache.slack + 2 * _STEP)
-    return -(-wanted // _STEP) * _STEP
+        rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)
+    return -(-rows // _GROWTH_ROWS) * _GROWTH_ROWS
 
 
 class AttentionCache:
-    """Keys and values of one layer; row i stands at position `start` + i until a tree's round begins.
+    """Keys and values of one attention layer.
 
-    window: how far back a token looks, itself included; None is all the way. A windowed cache keeps
-    `slack` rows more than its window, so that as much can be taken back exactly.
-    offset: rows ever appended and not taken back, which is the position of the next one.
+    Row i holds the token at position `start + i`. While a token tree is verified, the rows of the round are
+    the nodes of the tree in the order in which they were run.
+
+    Attributes:
+        slack: Rows that a windowed cache holds beyond its window, which bounds how far it can roll back.
+        window: Tokens that the layer attends to, the current one included; None for full attention.
+        start: Position of the first row. Above 0 once a windowed cache has dropped old rows.
+        offset: Position of the next token.
     """
 
     slack = 256
 
-    def __init__(self, shape: PassLayout, window: int | None = None) -> None:
-        self._shape = shape
+    def __init__(self, layout: PassLayout, window: int | None = None) -> None:
+        self._layout = layout
         self.window = window
         self.start = 0
         self.offset = 0
         self._keys: Rows = ()
         self._values: Rows = ()
 
-    # What models call.
+    # Methods and properties that mlx-lm's models use.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append rows; everything a token of this pass may look at."""
+        """Append rows, and return the keys and values that the pass attends to.
+
+        In a scratch pass (`PassLayout.scratch`) the rows are not stored.
+        """
         added = keys.shape[2]
         new_keys, new_values = self._encode(keys), self._encode(values)
         spans = self._spans(self.offset + added)
-        if self._shape.scratch:
-            all_keys, all_values = self._beside(self._keys, new_keys), self._beside(self._values, new_values)
+        if self._layout.scratch:
+            all_keys, all_values = self._joined(self._keys, new_keys), self._joined(self._values, new_values)
             self.offset += added
             return self._fetched(all_keys, spans), self._fetched(all_values, spans)
         self._make_room(added, new_keys, new_values)
         low = self.offset - self.start
-        for held, new in zip(self._keys + self._values, new_keys + new_values, strict=True):
-            held[..., low : low + added, :] = new
+        for cached, new in zip(self._keys + self._values, new_keys + new_values, strict=True):
+            cached[..., low : low + added, :] = new
         self.offset += added
         return self._fetched(self._keys, spans), self._fetched(self._values, spans)
 
-    def _beside(self, held: Rows, new: Rows) -> Rows:
-        """The rows in use with new ones after them, which the cache does not keep."""
+    def _joined(self, cached: Rows, new: Rows) -> Rows:
+        """Return the rows in use followed by new ones, without storing them."""
         used = self.offset - self.start
-        if not held:
+        if not cached:
             return new
         return tuple(
-            mx.concatenate([old[..., :used, :], more], axis=2) for old, more in zip(held, new, strict=True)
+            mx.concatenate([old[..., :used, :], more], axis=2) for old, more in zip(cached, new, strict=True)
         )
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """What each of the next `count` tokens may see of the rows that `update_and_fetch` will return."""
+        """Return the attention mask of the next `count` tokens over the rows `update_and_fetch` will return.
+
+        Returns:
+            A bool array [count, keys], `"causal"`, or None where the one token sees every row.
+        """
         window = window_size or self.window
-        if self._shape.positions is not None:
-            return self._shape.tree_mask(_positions(self._spans(self._shape.round_start)), window)
+        if self._layout.positions is not None:
+            return self._layout.tree_mask(_positions(self._spans(self._layout.round_start)), window)
         spans = self._spans(self.offset + count)
         total = sum(end - begin for begin, end in spans)
         if window is None or total <= window:
@@ -95,7 +114,7 @@ class AttentionCache:
         return mask if window is None else mask & (queries < keys + window)
 
     def is_trimmable(self) -> bool:
-        return False  # not through mlx-lm: it is `rewind` that takes rows back
+        return False  # mlx-lm must not trim this cache; use `rewind`.
 
     def size(self) -> int:
         return self.offset
@@ -105,117 +124,126 @@ class AttentionCache:
 
     @property
     def state(self) -> Rows:
-        """All arrays, to be evaluated."""
+        """All arrays of the cache."""
         return self._keys + self._values
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
-    # What the backend calls.
+    # Methods and properties that this backend uses.
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one row; the cache must not be empty."""
+        """Bytes of one row of keys and values. The cache must not be empty."""
         return self.nbytes // self._keys[0].shape[2]
 
     @property
     def side_bytes_per_token(self) -> int:
-        """Bytes of one row of keys or of values, whichever is larger; the cache must not be empty."""
+        """Bytes of one row of keys or of values, whichever is larger. The cache must not be empty."""
         sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
         return max(sides) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
-        """Whether every row that a token at position `length` looks at is still there."""
+        """Return whether the cache still holds every row that the token at position `length` attends to."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Take back everything from position `length` on."""
+        """Drop the rows from position `length` on."""
         self.offset = min(self.offset, length)
 
-    def keep(self, round_start: int, path: list[int]) -> None:
-        """Of the round's rows keep those of `path`, moved to follow one another."""
+    def keep_path(self, round_start: int, path: list[int]) -> None:
+        """Keep the rows of an accepted path, moved together, and drop the other rows of the round.
+
+        Args:
+            round_start: Position of the tree's root.
+            path: Tree nodes to keep, as indices into the rows of the round.
+        """
         low = round_start - self.start
-        wanted = mx.array([low + node for node in path])
-        for held in self._keys + self._values:
-            held[..., low : low + len(path), :] = mx.take(held, wanted, axis=2)
+        kept_rows = mx.array([low + node for node in path])
+        for cached in self._keys + self._values:
+            cached[..., low : low + len(path), :] = mx.take(cached, kept_rows, axis=2)
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """What a snapshot needs: numbers, and the rows in use of positions [first, end)."""
+        """Return [start, end] and the arrays of rows [first, end), for a snapshot."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
-        """Take over what `dump` gave, after the rows before position `first`."""
+        """Restore what `dump` returned, after the cached rows before position `first`."""
         if first:
             used = first - self.start
-            held = [array[..., :used, :] for array in self.state]
-            arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(held, arrays, strict=True)]
+            cached = [array[..., :used, :] for array in self.state]
+            arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(cached, arrays, strict=True)]
         half = len(arrays) // 2
         keys, values = tuple(arrays[:half]), tuple(arrays[half:])
-        # All at once: an interrupt must not leave half of it.
+        # One assignment, so that an interrupt cannot leave the cache half restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
-        """Which positions up to `end` the next pass may look at, as (first, after the last)."""
-        near, before = self._shape.sink_window, self._shape.round_start
+        """Return the position ranges [first, end) below `end` that the next pass attends to."""
+        near, before = self._layout.sink_window, self._layout.round_start
         if near and self.window is None and before > near.sinks + near.recent:
             return [(0, near.sinks), (before - near.recent, end)]
         return [(self._first_key(), end)]
 
     def _first_key(self) -> int:
-        """The position of the first key that the next pass may look at, at a whole block."""
+        """Return the position of the first key that the next pass attends to, rounded down to a block."""
         if self.window is None:
             return self.start
-        shape = self._shape
-        # Mask and keys of a tree both begin with rows from before the round.
-        first = self.offset if shape.positions is None else min(*shape.positions, shape.round_start)
-        return max(self.start, (first - self.window + 1) // _BLOCK * _BLOCK)
+        layout = self._layout
+        # In a tree, both the mask and the keys begin with rows from before the round.
+        first = self.offset if layout.positions is None else min(*layout.positions, layout.round_start)
+        return max(self.start, (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS)
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
+        """Grow the arrays for `added` rows, and drop the rows that have left the window and its slack."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
         drop = 0
         if self.window is not None:
-            oldest = self._shape.round_start - self.window + 1 - self.slack
-            drop = max(0, oldest // _BLOCK * _BLOCK - self.start)
-        rows = -(-(used - drop + added) // _STEP) * _STEP
+            oldest = self._layout.round_start - self.window + 1 - self.slack
+            drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
+        rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if self.window is not None and drop:
-            rows += _STEP  # so that it is not moved again at once
+            rows += _GROWTH_ROWS  # Otherwise a full window would be copied again at the next few tokens.
         moved_keys = self._moved(self._keys, keys, drop, used, rows)
         moved_values = self._moved(self._values, values, drop, used, rows)
-        # All at once: an interrupt must not leave half of it.
+        # One assignment, so that an interrupt cannot leave the cache half moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     @staticmethod
-    def _moved(held: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Rows [drop, used) of `held` in arrays of `rows` rows."""
+    def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
+        """Return rows [drop, used) of `cached` in arrays of `rows` rows, shaped like `like`."""
         moved = []
         for i, new in enumerate(like):
             batch, heads, _, size = new.shape
-            kept = used - drop if held else 0
+            kept = used - drop if cached else 0
             empty = mx.zeros((batch, heads, rows - kept, size), new.dtype)
-            moved.append(mx.concatenate([held[i][..., drop:used, :], empty], axis=2) if kept else empty)
+            moved.append(mx.concatenate([cached[i][..., drop:used, :], empty], axis=2) if kept else empty)
         return tuple(moved)
 
     def _encode(self, rows: mx.array) -> Rows:
         return (rows,)
 
-    def _fetched(self, held: Rows, spans: list[tuple[int, int]]) -> Any:
-        return self._rows(held[0], spans)
+    def _fetched(self, cached: Rows, spans: list[tuple[int, int]]) -> Any:
+        return self._rows(cached[0], spans)
 
-    def _rows(self, held: mx.array, spans: list[tuple[int, int]]) -> mx.array:
-        parts = [held[..., begin - self.start : end - self.start, :] for begin, end in spans]
+    def _rows(self, cached: mx.array, spans: list[tuple[int, int]]) -> mx.array:
+        parts = [cached[..., begin - self.start : end - self.start, :] for begin, end in spans]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 class QuantizedAttentionCache(AttentionCache):
-    """The same, quantised; mlx-lm's attention tells by `bits` and `group_size`."""
+    """An AttentionCache with quantised keys and values.
 
-    def __init__(self, shape: PassLayout, window: int | None, bits: int) -> None:
-        super().__init__(shape, window)
+    mlx-lm's attention takes the quantised kernel for caches that have `bits` and `group_size`.
+    """
+
+    def __init__(self, layout: PassLayout, window: int | None, bits: int) -> None:
+        super().__init__(layout, window)
         self.bits = bits
         self.group_size = 64
 
@@ -227,11 +255,11 @@ class QuantizedAttentionCache(AttentionCache):
     def _encode(self, rows: mx.array) -> Rows:
         return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
 
-    def _fetched(self, held: Rows, spans: list[tuple[int, int]]) -> Any:
-        return tuple(self._rows(array, spans) for array in held)
+    def _fetched(self, cached: Rows, spans: list[tuple[int, int]]) -> Any:
+        return tuple(self._rows(array, spans) for array in cached)
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """int [1, n]: all of these, one after another."""
+    """Return the positions of all spans as one int array [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

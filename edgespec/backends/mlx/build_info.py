@@ -1,4 +1,4 @@
-"""The mlx libraries: imported on first use and without their chatter; what they and this machine are."""
+"""Lazy imports of mlx and mlx-lm, and the versions and the device that they run on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ import psutil
 
 from edgespec.errors import BackendMissingError
 
-__all__ = ["MlxBuildInfo", "build_info", "core", "lm"]
+__all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils"]
 
-_OPEN_FILES = 2048
+# Minimum soft limit of open files, in descriptors. Chosen: a model is split into a few hundred files at most.
+_MIN_OPEN_FILES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class MlxBuildInfo:
-    """The installed libraries, and the device that models run on by default.
+    """Versions of mlx and mlx-lm, and the device that models run on by default.
 
-    recommended_working_set_bytes: what Metal keeps in place at most; 0 where there is no such limit.
+    Attributes:
+        version: The version of mlx.
+        mlx_lm_version: The version of mlx-lm.
+        device: `CPU` or `GPU`, with the device's name where mlx reports one.
+        metal: Whether this build of mlx can use Metal.
+        cuda: Whether this build of mlx can use CUDA.
+        memory_bytes: Memory of the device.
+        recommended_working_set_bytes: Memory that Metal keeps resident at most; 0 on other devices.
     """
 
     version: str
@@ -37,8 +45,12 @@ class MlxBuildInfo:
 
 
 @cache
-def core() -> Any:
-    """mlx.core. Raises BackendMissingError with the way to install it."""
+def mlx_core() -> Any:
+    """Import and return `mlx.core`.
+
+    Raises:
+        BackendMissingError: mlx is not installed, or does not load on this machine.
+    """
     try:
         import mlx.core
     except (ImportError, OSError, RuntimeError) as error:
@@ -47,34 +59,41 @@ def core() -> Any:
 
 
 @cache
-def lm() -> Any:
-    """mlx_lm.utils. Raises BackendMissingError with the way to install it."""
-    mlx = core()
+def mlx_lm_utils() -> Any:
+    """Import and return `mlx_lm.utils`.
+
+    Raises:
+        BackendMissingError: mlx or mlx-lm is not installed, or does not load on this machine.
+    """
+    mlx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Without torch, transformers says so on stderr; its tokenizers warn of forks when they use threads.
+    # transformers prints a warning when torch is missing, and its tokenizers warn about forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with _open_files_kept():
+        with _preserve_open_file_limit():
             import mlx_lm.utils
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
     if mlx.metal.is_available():
-        # Metal may page weights out between passes unless told how much to keep in place.
+        # Without a wired limit, Metal may page weights out between passes.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
 
 def _missing(library: str, error: Exception) -> BackendMissingError:
     return BackendMissingError(
-        f"{library}, which runs MLX models, does not load: {error}",
+        f"cannot load {library}, which runs MLX models: {error}",
         'install it with `pip install "edgespec[mlx]"`, or choose a GGUF model',
     )
 
 
 @contextlib.contextmanager
-def _open_files_kept() -> Iterator[None]:
-    """mlx_lm sets the limits of open files when imported, which lowers high ones and fails on low ones."""
+def _preserve_open_file_limit() -> Iterator[None]:
+    """Keep the limit of open files at its value or at `_MIN_OPEN_FILES`, whichever is higher.
+
+    mlx_lm sets this limit on import, which lowers higher limits and fails where the hard limit is lower.
+    """
     if sys.platform == "win32":
         yield
         return
@@ -88,28 +107,32 @@ def _open_files_kept() -> Iterator[None]:
         resource.setrlimit = set_limits
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    wanted = _OPEN_FILES if hard == unlimited else min(_OPEN_FILES, hard)
-    if soft not in (unlimited, -1) and soft < wanted:
+    minimum = _MIN_OPEN_FILES if hard == unlimited else min(_MIN_OPEN_FILES, hard)
+    if soft not in (unlimited, -1) and soft < minimum:
         with contextlib.suppress(OSError, ValueError):
-            set_limits(resource.RLIMIT_NOFILE, (wanted, hard))
+            set_limits(resource.RLIMIT_NOFILE, (minimum, hard))
 
 
 def build_info() -> MlxBuildInfo:
-    """The facts of the installed libraries. Raises BackendMissingError."""
-    mx = core()
+    """Return the versions of mlx and mlx-lm, and their device.
+
+    Raises:
+        BackendMissingError: mlx or mlx-lm is not installed, or does not load on this machine.
+    """
+    mx = mlx_core()
     try:
         mlx_lm_version = metadata.version("mlx-lm")
     except metadata.PackageNotFoundError as error:
         raise _missing("mlx-lm", error) from error
-    facts = mx.device_info()
+    device_info = mx.device_info()
     kind = "CPU" if mx.default_device() == mx.cpu else "GPU"
-    name = facts.get("device_name") or facts.get("architecture")
+    name = device_info.get("device_name") or device_info.get("architecture")
     return MlxBuildInfo(
         version=mx.__version__,
         mlx_lm_version=mlx_lm_version,
         device=f"{kind} ({name})" if name else kind,
         metal=mx.metal.is_available(),
         cuda=mx.cuda.is_available(),
-        memory_bytes=int(facts.get("memory_size") or psutil.virtual_memory().total),
-        recommended_working_set_bytes=int(facts.get("max_recommended_working_set_size") or 0),
+        memory_bytes=int(device_info.get("memory_size") or psutil.virtual_memory().total),
+        recommended_working_set_bytes=int(device_info.get("max_recommended_working_set_size") or 0),
     )

@@ -1,4 +1,4 @@
-"""A memory as bytes and back."""
+"""Serialisation of a model's caches for snapshots, as a line of JSON followed by the raw arrays."""
 
 from __future__ import annotations
 
@@ -12,63 +12,80 @@ from edgespec.backends.base import Snapshot
 from edgespec.backends.mlx.layer_caches import LayerCaches
 from edgespec.errors import BackendError
 
-__all__ = ["from_bytes", "to_bytes"]
+__all__ = ["deserialize_caches", "serialize_caches"]
 
-# numpy knows no bfloat16: such arrays travel as the integers of the same bits.
-_AS_STORED = {mx.bfloat16: mx.uint16}
+# numpy has no bfloat16, so these arrays are stored as integers with the same bits.
+_STORED_AS = {mx.bfloat16: mx.uint16}
 _DTYPES = {
     str(dtype): dtype
     for dtype in (mx.float32, mx.float16, mx.bfloat16, mx.uint32, mx.uint16, mx.uint8, mx.int32, mx.int64)
 }
 
 
-def to_bytes(memory: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
-    """A line of JSON that tells what is there, then the arrays one after another.
+def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
+    """Serialise the rows of tokens [start, end).
 
-    start, end: the tokens whose rows are wanted; all of them where the memory does not `cut`.
+    Args:
+        caches: The caches.
+        start: First token. Must be 0 unless the caches are `truncatable`.
+        end: End of the range. Must be the length of the caches unless they are `truncatable`.
+        fingerprint: Identifies the model. It must match when the caches are restored.
+
+    Raises:
+        BackendError: The caches have layers of an unknown kind.
     """
-    if memory.foreign:
+    if caches.unknown_kinds:
         raise BackendError(
-            f"a memory of {', '.join(sorted(memory.foreign))} cannot be saved", "compute it again"
+            f"caches of type {', '.join(sorted(caches.unknown_kinds))} cannot be saved",
+            "read the prompt again",
         )
     parts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for cache in memory.attention:
+    for cache in caches.attention:
         numbers, arrays = cache.dump(start, end)
-        parts.append({"numbers": numbers, "arrays": [_described(array, blobs) for array in arrays]})
-    parts += [{"arrays": [_described(array, blobs) for array in cache.cache]} for cache in memory.recurrent]
+        parts.append({"numbers": numbers, "arrays": [_array_header(array, blobs) for array in arrays]})
+    parts += [
+        {"arrays": [_array_header(array, blobs) for array in cache.cache]} for cache in caches.recurrent
+    ]
     header = json.dumps({"model": fingerprint, "start": start, "length": end, "parts": parts})
     return b"\n".join([header.encode(), b"".join(blobs)])
 
 
-def _described(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
+def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
+    """Append the data of an array to `blobs` and return its dtype and shape."""
     if array is None:
         return None
-    stored = array.view(_AS_STORED.get(array.dtype, array.dtype))
+    stored = array.view(_STORED_AS.get(array.dtype, array.dtype))
     blobs.append(np.array(stored).tobytes())
     return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
-def from_bytes(memory: LayerCaches, snapshot: Snapshot, fingerprint: str, most_tokens: int) -> None:
-    """Put what `to_bytes` gave after the tokens before it, which are all that the memory holds.
+def deserialize_caches(
+    caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
+) -> None:
+    """Append a snapshot that `serialize_caches` wrote to the caches.
 
-    Raises BackendError; the memory is then empty.
+    The caches must hold exactly the `snapshot.start` tokens that come before it.
+
+    Raises:
+        BackendError: The snapshot is damaged, of another model, or longer than the context. The caches are
+            empty then.
     """
     start = snapshot.start
     try:
         line, _, rest = snapshot.data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
-            raise ValueError("it is another model's")
-        if header["start"] != start or memory.length != start:
-            raise ValueError(f"it goes after {header['start']} tokens, and {memory.length} are there")
-        if not start <= header["length"] <= most_tokens:
-            raise ValueError(f"it holds {header['length']} tokens, and {most_tokens} fit")
+            raise ValueError("it was saved by another model")
+        if header["start"] != start or caches.length != start:
+            raise ValueError(f"it follows {header['start']} tokens, and the cache holds {caches.length}")
+        if not start <= header["length"] <= context_tokens:
+            raise ValueError(f"it has {header['length']} tokens, and the context has {context_tokens}")
         offset = 0
-        for cache, part in zip([*memory.attention, *memory.recurrent], header["parts"], strict=True):
+        for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
             arrays = []
-            for told in part["arrays"]:
-                array, size = _array(told, rest, offset)
+            for array_header in part["arrays"]:
+                array, size = _read_array(array_header, rest, offset)
                 arrays.append(array)
                 offset += size
             if "numbers" in part:
@@ -76,22 +93,23 @@ def from_bytes(memory: LayerCaches, snapshot: Snapshot, fingerprint: str, most_t
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"{len(rest)} bytes where {offset} are needed")
-        mx.eval(*memory.arrays)
-        memory.length = header["length"]
+            raise ValueError(f"it has {len(rest)} bytes of arrays, and {offset} are expected")
+        mx.eval(*caches.arrays)
+        caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        memory.clear()
+        caches.clear()
         raise BackendError(
-            f"the saved state does not fit this model and context: {error}", "compute it again"
+            f"the saved state does not fit this model and context: {error}", "read the prompt again"
         ) from error
 
 
-def _array(told: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    if told is None:
+def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
+    """Return the array at `offset` and its bytes."""
+    if header is None:
         return None, 0
-    dtype = _DTYPES[told["dtype"]]
-    stored = _AS_STORED.get(dtype, dtype)
+    dtype = _DTYPES[header["dtype"]]
+    stored = _STORED_AS.get(dtype, dtype)
     kind = np.dtype(str(stored).removeprefix("mlx.core."))
-    count = int(np.prod(told["shape"]))
-    values = np.frombuffer(data, kind, count, offset).reshape(told["shape"])
+    count = int(np.prod(header["shape"]))
+    values = np.frombuffer(data, kind, count, offset).reshape(header["shape"])
     return mx.array(values).view(dtype), count * kind.itemsize

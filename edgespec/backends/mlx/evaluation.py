@@ -1,4 +1,4 @@
-"""Evaluation, with MLX's errors translated."""
+"""Evaluation of MLX arrays with translated exceptions, and cleanup of MLX's buffers and thread state."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ __all__ = [
     "translate_errors",
 ]
 
-# What is kept of freed buffers: those of a step, which are small. Where the memory is a graphics processor's,
-# making one is dear.
-_KEPT_BYTES, _KEPT_BYTES_BY_GPU = 2 * 2**20, 64 * 2**20
+# Freed buffers that MLX may hold for reuse. Chosen: the buffers of one target step fit on the CPU; on a GPU
+# more are worth holding, because allocating there is slow.
+_CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
-def translate_errors(what: str) -> Iterator[None]:
-    """Errors of MLX in here become a BackendError that begins with `what`."""
+def translate_errors(failure: str) -> Iterator[None]:
+    """Turn exceptions that MLX raises inside the block into a BackendError that begins with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
         text = " ".join(str(error).split())
         if "alloc" in text.lower() or "memory" in text.lower():
             raise OutOfMemoryError(
-                f"{what}: {text}", "free some memory or use a smaller --context"
+                f"{failure}: {text}", "free some memory or use a smaller --context"
             ) from error
-        raise BackendError(f"{what}: {text}", "try another model, or report this one") from error
+        raise BackendError(f"{failure}: {text}", "try another model, or report this one") from error
 
 
 def start_evaluation(*arrays: mx.array) -> None:
-    """Let these be computed in the background. Raises BackendError."""
+    """Start computing arrays in the background. Raises BackendError."""
     with translate_errors("MLX failed"):
         mx.async_eval(*arrays)
 
 
 def evaluate(*arrays: mx.array) -> None:
-    """Wait until these are computed. Raises BackendError."""
+    """Compute arrays and wait for them. Raises BackendError."""
     with translate_errors("MLX failed"):
         mx.eval(*arrays)
 
 
 def freed_buffers_bytes() -> int:
-    """How much MLX keeps of buffers that were freed, to use them again."""
-    return _KEPT_BYTES if mx.default_device() == mx.cpu else _KEPT_BYTES_BY_GPU
+    """Return how many bytes of freed buffers MLX may hold for reuse on the default device."""
+    return _CPU_FREED_BUFFERS_BYTES if mx.default_device() == mx.cpu else _GPU_FREED_BUFFERS_BYTES
 
 
 def limit_freed_buffers() -> None:
-    """Let MLX keep no more than that: by itself it keeps as much as the machine has."""
+    """Limit the freed buffers that MLX holds for reuse; by default they may fill the memory."""
     mx.set_cache_limit(freed_buffers_bytes())
 
 
 def release_thread_state() -> None:
-    """Let go of what MLX keeps for this thread, which may be about to end.
+    """Free the compiled functions and streams that MLX holds for the calling thread.
 
-    Compiled functions are kept for each thread, and freeing them needs the interpreter: where a thread and
-    the process end together, that aborts the process. The thread may go on with MLX all the same.
+    Call this before a thread ends. MLX frees compiled functions with the thread and needs the interpreter
+    for it, so the process aborts if both end at the same time. The thread can go on using MLX afterwards.
     """
     if threading.current_thread() is threading.main_thread():
         return

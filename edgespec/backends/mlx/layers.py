@@ -1,4 +1,4 @@
-"""The layers of any mlx-lm model: read from outside, left out, or gone on from half-way."""
+"""Access to the layers of any mlx-lm model: record hidden states, skip layers, or resume at a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
 class _LayerProxy:
-    """Stands in the place of a layer for a while. No nn.Module: it has no weights of its own."""
+    """Replaces a layer temporarily and forwards attributes to it.
+
+    It is not an `nn.Module`, because it has no weights of its own.
+    """
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -27,67 +30,74 @@ class _LayerProxy:
 
 
 class SkippedLayer(_LayerProxy):
-    """A layer that is not run: it hands on what it is given, or what it was told to say.
+    """A layer that is not computed. It returns its input, or the given `output`.
 
-    given: the hidden states [1, tokens, size] of the last pass that came here.
+    Attributes:
+        last_input: Hidden states [1, tokens, size] that the last pass brought here.
     """
 
-    def __init__(self, layer: Any, says: mx.array | None = None) -> None:
+    def __init__(self, layer: Any, output: mx.array | None = None) -> None:
         super().__init__(layer)
-        self._says = says
-        self.given: mx.array | None = None
+        self._output = output
+        self.last_input: mx.array | None = None
 
     def __call__(self, states: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
-        self.given = states
-        return states if self._says is None else self._says
+        self.last_input = states
+        return states if self._output is None else self._output
 
 
 class LayerList:
-    """The layers of a model, for passes with others in their places.
+    """The list of layers of a model, which passes can replace.
 
-    Raises CapabilityError where the model does not keep its layers in one list.
+    Raises:
+        CapabilityError: The model does not hold its layers in one list.
     """
 
     def __init__(self, model: Any) -> None:
-        self._holder, self._name = _find_layers(model)
-        self.layers: list[Any] = self._holder[self._name]
+        self._parent, self._name = _find_layers(model)
+        self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """The list with these layers left out."""
+        """Return the layers with those at `indices` skipped."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
-    def after(self, layer: int, states: mx.array) -> list[Any]:
-        """The list that goes on where the layers below `layer` said `states`."""
-        done = [SkippedLayer(one) for one in self.layers[: layer - 1]]
-        return [*done, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
+    def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
+        """Return layers that skip those below `layer` and go on with `states`, their hidden states."""
+        skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
+        return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
-        """Passes in here run these."""
-        self._holder[self._name] = layers
+        """Run the passes inside the block with these layers."""
+        self._parent[self._name] = layers
         try:
             yield
         finally:
-            self._holder[self._name] = self.layers
+            self._parent[self._name] = self.layers
 
 
 class _HookedLayer(_LayerProxy):
-    def __init__(self, layer: Any, index: int, taps: HiddenStateHooks) -> None:
+    def __init__(self, layer: Any, index: int, hooks: HiddenStateHooks) -> None:
         super().__init__(layer)
         self._index = index
-        self._taps = taps
+        self._hooks = hooks
 
     def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> Any:
         result = self._layer(states, *args, **kwargs)
-        self._taps.record(self._index, states, result)
+        self._hooks.record(self._index, states, result)
         return result
 
 
 class HiddenStateHooks:
-    """Reads what goes into and comes out of layers while a model runs.
+    """Records the hidden states that enter and leave layers while the model runs.
 
-    inputs, outputs: hidden states [1, tokens, size] of the last pass, by layer.
-    Raises CapabilityError where the model does not keep its layers in one list.
+    Attributes:
+        count: Number of layers.
+        inputs: Hidden states [1, tokens, size] that entered each hooked layer in the last pass, by layer.
+        outputs: Hidden states [1, tokens, size] that left each hooked layer in the last pass, by layer.
+
+    Raises:
+        CapabilityError: The model does not hold its layers in one list.
     """
 
     def __init__(self, model: Any) -> None:
@@ -97,29 +107,29 @@ class HiddenStateHooks:
         self.outputs: dict[int, mx.array] = {}
 
     def record(self, index: int, states: mx.array, result: Any) -> None:
-        """Keep what one layer got and gave."""
+        """Store the input and the result of one layer."""
         self.inputs[index] = states
         self.outputs[index] = result[0] if isinstance(result, tuple) else result
 
     @contextmanager
     def on(self, indices: Sequence[int]) -> Iterator[None]:
-        """Passes in here leave the states of these layers behind."""
+        """Record the hidden states of these layers in passes inside the block."""
         self.inputs, self.outputs = {}, {}
-        wanted = set(indices)
-        tapped = [
-            _HookedLayer(layer, i, self) if i in wanted else layer
+        hooked_indices = set(indices)
+        hooked = [
+            _HookedLayer(layer, i, self) if i in hooked_indices else layer
             for i, layer in enumerate(self._list.layers)
         ]
-        with self._list.replaced(tapped):
+        with self._list.replaced(hooked):
             yield
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:
-    """The module that holds the list of layers, and the list's name there."""
+    """Return the module that holds the list of layers, and the name of the list in it."""
     layers = model.layers
     for _, module in model.named_modules():
         for name, value in module.items():
             same = isinstance(value, list) and len(value) == len(layers)
             if same and all(a is b for a, b in zip(value, layers, strict=True)):
                 return module, name
-    raise CapabilityError("its layers are in no list of their own")
+    raise CapabilityError("the model does not hold its layers in one list")

@@ -1,4 +1,4 @@
-"""From a folder to a model behind the Protocol, with what it can do found out by trying."""
+"""Loads an MLX model from a folder and probes what it can do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
-from edgespec.backends.mlx.build_info import core
+from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
@@ -22,19 +22,31 @@ if TYPE_CHECKING:
 
 __all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
 
-# As many rows as any policy asks for. What a pass computes in grows with them, and is part of the plan.
+# Maximum rows of a verify pass. Chosen: no controller asks for more. The memory plan counts the buffers of
+# the widest pass.
 MAX_WIDTH = 64
+# Bits of cached keys and values by `LoadOptions.kv_type`; None for the data type that the model computes in.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
     """Load the MLX or Hugging Face model in a folder.
 
-    Raises ModelFileError (no such model, damaged, a GGUF, unknown architecture), MemoryBudgetError,
-    OptionError, BackendMissingError, and CancelledError when `progress` returns False.
+    Args:
+        path: The folder.
+        name: Name of the model for messages.
+        options: Load options. Options that MLX does not support must have their default.
+        progress: Called while weights load. It cancels by returning False.
+
+    Raises:
+        ModelFileError: The folder holds no model, or it is damaged or of an unknown architecture.
+        MemoryBudgetError: The model or its context does not fit the memory.
+        OptionError: An option is not supported.
+        BackendMissingError: mlx or mlx-lm is not installed.
+        CancelledError: `progress` returned False.
     """
     check_options(options)
-    core()  # says so where mlx is missing; what is imported from here on needs it
+    mlx_core()  # Raises BackendMissingError before the imports below can fail.
     from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
 
     unmap_freed_buffers()
@@ -51,41 +63,41 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     from edgespec.backends.mlx.probe import PROBE_TOKENS
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
-    checkpoint = load_model(path, name, options, progress)
-    context_tokens = requested_context(options, checkpoint.trained_context_tokens)
-    facts = _facts(checkpoint, path, name, context_tokens)
-    vocabulary = MlxVocabulary(checkpoint.tokenizer, checkpoint.vocab_size)
+    loaded = load_model(path, name, options, progress)
+    context_tokens = requested_context(options, loaded.trained_context_tokens)
+    facts = _facts_before_probe(loaded, path, name, context_tokens)
+    vocabulary = MlxVocabulary(loaded.tokenizer, loaded.vocab_size)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(
-        checkpoint,
-        # A context may be smaller than what is tried in it.
+        loaded,
+        # The context must hold the probe's tokens, even if the requested one is smaller.
         replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
         vocabulary,
         kv_bits=KV_BITS[options.kv_type],
         batch_tokens=options.batch_tokens,
     )
     try:
-        found = _probed(model, options)
-        model.parts.missing = found.no_self_draft
-        weight_bytes = checkpoint.weight_bytes + checkpoint.low_bits_bytes
-        model.kv_bytes_within = partial(_kv_bytes_within, found.kv_bytes_for, weight_bytes, options)
+        result = _probe(model, options)
+        model.partial_models.unavailable = result.unavailable_self_drafts
+        weight_bytes = loaded.weight_bytes + loaded.low_bits_bytes
+        model.kv_bytes_for = partial(_checked_kv_bytes, result.kv_bytes_for, weight_bytes, options)
         model.facts = replace(
             facts,
-            kv_bytes=model.kv_bytes_within(context_tokens),
-            capabilities=found.capabilities,
-            rollback=found.rollback,
+            kv_bytes=model.kv_bytes_for(context_tokens),
+            capabilities=result.capabilities,
+            rollback=result.rollback,
         )
-        if not found.replays:
+        if not result.needs_replay:
             return model
         from edgespec.backends.replay import ReplayModel
 
-        return ReplayModel(model, found.capabilities.reason)
+        return ReplayModel(model, result.capabilities.reason)
     except BaseException:
         model.close()
         raise
 
 
-def _probed(model: MlxModel, options: LoadOptions) -> ProbeResult:
+def _probe(model: MlxModel, options: LoadOptions) -> ProbeResult:
     from edgespec.backends.mlx.probe import probe
 
     try:
@@ -100,57 +112,57 @@ def _probed(model: MlxModel, options: LoadOptions) -> ProbeResult:
 
 
 def check_options(options: LoadOptions) -> None:
-    """Refuse what would have no effect."""
+    """Raise OptionError for options that MLX does not support."""
     if options.kv_type not in KV_BITS:
         raise OptionError(
-            f"kv_type is {options.kv_type!r}",
-            f"with MLX choose one of {', '.join(KV_BITS)}; auto keeps the type the model computes in",
+            f"kv_type {options.kv_type!r} is not available for MLX models",
+            f"with MLX choose one of {', '.join(KV_BITS)}; auto is the type that the model computes in",
         )
-    for name, given, hint in (
+    for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses its threads itself"),
         ("gpu_layers", options.gpu_layers is not None, "MLX runs the whole model on one device"),
-        ("flash_attention", options.flash_attention != "auto", "MLX has one kernel"),
+        ("flash_attention", options.flash_attention != "auto", "MLX has one attention kernel"),
         ("mlock", options.mlock, "MLX keeps the weights in memory anyway"),
-        ("mmap", not options.mmap, "MLX reads the weights once"),
+        ("mmap", not options.mmap, "MLX reads the weights into memory anyway"),
     ):
-        if given:
-            raise OptionError(f"{name} has no meaning for an MLX model: {hint}", f"leave {name} out")
+        if is_set:
+            raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"leave {name} out")
 
 
-def _facts(checkpoint: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
-    trained = checkpoint.trained_context_tokens or context_tokens
+def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
+    trained = loaded.trained_context_tokens or context_tokens
     notice = ""
     if context_tokens > trained:
-        notice = f"{name} was trained for {trained} tokens of context; beyond them it may ramble"
+        notice = f"{name} was trained for a context of {trained} tokens; longer texts may come out incoherent"
     return ModelFacts(
         name=name,
         path=path,
-        architecture=checkpoint.architecture,
-        description=checkpoint.description,
-        parameters=checkpoint.parameters,
-        file_bytes=checkpoint.file_bytes,
-        weight_bytes=checkpoint.weight_bytes,
+        architecture=loaded.architecture,
+        description=loaded.description,
+        parameters=loaded.parameters,
+        file_bytes=loaded.file_bytes,
+        weight_bytes=loaded.weight_bytes,
         kv_bytes=0,
-        quantisation=checkpoint.quantisation,
+        quantisation=loaded.quantisation,
         trained_context_tokens=trained,
         context_tokens=context_tokens,
         vocab_size=0,
         chat_template=False,
-        capabilities=Capabilities(True, True, "", MAX_WIDTH),  # until it is probed
+        capabilities=Capabilities(True, True, "", MAX_WIDTH),
         notice=notice,
     )
 
 
-def _kv_bytes_within(
+def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Bytes of a full context. Raises MemoryBudgetError when it would not fit what is there for it."""
+    """Return the bytes of a full context. Raises MemoryBudgetError if they do not fit beside the weights."""
     limit = options.memory_bytes
-    left = psutil.virtual_memory().available if limit is None else limit - weight_bytes
-    wanted = kv_bytes_for(context_tokens)
-    if wanted <= left:
-        return wanted
-    fits = context_tokens
-    while fits and kv_bytes_for(fits) > left:
-        fits = fits // 2 // BLOCK_TOKENS * BLOCK_TOKENS
-    raise cache_too_large_error(context_tokens, wanted, left, fits)
+    free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
+    needed_bytes = kv_bytes_for(context_tokens)
+    if needed_bytes <= free_bytes:
+        return needed_bytes
+    fitting_tokens = context_tokens
+    while fitting_tokens and kv_bytes_for(fitting_tokens) > free_bytes:
+        fitting_tokens = fitting_tokens // 2 // BLOCK_TOKENS * BLOCK_TOKENS
+    raise cache_too_large_error(context_tokens, needed_bytes, free_bytes, fitting_tokens)

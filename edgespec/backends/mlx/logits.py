@@ -1,4 +1,4 @@
-"""Logits that stay on the device: filtered, drawn from and compared there."""
+"""Logits on the device: filters and samples there, so that only tokens have to be copied to the host."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temper
 
 __all__ = ["DeviceLogits"]
 
-# How many more candidates are fetched than asked for, so that ties at the edge are seen.
-_SPARE = 16
-_FEW = 64
+# Candidates that are fetched beyond those needed, so that ties at the last place are noticed. Chosen.
+_SPARE_CANDIDATES = 16
+# Candidates that `above` fetches before it falls back to the whole row. Chosen.
+_ABOVE_CANDIDATES = 64
 
 
 class _DeviceChain(NamedTuple):
@@ -60,23 +61,33 @@ def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) ->
 
 
 class DeviceLogits:
-    """Logits of a pass, [rows, vocab] on the device; one answer for all rows is fetched at a time.
+    """Logits of a pass, [rows, vocab], on the device. Each query is answered for all rows in one transfer.
 
-    depths: how deep each row's token stands in its tree; noise depends on the position.
-    started: called with the device's token (uint32 [1]) as soon as the best of the last row is being
-    computed, so that the next step can be begun before anybody waits. chosen: that token, once it is known.
+    Attributes:
+        chosen: The best token of the last row; None until it was fetched.
+        vocab_size: Number of logits in a row.
+        waited_seconds: Time that callers have waited for the device.
+        overlapped_seconds: Time spent on launching the pass while the draft was still running.
     """
 
     def __init__(
         self,
         rows: mx.array,
         depths: Sequence[int],
-        started: Callable[[mx.array, DeviceLogits], None] | None = None,
+        on_best_started: Callable[[mx.array, DeviceLogits], None] | None = None,
     ) -> None:
+        """Create the logits of a pass.
+
+        Args:
+            rows: Lazy logits, [rows, vocab].
+            depths: Depth of each row's token in its tree. The noise depends on the position.
+            on_best_started: Called with the best token of the last row (uint32 [1] on the device) as soon as
+                its computation was started, so that the next pass can be launched before anybody waits.
+        """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
         self._depths = depths
-        self._started = started
+        self._on_best_started = on_best_started
         self._fetched: dict[Any, Any] = {}
         self.vocab_size: int = rows.shape[1]
         self.waited_seconds = self.overlapped_seconds = 0.0
@@ -93,9 +104,9 @@ class DeviceLogits:
         root = noise.position - self._depths[row] if noise else 0
         key_of_answer = (count, chain, noise and noise.seed, root)
         if key_of_answer not in self._fetched:
-            started = self._started if count == 1 and row == len(self) - 1 else None
+            on_best_started = self._on_best_started if count == 1 and row == len(self) - 1 else None
             seed = noise.seed if noise else 0
-            self._fetched[key_of_answer] = self._fetch_best(count, chain, seed, root, started)
+            self._fetched[key_of_answer] = self._fetch_best(count, chain, seed, root, on_best_started)
         tokens, kept, peaks = self._fetched[key_of_answer]
         return tokens[row][: kept[row]], peaks[row]
 
@@ -105,7 +116,7 @@ class DeviceLogits:
         chain: _DeviceChain,
         seed: int,
         root: int,
-        started: Callable[[mx.array, DeviceLogits], None] | None,
+        on_best_started: Callable[[mx.array, DeviceLogits], None] | None,
     ) -> tuple[Any, Any, Any]:
         rows = self._rows
         peaks = rows.max(axis=-1)
@@ -117,35 +128,35 @@ class DeviceLogits:
             tokens = mx.argmax(rows, axis=-1, keepdims=True)
         else:
             tokens = _largest(rows, count)[0]
-        asked_at = now()
-        asked = [tokens, peaks] if kept is None else [tokens, peaks, kept]
-        if started is not None:
-            # All that is waited for is queued first, or it would be computed after the next step.
-            start_evaluation(*asked)
-            started(tokens[-1], self)
-        evaluate(*asked)
-        self.waited_seconds += now() - asked_at
-        found: Any = tokens.tolist()
-        if started is not None:
-            self.chosen = found[-1][0]
-        return found, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
+        begin = now()
+        results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
+        if on_best_started is not None:
+            # Queue the results before the next pass, or the device would compute them after it.
+            start_evaluation(*results)
+            on_best_started(tokens[-1], self)
+        evaluate(*results)
+        self.waited_seconds += now() - begin
+        fetched: Any = tokens.tolist()
+        if on_best_started is not None:
+            self.chosen = fetched[-1][0]
+        return fetched, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
 
     def top(self, row: int, count: int) -> Candidates:
-        wanted = count + _SPARE
-        if count <= 0 or wanted >= self.vocab_size:
+        fetch_count = count + _SPARE_CANDIDATES
+        if count <= 0 or fetch_count >= self.vocab_size:
             return self._row(row).top(0, count)
-        tokens, values = self._largest(wanted)
+        tokens, values = self._largest(fetch_count)
         tokens, values = tokens[row], values[row]
-        if values[count - 1] == values[-1]:  # a tie that may go on
+        if values[count - 1] == values[-1]:  # A tie that may continue in the rest of the row.
             return self._row(row).top(0, count)
         return _ascending(tokens, values, values >= values[count - 1])
 
     def above(self, row: int, margin: float) -> Candidates:
-        if self.vocab_size <= _FEW:
+        if self.vocab_size <= _ABOVE_CANDIDATES:
             return self._row(row).above(0, margin)
-        tokens, values = self._largest(_FEW)
+        tokens, values = self._largest(_ABOVE_CANDIDATES)
         tokens, values = tokens[row], values[row]
-        # Rounded down, or a logit at the very edge would be lost.
+        # Round down, so that float32 rounding does not exclude a logit exactly at the margin.
         floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
         if not values[-1] < floor:
             return self._row(row).above(0, margin)
@@ -158,25 +169,25 @@ class DeviceLogits:
     def limit_vocab(self, vocab_size: int) -> DeviceLogits:
         if vocab_size >= self.vocab_size:
             return self
-        return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._started)
+        return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The `count` largest of every row, best first, lowest id first on ties."""
+        """Return (tokens, logits) of the `count` largest logits of every row; see `_largest`."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
             self._fetched[count] = np.array(tokens).astype(np.int64), fetched
-        found: tuple[NDArray[np.int64], NDArray[np.float32]] = self._fetched[count]
-        return found
+        largest: tuple[NDArray[np.int64], NDArray[np.float32]] = self._fetched[count]
+        return largest
 
     def _row(self, row: int) -> HostLogits:
-        """One whole row, brought here: for settings that filter nothing out."""
+        """Copy a whole row to the host."""
         return HostLogits(self._host(self._rows[row])[None])
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
-        started = now()
+        begin = now()
         evaluate(array)
-        self.waited_seconds += now() - started
+        self.waited_seconds += now() - begin
         return np.array(array)
 
 
@@ -186,7 +197,10 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 
 
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """(tokens, logits) [rows, count], best first, lowest id first among those that were picked."""
+    """Return tokens and values, [rows, count], of the largest logits: best first, lowest id first on ties.
+
+    A tie at the last place is broken arbitrarily.
+    """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
     else:
@@ -199,15 +213,25 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 def _drawn(
     rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: _DeviceChain
 ) -> tuple[mx.array, mx.array | None]:
-    """The `count` tokens of largest log p + noise of each row, and how many the filters kept (None: all).
+    """Return the `count` tokens with the largest log p + noise of each row, best first.
 
-    The same chain as the classes in `engine.processors`, in single precision.
+    The chain is that of the classes in `engine.processors`, in single precision.
+
+    Args:
+        rows: Logits, float32 [rows, vocab].
+        peaks: Largest logit of each row, [rows].
+        keys: Keys of the noise, uint64 [rows].
+        count: Tokens to return.
+        chain: Settings of the sampling chain.
+
+    Returns:
+        The tokens [rows, count], and how many of them the filters kept in each row (None if all).
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
-        wanted = min(chain.top_k or size, size)
-        tokens, values = _largest(rows, min(wanted + _SPARE, size))
-        tokens, values = tokens[:, :wanted], values[:, :wanted]
+        candidates = min(chain.top_k or size, size)
+        tokens, values = _largest(rows, min(candidates + _SPARE_CANDIDATES, size))
+        tokens, values = tokens[:, :candidates], values[:, :candidates]
     else:
         tokens, values = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape), rows
     log_probs = (values - peaks[:, None]) / chain.temperature
@@ -221,7 +245,7 @@ def _drawn(
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)
-    if count == 1:  # the best of all is always kept
+    if count == 1:  # The filters never remove the best token of all.
         return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
     place = mx.argsort(-scores, axis=-1)[:, :count]
     kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)
@@ -229,7 +253,7 @@ def _drawn(
 
 
 def _words(values: Iterable[int]) -> mx.array:
-    """uint64 [n]; MLX takes large ones from numpy only."""
+    """Return a uint64 array [n]. MLX accepts values above 2^63 from numpy only."""
     return mx.array(np.fromiter(values, np.uint64))
 
 
@@ -240,13 +264,18 @@ _GOLDEN, _M1, _M2, _LAST = map(
 
 @partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
-    """The noise of `engine.noise.gumbel`, rounded to float32: keys uint64 [rows], tokens [rows, n]."""
+    """Return the noise of `engine.noise.gumbel`, rounded to float32.
+
+    Args:
+        keys: Keys of the noise, uint64 [rows].
+        tokens: Token ids, [rows, n].
+    """
     words = tokens.astype(mx.uint64) ^ keys[:, None]
     words = words + _GOLDEN
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # Close to 1 a float has no digits left: what is missing to 1 has them.
+    # float32 cannot represent numbers close to 1 finely enough, but it can represent their distance to 1.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
-    missing = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
-    return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-missing)))
+    distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
+    return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

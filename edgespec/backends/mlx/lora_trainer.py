@@ -1,15 +1,15 @@
-"""A low-rank change beside a model's weights, trained on what a target said.
+"""Trains a LoRA adapter beside a draft model's weights, on the target's corrections.
 
-Sources: OSD (arXiv 2310.07177), LoRA (arXiv 2106.09685).
+Sources: online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -25,24 +25,30 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.backends.optional_features import TrainingExample
 from edgespec.errors import BackendError, CapabilityError
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
-
 __all__ = ["MlxTrainer"]
 
+# Hyperparameters, chosen: common values for LoRA adapters of small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
-_LARGEST_GRADIENT = 1.0
-# How much of the loss is to stay what it was where it was right.
-_KEEP = 1.0
+_MAX_GRADIENT_NORM = 1.0
+# Weight of the rows that the draft predicted correctly, against 1 for the corrected rows. Chosen.
+_RETENTION_WEIGHT = 1.0
 
 _Weights: TypeAlias = dict[str, mx.array]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a linear layer stands in its parent, and what may stand there in its place."""
+class _AdaptedLayer:
+    """A linear layer and the LoRA layer that can replace it.
+
+    Attributes:
+        name: Unique name within the model.
+        parent: The module that holds the layer.
+        attribute: Name of the layer in `parent`.
+        original: The layer as it was loaded.
+        adapted: The LoRA layer over `original`.
+    """
 
     name: str
     parent: Any
@@ -52,98 +58,122 @@ class _Place:
 
 
 class MlxTrainer:
-    """Puts LoRA layers of rank 8 in the place of the linear layers of a model's blocks, and trains them.
+    """Trains LoRA layers of rank 8 for the linear layers of a model's blocks. It implements `Trainer`.
 
-    Off, the very modules that were loaded are back in their places.
+    With the adapter off, the loaded modules themselves are in place again, so the model is exactly as loaded.
     """
 
-    def __init__(self, model: MlxModel, net: Any, shape: PassLayout, identity: str) -> None:
+    def __init__(
+        self,
+        net: Any,
+        layout: PassLayout,
+        model_name: str,
+        identity: str,
+        end_round: Callable[[], None],
+    ) -> None:
+        """Create a trainer with an adapter that changes nothing yet.
+
+        Args:
+            net: The mlx `nn.Module` of the model.
+            layout: The layout of its passes.
+            model_name: Name for error messages.
+            identity: Identifies the model and its weights.
+            end_round: Drops the open round of the model. Called before the weights change.
+
+        Raises:
+            CapabilityError: The model has no linear layers that can be adapted.
+        """
         self.identity = identity
         self.adapted = False
         self.peak_step_bytes = 0
-        self._model = model
         self._net = net
-        self._shape = shape
-        self._places = list(_places(net))
-        if not self._places:
-            raise CapabilityError(f"{model.facts.name} has no linear layers that could be adapted")
+        self._layout = layout
+        self._model_name = model_name
+        self._end_round = end_round
+        self._layers = list(_adapted_layers(net))
+        if not self._layers:
+            raise CapabilityError(f"{model_name} has no linear layers that could be adapted")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
-        evaluate(*self._arrays())
+        evaluate(*self._weights().values(), *self._optimiser_state())
 
     @property
     def state_bytes(self) -> int:
-        """The changes, and Adam's two moments of each, which are made with the first step."""
+        """Bytes of the adapter and of Adam's two moments, which the first step allocates."""
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
-        self._model.checkpoint()  # nothing that was begun with the others is left
-        self._put(enabled)
+        self._end_round()
+        self._install(enabled)
 
-    def _put(self, adapted: bool) -> None:
+    def _install(self, adapted: bool) -> None:
         self.adapted = adapted
-        for place in self._places:
-            place.parent[place.attribute] = place.adapted if adapted else place.original
+        for layer in self._layers:
+            layer.parent[layer.attribute] = layer.adapted if adapted else layer.original
 
     @contextmanager
-    def _as(self, adapted: bool) -> Iterator[None]:
-        """Run like this in here. No cache is used, so nothing of the model's memory changes."""
+    def _running(self, adapted: bool) -> Iterator[None]:
+        """Run the model with or without the adapter inside the block, without its caches."""
         before = self.adapted
-        self._model.checkpoint()
-        self._shape.chain(0)
-        self._put(adapted)
+        self._end_round()
+        self._layout.set_chain(0)
+        self._install(adapted)
         try:
             yield
         finally:
-            self._put(before)
+            self._install(before)
             mx.clear_cache()
 
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
-        # Every row weighs as much as the others of its kind.
-        wrong = np.isin(np.arange(len(example.tokens)), example.rows)
-        share = mx.array(np.where(wrong, 1.0 / wrong.sum(), _KEEP / max(1, (~wrong).sum())), mx.float32)
+        corrected = np.isin(np.arange(len(example.tokens)), example.rows)
+        # Corrected rows share a weight of 1, and the other rows share the retention weight.
+        row_weights = mx.array(
+            np.where(corrected, 1.0 / corrected.sum(), _RETENTION_WEIGHT / max(1, (~corrected).sum())),
+            mx.float32,
+        )
 
         def loss(weights: _Weights) -> mx.array:
-            """Forward KL, but for a constant: to the target where the draft was wrong, else to the original.
+            """Return the forward KL divergence, up to a constant.
 
-            Without the second what the draft knew already would be forgotten for a few corrections.
+            Its reference is the target at corrected rows and the original draft at the others. Without the
+            second term, a few corrections would make the draft forget what it predicted correctly.
             """
-            self._set(weights)
-            said = self._net(tokens)[0].astype(mx.float32)
-            return (share * (mx.logsumexp(said, axis=-1) - (wanted * said).sum(axis=-1))).sum()
+            self._set_weights(weights)
+            logits = self._net(tokens)[0].astype(mx.float32)
+            return (row_weights * (mx.logsumexp(logits, axis=-1) - (reference * logits).sum(axis=-1))).sum()
 
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        with translate_errors(f"{self._model.facts.name} cannot be trained"):
-            with self._as(False):
-                wanted = mx.softmax(self._net(tokens)[0].astype(mx.float32), axis=-1)
-                best = mx.zeros((len(example.rows), wanted.shape[-1]))
-                wanted[mx.array(example.rows)] = mx.put_along_axis(
-                    best, mx.array(example.best), mx.array(example.probs), axis=-1
+        with translate_errors(f"{self._model_name} cannot be trained"):
+            with self._running(adapted=False):
+                reference = mx.softmax(self._net(tokens)[0].astype(mx.float32), axis=-1)
+                target_probs = mx.zeros((len(example.rows), reference.shape[-1]))
+                reference[mx.array(example.rows)] = mx.put_along_axis(
+                    target_probs, mx.array(example.best), mx.array(example.probs), axis=-1
                 )
-                evaluate(wanted)
-            with self._as(True):
+                evaluate(reference)
+            with self._running(adapted=True):
                 try:
                     value, gradients = mx.value_and_grad(loss)(weights)
-                    gradients, norm = optimizers.clip_grad_norm(gradients, _LARGEST_GRADIENT)
+                    gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
-                        raise BackendError(f"{self._model.facts.name} gives no finite loss to learn from")
+                        raise BackendError(f"training {self._model_name} gives no finite loss")
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
-                    evaluate(*updated.values(), *self._state())
+                    evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:
-                    self._set(weights)
+                    self._set_weights(weights)
                     raise
-        self._set(updated)
+        self._set_weights(updated)
         self.peak_step_bytes = max(self.peak_step_bytes, mx.get_peak_memory() - before)
         loss_before: Any = value.item()
         return float(loss_before)
 
     def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
-        with self._as(adapted), translate_errors(f"{self._model.facts.name} could not be run"):
-            said = mx.argmax(self._net(mx.array([list(tokens[:-1])]))[0][first - 1 :], axis=-1)
-            evaluate(said)
-        return int((np.array(said) == np.array(tokens[first:])).sum())
+        with self._running(adapted), translate_errors(f"{self._model_name} could not be run"):
+            best = mx.argmax(self._net(mx.array([list(tokens[:-1])]))[0][first - 1 :], axis=-1)
+            evaluate(best)
+        return int((np.array(best) == np.array(tokens[first:])).sum())
 
     def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
         return {name: np.array(array) for name, array in self._weights().items()}
@@ -157,41 +187,36 @@ class MlxTrainer:
             for name, array in own.items()
         ):
             return False
-        taken = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
-        evaluate(*taken.values())
-        self._set(taken)
+        loaded = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
+        evaluate(*loaded.values())
+        self._set_weights(loaded)
         return True
 
     def release_thread_state(self) -> None:
         release_thread_state()
 
     def _weights(self) -> _Weights:
-        kept = {}
-        for place in self._places:
-            kept[f"{place.name} a"], kept[f"{place.name} b"] = place.adapted.lora_a, place.adapted.lora_b
-        return kept
+        weights = {}
+        for layer in self._layers:
+            weights[f"{layer.name} a"] = layer.adapted.lora_a
+            weights[f"{layer.name} b"] = layer.adapted.lora_b
+        return weights
 
-    def _set(self, weights: _Weights) -> None:
-        for place in self._places:
-            place.adapted.lora_a, place.adapted.lora_b = (
-                weights[f"{place.name} a"],
-                weights[f"{place.name} b"],
-            )
+    def _set_weights(self, weights: _Weights) -> None:
+        for layer in self._layers:
+            layer.adapted.lora_a = weights[f"{layer.name} a"]
+            layer.adapted.lora_b = weights[f"{layer.name} b"]
 
-    def _state(self) -> list[mx.array]:
-        """The arrays of the optimiser."""
+    def _optimiser_state(self) -> list[mx.array]:
         leaves: Any = tree_flatten(self._optimiser.state)
         return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
 
-    def _arrays(self) -> list[mx.array]:
-        return [*self._weights().values(), *self._state()]
 
-
-def _places(net: Any) -> Iterator[_Place]:
-    """Every linear layer of the blocks, by name; its change is nothing to begin with."""
+def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
+    """Yield every linear layer of the blocks with a LoRA layer that does not change its output yet."""
     random = np.random.default_rng(0)
-    for index, layer in enumerate(net.layers):
-        for parent_name, parent in sorted(layer.named_modules()):
+    for index, block in enumerate(net.layers):
+        for parent_name, parent in sorted(block.named_modules()):
             for attribute, module in parent.items():
                 if type(module) not in (Linear, QuantizedLinear):
                     continue
@@ -201,4 +226,4 @@ def _places(net: Any) -> Iterator[_Place]:
                 adapted.lora_a = mx.array(random.uniform(-bound, bound, (inputs, RANK)).astype(np.float32))
                 adapted.lora_b = mx.zeros(adapted.lora_b.shape, mx.float32)
                 name = ".".join(filter(None, (str(index), parent_name, attribute)))
-                yield _Place(name, parent, attribute, module, adapted)
+                yield _AdaptedLayer(name, parent, attribute, module, adapted)

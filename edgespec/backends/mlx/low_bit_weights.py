@@ -1,8 +1,8 @@
-"""Weights that are read at full precision or at fewer bits, chosen for each pass.
+"""Weights that each pass can read at full precision or at fewer bits.
 
-An 8-bit affine weight is s * code + b with code = 16 * high + low. Kept as two 4-bit weights it takes the
-same bytes; the high one alone is a 4-bit model (the idea of Any-Precision LLM, arXiv 2402.10517), and both
-together are the very 8-bit weight. Other weights get a copy with fewer bits beside them.
+An 8-bit affine weight is s * code + b with code = 16 * high + low. Stored as two 4-bit weights, it takes the
+same bytes. The high one alone is a 4-bit model (the idea of Any-Precision LLM, arXiv 2402.10517), and both
+together are exactly the 8-bit weight. Other weights get a second copy with fewer bits.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_unflatten
 
-__all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "joined"]
+__all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-_HIGH = 4
-# Half of what the low bits may be: added where they are missing.
-_MIDDLE = 7.5
+# Bits of the high half, and of the low half, of a split weight.
+_HALF_BITS = 4
+# Mean of the 16 values of the low bits. Reading only the high bits, it stands for the low ones.
+_MEAN_LOW = 7.5
 
 
 class LowBitWeights:
-    """What of a model can be read at fewer bits, and whether passes do so now.
+    """The weights of one model that can be read at fewer bits, and the switch between the two precisions.
 
-    weights: the modules that can. low: passes read few bits.
+    Attributes:
+        weights: The modules that hold such weights.
+        low: Whether passes read the weights at fewer bits now.
     """
 
     def __init__(self) -> None:
-        self.weights: list[_Split | _Copied] = []
+        self.weights: list[_SplitWeight | _CopiedWeight] = []
         self.low = False
         self._zeros: dict[tuple[Any, ...], mx.array] = {}
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """Passes in here read few bits."""
+        """Read the weights at fewer bits in passes inside the block."""
         self.low = True
         try:
             yield
@@ -46,46 +49,51 @@ class LowBitWeights:
             self.low = False
 
     def zeros(self, like: mx.array) -> mx.array:
-        """Offsets of low halves: one array for each shape."""
+        """Return zero biases for the low half of a weight. Weights of the same shape share one array."""
         key = (like.shape, like.dtype)
         if key not in self._zeros:
             self._zeros[key] = mx.zeros_like(like)
         return self._zeros[key]
 
-    def forget_zeros(self) -> None:
-        """They are made again when they are needed."""
+    def clear_zeros(self) -> None:
+        """Drop the arrays of zeros. `zeros` creates them again."""
         self._zeros = {}
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of the model's arrays that would not be there without this."""
+        """Bytes that the weights take beyond those of the original model."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """The same, with the zeros."""
+        """`array_bytes` plus the shared arrays of zeros."""
         shapes = {
             (one.scales.shape, one.scales.dtype): one.scales.nbytes
             for one in self.weights
-            if isinstance(one, _Split)
+            if isinstance(one, _SplitWeight)
         }
         return self.array_bytes + sum(shapes.values())
 
 
-class _Split(Module):
-    """An 8-bit affine weight as its high and its low four bits.
+class _SplitWeight(Module):
+    """An 8-bit affine weight, stored as its high four bits and its low four bits.
 
-    high, low: uint32 [rows, columns / 8]; scales, biases: as they were, [rows, groups];
-    high_scales, draft_biases: those of the high bits, alone.
+    Attributes:
+        high: Packed high bits, uint32 [rows, columns / 8].
+        low: Packed low bits, uint32 [rows, columns / 8].
+        scales: Scales of the 8-bit weight, [rows, groups].
+        biases: Biases of the 8-bit weight, [rows, groups].
+        high_scales: Scales of the high bits, [rows, groups].
+        draft_biases: Biases for reading the high bits alone, [rows, groups].
     """
 
     def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
         super().__init__()
         codes = module["weight"].view(mx.uint8)
-        self.high, self.low = _packed(codes >> _HIGH), _packed(codes & 15)
+        self.high, self.low = _pack(codes >> _HALF_BITS), _pack(codes & 15)
         self.scales, self.biases = module["scales"], module["biases"]
         self.high_scales = self.scales * 16
-        self.draft_biases = self.biases + self.scales * _MIDDLE
+        self.draft_biases = self.biases + self.scales * _MEAN_LOW
         if "bias" in module:
             self.bias = module["bias"]
         self.group_size: int = module.group_size
@@ -94,10 +102,10 @@ class _Split(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """More than the 8-bit weight takes."""
+        """Bytes beyond those of the 8-bit weight."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
-    def _times(self, x: mx.array) -> mx.array:
+    def _multiply(self, x: mx.array) -> mx.array:
         low = self._low_bits.low
         y = self._product(x, self.high, self.high_scales, self.draft_biases if low else self.biases)
         if not low:
@@ -105,76 +113,83 @@ class _Split(Module):
         return y + self.bias if "bias" in self else y
 
     def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
-        return mx.quantized_matmul(x, weight, scales, biases, True, self.group_size, _HIGH)
+        return mx.quantized_matmul(x, weight, scales, biases, True, self.group_size, _HALF_BITS)
 
 
-class SplitLinear(_Split):
+class SplitLinear(_SplitWeight):
+    """A linear layer with a split weight."""
+
     def __call__(self, x: mx.array) -> mx.array:
-        return self._times(x)
+        return self._multiply(x)
 
 
-class SplitEmbedding(_Split):
-    """A table that is also the head; what is looked up has all its bits."""
+class SplitEmbedding(_SplitWeight):
+    """A split embedding table that is also the output head. Lookups always use all bits."""
 
     is_head = False
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        weight = joined(self.high[tokens], self.low[tokens])
+        weight = merge_halves(self.high[tokens], self.low[tokens])
         return mx.dequantize(weight, self.scales[tokens], self.biases[tokens], self.group_size, 8)
 
     def as_linear(self, x: mx.array) -> mx.array:
         self.is_head = True
-        return self._times(x)
+        return self._multiply(x)
 
 
-def _packed(codes: mx.array) -> mx.array:
-    """Four-bit codes, uint8 [..., n], as mlx packs them: uint32 [..., n / 8]."""
-    return (codes[..., 0::2] | (codes[..., 1::2] << _HIGH)).view(mx.uint32)
+def _pack(codes: mx.array) -> mx.array:
+    """Pack 4-bit codes, uint8 [..., n], as mlx does: uint32 [..., n / 8]."""
+    return (codes[..., 0::2] | (codes[..., 1::2] << _HALF_BITS)).view(mx.uint32)
 
 
-def joined(high: mx.array, low: mx.array) -> mx.array:
-    """The packed 8-bit codes of two halves."""
-    parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HIGH) for half in (high, low)]
+def merge_halves(high: mx.array, low: mx.array) -> mx.array:
+    """Return the packed 8-bit codes, uint32 [..., n / 4], of a split weight.
+
+    Args:
+        high: Packed high bits, uint32 [..., n / 8].
+        low: Packed low bits, uint32 [..., n / 8].
+    """
+    parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HALF_BITS) for half in (high, low)]
     (high_even, high_odd), (low_even, low_odd) = parts
-    codes = mx.stack([(high_even << _HIGH) | low_even, (high_odd << _HIGH) | low_odd], axis=-1)
+    codes = mx.stack([(high_even << _HALF_BITS) | low_even, (high_odd << _HALF_BITS) | low_odd], axis=-1)
     return codes.flatten(-2).view(mx.uint32)
 
 
-class _Copied:
-    """Few bits of a weight beside all of them: few_weight, few_scales, few_biases."""
+class _CopiedWeight:
+    """A weight at full precision, and a quantised copy with fewer bits (the arrays `_COPY_NAMES`)."""
 
     _low_bits: LowBitWeights
-    few_group: int
-    few_bits: int
+    copy_group_size: int
+    copy_bits: int
 
     @property
     def extra_bytes(self) -> int:
-        """More than the weight takes without its copy."""
-        return sum(self[name].nbytes for name in _FEW)  # type: ignore[index]
+        """Bytes of the copy."""
+        return sum(self[name].nbytes for name in _COPY_NAMES)  # type: ignore[index]
 
-    def _few(self, x: mx.array) -> mx.array:
-        weight, scales, biases = (self[name] for name in _FEW)  # type: ignore[index]
-        return mx.quantized_matmul(x, weight, scales, biases, True, self.few_group, self.few_bits)
-
-
-_FEW = ("few_weight", "few_scales", "few_biases")
+    def _multiply_copy(self, x: mx.array) -> mx.array:
+        weight, scales, biases = (self[name] for name in _COPY_NAMES)  # type: ignore[index]
+        return mx.quantized_matmul(x, weight, scales, biases, True, self.copy_group_size, self.copy_bits)
 
 
-class _CopiedLinear(_Copied):
+_COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
+
+
+class _CopiedLinear(_CopiedWeight):
     def __call__(self, x: mx.array) -> mx.array:
         if not self._low_bits.low:
             y: mx.array = super().__call__(x)  # type: ignore[misc]
             return y
-        y = self._few(x)
+        y = self._multiply_copy(x)
         return y + self["bias"] if "bias" in self else y  # type: ignore[index,operator]
 
 
-class _CopiedTable(_Copied):
+class _CopiedTable(_CopiedWeight):
     is_head = False
 
     def as_linear(self, x: mx.array) -> mx.array:
         self.is_head = True
-        y: mx.array = self._few(x) if self._low_bits.low else super().as_linear(x)  # type: ignore[misc]
+        y: mx.array = self._multiply_copy(x) if self._low_bits.low else super().as_linear(x)  # type: ignore[misc]
         return y
 
 
@@ -203,35 +218,41 @@ _COPIES: dict[type, Any] = {
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
 
 
-def install_low_bit_weights(model: Any, try_once: Callable[[], object]) -> LowBitWeights:
-    """Put halves or copies in the place of every linear weight of a model; nothing is computed yet.
+def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
+    """Replace every linear weight of a model by one that can also be read at fewer bits.
 
-    try_once: builds a pass, which shows what tables are heads too; others stay as they are. So do experts,
-    and what DoRA adapters read themselves.
+    Nothing is computed yet. Expert weights, and weights that DoRA adapters read directly, are not replaced.
+
+    Args:
+        model: An mlx `nn.Module`.
+        trace_pass: Builds the graph of one pass. It shows which embedding tables are also the output head;
+            the other tables are left as they were.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()
-    theirs = {
+    dora_parts = {
         id(part) for _, one in modules if type(one).__name__.startswith("DoRA") for part in one.values()
     }
     before = {
-        name: module for name, module in modules if type(module) in _COPIES and id(module) not in theirs
+        name: module for name, module in modules if type(module) in _COPIES and id(module) not in dora_parts
     }
-    made = [(name, new) for name, one in before.items() if (new := _with_few_bits(one, low_bits)) is not None]
-    model.update_modules(tree_unflatten(made))
-    try_once()
-    lookups = [name for name, new in made if isinstance(new, _TABLES) and not new.is_head]
+    replaced = [
+        (name, new) for name, one in before.items() if (new := _low_bit_module(one, low_bits)) is not None
+    ]
+    model.update_modules(tree_unflatten(replaced))
+    trace_pass()
+    lookups = [name for name, new in replaced if isinstance(new, _TABLES) and not new.is_head]
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
-    low_bits.weights = [new for name, new in made if name not in lookups]
-    low_bits.forget_zeros()  # the pass was not computed
+    low_bits.weights = [new for name, new in replaced if name not in lookups]
+    low_bits.clear_zeros()  # The traced pass created them, and nobody evaluates its graph.
     return low_bits
 
 
 _TABLES = (SplitEmbedding, _CopiedTable)
 
 
-def _with_few_bits(module: Any, low_bits: LowBitWeights) -> Any:
-    """What replaces a module; None where fewer bits are not to be had."""
+def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
+    """Return the replacement of a module, or None if its weight cannot be read at fewer bits."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits
@@ -240,19 +261,19 @@ def _with_few_bits(module: Any, low_bits: LowBitWeights) -> Any:
         weight = mx.dequantize(
             weight, module["scales"], module.get("biases"), module.group_size, bits, mode=module.mode
         )
-    group = next((size for size in (64, 32) if weight.shape[-1] % size == 0), None)
-    few = next((few for most, few in _FEWER if bits >= most), None)
-    if group is None or few is None:
+    group_size = next((size for size in (64, 32) if weight.shape[-1] % size == 0), None)
+    copy_bits = next((copy_bits for min_bits, copy_bits in _COPY_BITS if bits >= min_bits), None)
+    if group_size is None or copy_bits is None:
         return None
-    kept = _COPIES[kind].__new__(_COPIES[kind])
-    # The same module, of a class that knows of its copy.
-    dict.update(kept, module)
-    vars(kept).update(vars(module))
-    kept._low_bits, kept.few_group, kept.few_bits = low_bits, group, few
-    for name, array in zip(_FEW, mx.quantize(weight, group, few), strict=True):
-        setattr(kept, name, array)
-    return kept
+    copied = _COPIES[kind].__new__(_COPIES[kind])
+    # The same arrays and attributes, in a class that also has the copy.
+    dict.update(copied, module)
+    vars(copied).update(vars(module))
+    copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits
+    for name, array in zip(_COPY_NAMES, mx.quantize(weight, group_size, copy_bits), strict=True):
+        setattr(copied, name, array)
+    return copied
 
 
-# (weights of at least so many bits, bits of their copies)
-_FEWER = ((8, 4), (4, 3), (3, 2))
+# (minimum bits of a weight, bits of its copy). Chosen: about half the bytes.
+_COPY_BITS = ((8, 4), (4, 3), (3, 2))

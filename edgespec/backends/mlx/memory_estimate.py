@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, Part
-from edgespec.backends.mlx.build_info import core
+from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
-from edgespec.backends.mlx.weight_loading import ModelSkeleton, Sizes, read_skeleton
+from edgespec.backends.mlx.model_skeleton import ModelSkeleton, WeightSizes, read_skeleton
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited, retained_bytes
 
@@ -91,7 +91,7 @@ class _Figures:
     recur.
     """
 
-    sizes: Sizes
+    sizes: WeightSizes
     held_bytes: tuple[int, int]
     zero_bytes: int
     vocab_size: int
@@ -145,7 +145,7 @@ class MlxMemoryEstimator:
         """Of the widest pass that reads."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
-        on_cpu = core().default_device() == core().cpu
+        on_cpu = mlx_core().default_device() == mlx_core().cpu
         return min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
 
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
@@ -155,7 +155,7 @@ class MlxMemoryEstimator:
         processor, a layer is there twice beside the scores. A processor writes to the new keys and lets go
         of the old ones, then to the values, and only then to scores. States are never written into.
         """
-        on_cpu = core().default_device() == core().cpu
+        on_cpu = mlx_core().default_device() == mlx_core().cpu
         touched = on_cpu and not address_space_is_limited()
         pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, touched)
         if touched:
@@ -168,7 +168,7 @@ class MlxMemoryEstimator:
 
         touched: one after another, as a processor writes to them, and not all that is made ahead.
         """
-        figures, on_cpu = self._figures, core().default_device() == core().cpu
+        figures, on_cpu = self._figures, mlx_core().default_device() == mlx_core().cpu
         rows = self._rows(options)
         # A processor writes all scores down; the kernels of a graphics processor do not.
         scores = figures.heads * tokens if on_cpu else 0
@@ -212,7 +212,7 @@ def _figures(
 
 
 def _figures_of(outline: ModelSkeleton) -> _Figures:
-    mx = core()
+    mx = mlx_core()
     config = {**outline.config, **(outline.config.get("text_config") or {})}
     hidden, middle, heads = (
         int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -265,15 +265,15 @@ def _scans(model: Any) -> tuple[_Scan, ...]:
 
 def _caches(model: Any, bits: int | None) -> _CacheSizes:
     """What the caches take, and the states beside them, when a context of so many tokens is full."""
-    from edgespec.backends.mlx.attention_cache import rows_for
+    from edgespec.backends.mlx.attention_cache import cache_rows
 
     memory = _begun(model, bits)
-    whole = memory.sizes()
+    whole = memory.bytes_by_context()
     states = sum(array.nbytes for layer in memory.states for array in layer)
     layers = [(cache.bytes_per_token, cache.side_bytes_per_token, cache.window) for cache in memory.attention]
 
     def sizes(tokens: int) -> _CacheBytes:
-        rows = [(layer, side, rows_for(window, tokens)) for layer, side, window in layers]
+        rows = [(layer, side, cache_rows(window, tokens)) for layer, side, window in layers]
         largest = max((layer * many for layer, _, many in rows), default=0)
         side = max((side * many for _, side, many in rows), default=0)
         return _CacheBytes(whole(tokens), largest, side, states)
@@ -287,5 +287,5 @@ def _begun(model: Any, bits: int | None) -> Any:
     from edgespec.backends.mlx.pass_layout import PassLayout
 
     memory = LayerCaches(model, PassLayout(), bits)
-    model(core().array([[0]]), cache=memory.layers)
+    model(mlx_core().array([[0]]), cache=memory.layers)
     return memory

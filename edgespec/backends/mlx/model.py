@@ -1,10 +1,11 @@
-"""An MLX model behind the LanguageModel Protocol."""
+"""MLX models that implement the LanguageModel Protocol, and views of them that draft for themselves."""
 
 from __future__ import annotations
 
 import gc
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,38 +22,41 @@ from edgespec.backends.base import (
     Vocabulary,
 )
 from edgespec.backends.base_model import BaseModel, in_batches
-from edgespec.backends.mlx.cache_serialization import from_bytes, to_bytes
+from edgespec.backends.mlx.cache_serialization import deserialize_caches, serialize_caches
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.partial_model_scoring import Best, PartialModelScorer
+from edgespec.backends.mlx.partial_model_scoring import BestTokens, PartialModelScorer
 from edgespec.backends.mlx.partial_models import PartialModel, PartialModelFactory
 from edgespec.backends.mlx.pass_runner import PassRunner
-from edgespec.backends.mlx.self_draft_view import MlxSelfDraftView
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import LoadedModel
 from edgespec.backends.optional_features import Trainer
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["CPU_BATCH_TOKENS", "MlxModel"]
+__all__ = ["CPU_BATCH_TOKENS", "MlxModel", "measure_exits"]
 
-# A pass cannot be stopped half-way, so on a processor prefill goes on in small ones.
+# Maximum tokens of a prefill batch on the CPU. Chosen: a pass cannot be interrupted, so it has to be short.
 CPU_BATCH_TOKENS = 64
 
 
 class MlxModel(BaseModel):
-    """One MLX model with one memory: what may be asked of it, and when.
+    """One MLX model with one set of caches. It checks each call and leaves the work to a `PassRunner`.
 
-    How it is run, and what is kept of that, is for `PassRunner`. parts: what of it drafts for the whole.
-    kv_bytes_within: bytes of the caches when a context of so many tokens is full; raises MemoryBudgetError
-    where there is no room for them.
+    Attributes:
+        rounding: Machine epsilon of the data type that the model computes in.
+        caches: The caches of all layers.
+        partial_models: Creates the partial models that the model drafts with.
+        kv_bytes_for: Maps the tokens of a context to the bytes of its full caches. Raises MemoryBudgetError
+            if they do not fit the memory.
     """
 
     def __init__(
         self,
-        checkpoint: LoadedModel,
+        loaded: LoadedModel,
         facts: ModelFacts,
         vocabulary: MlxVocabulary,
         *,
@@ -62,167 +66,187 @@ class MlxModel(BaseModel):
         self.facts = facts
         self.vocabulary: Vocabulary = vocabulary
         self._close_vocabulary = vocabulary.close
-        self._net = checkpoint.model
-        self.rounding: float = mx.finfo(checkpoint.dtype).eps
-        self._passes = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
-        self.memory = self._passes.memory
-        self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_trace(self._net)}"
-        self.kv_bytes_within: Callable[[int], int] = lambda _: 0  # until it is probed
-        self.parts = PartialModelFactory(self._net, self._passes.shape, checkpoint.low_bits)
-        self._scorer = PartialModelScorer(self._passes.forward_part, self.memory, self._passes.shape)
+        self._net = loaded.model
+        self.rounding: float = mx.finfo(loaded.dtype).eps
+        self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
+        self.caches = self._runner.caches
+        self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
+        self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # `loading` sets this after the probe.
+        self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.low_bits)
+        self._scorer = PartialModelScorer(self._runner.forward_partial, self.caches, self._runner.layout)
         on_cpu = mx.default_device() == mx.cpu
         self._batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS) if on_cpu else batch_tokens
 
     @property
     def length(self) -> int:
-        return self._passes.length
+        return self._runner.length
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
-        self._passes.end_round()
+        self._runner.end_round()
         for batch in in_batches(tokens, self._batch_tokens, progress):
             self._check(0)
-            self._check_wanted()
-            self._passes.append(list(batch))
+            self._check_not_interrupted()
+            self._runner.append(list(batch))
 
     def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
         self._check_pass(tree)
-        return self._passes.verify(tree, first)
+        return self._runner.verify(tree, first)
 
-    def draft(self, part: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """`verify` for a draft of this model itself; the next call that is not the draft's ends the round."""
+    def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
+        """Run `verify` with a partial model. The next call of the target ends the round."""
         self._check_pass(tree)
-        return self._passes.draft(part, tree, first)
+        return self._runner.draft(partial_model, tree, first)
 
     def _check_pass(self, tree: TokenTree) -> None:
-        """Raises what `verify` does before anything is run; nothing is left of the round then."""
+        """Raise the errors of `verify` that do not depend on MLX, and end the round with them."""
         try:
             self._check(tree.width)
             if tree.width > 1:
-                self._check_shape(tree)
-            self._check_wanted()
+                self._check_tree(tree)
+            self._check_not_interrupted()
         except (CapabilityError, ContextFullError, CancelledError):
-            self._passes.end_round()
+            self._runner.end_round()
             raise
 
-    def _check_shape(self, tree: TokenTree) -> None:
+    def _check_tree(self, tree: TokenTree) -> None:
         capabilities = self.facts.capabilities
-        if not capabilities.rollback and not self.memory.recurrent:
+        if not capabilities.rollback and not self.caches.recurrent:
             raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
         if tree.width > capabilities.max_width:
-            raise CapabilityError(f"a tree of {tree.width} tokens is wider than {capabilities.max_width}")
+            raise CapabilityError(
+                f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
+            )
         if not capabilities.tree and not tree.is_chain:
             raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
     def run_ahead(self, enabled: bool) -> None:
-        self._passes.steps_ahead = enabled
+        self._runner.run_ahead = enabled
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        self._passes.follow(draft._passes if isinstance(draft, MlxModel) else None)
+        self._runner.pipeline_with(draft._runner if isinstance(draft, MlxModel) else None)
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        self._passes.commit(path)
+        self._runner.commit(path)
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._passes.cut(length)
+        self._runner.truncate(length)
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} cannot turn its keys to other positions ({start} to {end})")
+        raise CapabilityError(
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because MLX"
+            " models cannot move cached keys to other positions"
+        )
 
-    def taps(self) -> HiddenStateHooks:
-        """What reads hidden states. Raises CapabilityError where this model's layers are not to be found."""
+    def hidden_state_hooks(self) -> HiddenStateHooks:
+        """Return hooks that record hidden states.
+
+        Raises:
+            CapabilityError: The model does not hold its layers in one list.
+        """
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """The memory now, to `rewind` to; costs no copy."""
+        """End the round and return a checkpoint for `rewind`. No array is copied."""
         self._check(0)
-        self._passes.end_round()
-        return self.memory.mark()
+        self._runner.end_round()
+        return self.caches.checkpoint()
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Make the memory what it was. CapabilityError when a window has moved on too far since."""
+        """Roll the caches back to a checkpoint.
+
+        Raises:
+            CapabilityError: A sliding window has dropped rows that the checkpoint needs.
+        """
         self._check(0)
-        self._passes.end_round()
-        if not self.memory.reaches(checkpoint):
+        self._runner.end_round()
+        if not self.caches.can_restore(checkpoint):
             raise CapabilityError(
-                f"{self.facts.name} cannot go back {self.length - checkpoint.length} tokens",
+                f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "compute them again",
             )
-        self.memory.restore(checkpoint)
-        self._passes.kept = checkpoint
+        self.caches.restore(checkpoint)
+        self._runner.committed = checkpoint
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
-        self._passes.end_round()
+        self._runner.end_round()
         start, end = self._span(start, end)
-        return Snapshot(end, to_bytes(self.memory, start, end, self._fingerprint), start)
+        return Snapshot(end, serialize_caches(self.caches, start, end, self._fingerprint), start)
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check(0)
-        self._passes.cut(snapshot.start)
+        self._runner.truncate(snapshot.start)
         try:
-            from_bytes(self.memory, snapshot, self._fingerprint, self.facts.context_tokens)
+            deserialize_caches(self.caches, snapshot, self._fingerprint, self.facts.context_tokens)
         except BackendError:
-            self._passes.clear()
+            self._runner.clear()
             raise
-        self._passes.kept = self.memory.mark()
+        self._runner.committed = self.caches.checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """See the Protocol. Its arrays grow with the text by themselves: this says how long it may become."""
+        """Change the limit of the context. The caches grow with the tokens, so nothing is allocated here."""
         self._check_size(context_tokens)
-        self._passes.end_round()
-        kv_bytes = self.kv_bytes_within(context_tokens)
-        self._passes.context_tokens = context_tokens
+        self._runner.end_round()
+        kv_bytes = self.kv_bytes_for(context_tokens)
+        self._runner.context_tokens = context_tokens
         self._now_sized(context_tokens, kv_bytes)
 
     def trainer(self) -> Trainer:
-        """See `Trainable`."""
+        """Return a trainer that adapts this model; see `Trainable`."""
         from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
-        return MlxTrainer(self, self._net, self._passes.shape, self._fingerprint)
+        return MlxTrainer(self._net, self._runner.layout, self.facts.name, self._fingerprint, self.end_round)
 
     def release_thread_state(self) -> None:
         release_thread_state()
 
     @property
     def layer_count(self) -> int:
-        return self.parts.layer_count
+        return self.partial_models.layer_count
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraftView(self, *self.parts.make(method, self.facts))
+        view = MlxSelfDraftView(self, *self.partial_models.create(method, self.facts))
         self._views.add(view)
         return view
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        self._check_trial(0)
-        skip, _, _ = self.parts.make(SkippedLayers(tuple(layers)), self.facts)
+        self._check_scoring(0)
+        partial_model, _, _ = self.partial_models.create(SkippedLayers(tuple(layers)), self.facts)
         start = self.length - len(tokens)
-        if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.memory.attention):
-            raise CapabilityError(f"{self.facts.name} cannot look back on {len(tokens)} tokens")
+        if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.caches.attention):
+            raise CapabilityError(
+                f"{self.facts.name} cannot look back {len(tokens)} tokens; its cache holds fewer"
+            )
         try:
-            return self._scorer.agreement(self._passes.kept, tokens, skip.drafting(0))
+            return self._scorer.agreement(self._runner.committed, tokens, partial_model.active(0))
         finally:
-            self._passes.end_round()
+            self._runner.end_round()
 
-    def best_by_exit(self, tokens: Sequence[int]) -> list[Best]:
-        """The best token after each of these, after what is cached, if the model ended with each layer."""
-        self._check_trial(len(tokens))
+    def best_by_exit(self, tokens: Sequence[int]) -> list[BestTokens]:
+        """Return the best next token after each of `tokens` at each exit layer.
+
+        The tokens follow the cached ones, and the cache is left as it is.
+        """
+        self._check_scoring(len(tokens))
         try:
-            return self._scorer.best_by_exit(self.length, tokens, LayerList(self._net), self.taps())
+            return self._scorer.best_by_exit(
+                self.length, tokens, LayerList(self._net), self.hidden_state_hooks()
+            )
         finally:
-            self._passes.end_round()
+            self._runner.end_round()
 
-    def _check_trial(self, more: int) -> None:
+    def _check_scoring(self, more: int) -> None:
         self._check(more)
-        self._check_wanted()
-        self._passes.end_round()
+        self._check_not_interrupted()
+        self._runner.end_round()
 
     def interrupt(self, enabled: bool) -> None:
-        self._passes.interrupted = enabled
+        self._runner.interrupted = enabled
 
     def close(self) -> None:
         if self._closed:
@@ -230,24 +254,92 @@ class MlxModel(BaseModel):
         self._closed = True
         self._close_vocabulary()
         mx.synchronize()
-        self._passes.close()
-        del self._net, self.memory, self.parts, self._scorer
+        self._runner.close()
+        del self._net, self.caches, self.partial_models, self._scorer
         gc.collect()
         mx.clear_cache()
         release_thread_state()
 
-    def drop_round(self) -> None:
-        """End the open round; nothing of it is kept."""
+    def end_round(self) -> None:
+        """Drop the open round and prelaunched passes."""
         self._check(0)
-        self._passes.end_round()
+        self._runner.end_round()
 
-    def _check_wanted(self) -> None:
-        if self._passes.interrupted:
+    def _check_not_interrupted(self) -> None:
+        if self._runner.interrupted:
             raise CancelledError("cancelled")
 
 
-def _trace(net: Any) -> int:
-    """A number that other weights would not have: a checksum over a few elements of each."""
+class MlxSelfDraftView(SelfDraftView[MlxModel]):
+    """An MLX model as its own draft model: it runs a partial model on the target's caches.
+
+    Attributes:
+        facts: The target's facts, where `weight_bytes` is the weights held for this draft alone.
+    """
+
+    def __init__(
+        self, target: MlxModel, partial_model: PartialModel, description: str, extra_bytes: int
+    ) -> None:
+        super().__init__(target)
+        self._partial_model = partial_model
+        self.facts = replace(
+            target.facts,
+            name=f"{target.facts.name} ({description})",
+            weight_bytes=extra_bytes,
+            file_bytes=0,
+            kv_bytes=0,
+            notice="",
+        )
+        self.vocabulary = target.vocabulary
+        self._interrupted = False
+
+    def verify(self, tree: TokenTree, first: int = 0) -> DeviceLogits:
+        self._check()
+        if self._interrupted:
+            self._target.end_round()
+            raise CancelledError("cancelled")
+        return self._target.draft(self._partial_model, tree, first)
+
+    def run_ahead(self, enabled: bool) -> None:
+        self._partial_model.run_ahead = enabled
+
+    def interrupt(self, enabled: bool) -> None:
+        self._interrupted = enabled
+
+
+def measure_exits(
+    model: LanguageModel, tokens: Sequence[int], first: int = 0
+) -> tuple[dict[int, float], list[int], int]:
+    """Measure how often each early exit of a model agrees with the whole model.
+
+    All exits are measured in one pass. The cache is left as it is.
+
+    Args:
+        model: The model.
+        tokens: 64 to 256 tokens of ordinary text, which must fit the context.
+        first: Index of the first token that counts.
+
+    Returns:
+        The top-1 agreement (0 to 1) by exit layer, the bytes of each layer, and the bytes that a pass reads
+        after the last layer.
+
+    Raises:
+        CapabilityError: The model has no early exits.
+        ContextFullError: The tokens do not fit the context.
+    """
+    if not isinstance(model, MlxModel):
+        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+    model.partial_models.check("layerskip", model.facts)
+    best = model.best_by_exit(tokens)
+    layer_bytes, head_bytes = model.partial_models.layer_bytes()
+    agreements = {
+        layer: float(np.mean((best[layer - 1] == best[-1])[first:])) for layer in range(1, len(layer_bytes))
+    }
+    return agreements, layer_bytes, head_bytes
+
+
+def _weights_crc(net: Any) -> int:
+    """Return a checksum over a few elements of each weight, to tell models apart."""
     weights: Any = tree_flatten(net.parameters())
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

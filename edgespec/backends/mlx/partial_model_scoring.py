@@ -1,4 +1,4 @@
-"""Passes of which nothing is kept: how well a model would do with less of it."""
+"""Scores partial models: how often they predict the same token as the whole model."""
 
 from __future__ import annotations
 
@@ -16,64 +16,83 @@ from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.pass_layout import PassLayout
 
-__all__ = ["Best", "PartialModelScorer"]
+__all__ = ["BestTokens", "PartialModelScorer"]
 
-# The best token after each token of a pass.
-Best: TypeAlias = NDArray[np.uint32]
+# The most likely next token after each token of a pass, [tokens].
+BestTokens: TypeAlias = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
-    """What the whole model says after each of the last cached tokens."""
+class _WholeModelScore:
+    """The whole model's best tokens after the last cached tokens."""
 
-    kept: CacheCheckpoint
+    checkpoint: CacheCheckpoint
     tokens: tuple[int, ...]
-    best: Best
+    best: BestTokens
 
 
 class PartialModelScorer:
-    """Runs tokens beside the caches of a model; whoever asks puts the memory's offsets right afterwards.
+    """Runs partial models over known tokens without changing the rows in the caches.
 
-    run: runs tokens with a part of the model, and gives their logits [n, vocab].
+    The caller must restore the offsets of the caches after each call.
     """
 
     def __init__(
         self,
-        run: Callable[[mx.array, AbstractContextManager[None]], mx.array],
-        memory: LayerCaches,
-        shape: PassLayout,
+        forward: Callable[[mx.array, AbstractContextManager[None]], mx.array],
+        caches: LayerCaches,
+        layout: PassLayout,
     ) -> None:
-        self._run = run
-        self._memory = memory
-        self._shape = shape
-        self._scored: _Scored | None = None
+        """Create a scorer.
+
+        Args:
+            forward: Runs tokens [n] inside a context manager and returns their logits [n, vocab].
+            caches: The caches of the model.
+            layout: The layout that the caches share.
+        """
+        self._forward = forward
+        self._caches = caches
+        self._layout = layout
+        self._whole: _WholeModelScore | None = None
 
     def agreement(
-        self, kept: CacheCheckpoint, tokens: Sequence[int], part: AbstractContextManager[None]
+        self, checkpoint: CacheCheckpoint, tokens: Sequence[int], partial_model: AbstractContextManager[None]
     ) -> float:
-        """How often the best token after each of the last cached tokens is the same with a part only."""
-        start = kept.length - len(tokens)
-        if not self._scored or self._scored.kept is not kept or self._scored.tokens != tuple(tokens):
-            self._scored = _Scored(kept, tuple(tokens), self._best(tokens, start, nullcontext()))
-        return float(np.mean(self._best(tokens, start, part) == self._scored.best))
+        """Return how often (0 to 1) a partial model has the same best token as the whole model.
+
+        Args:
+            checkpoint: The caches now. While it stays the same object, the whole model is not run again.
+            tokens: The last cached tokens.
+            partial_model: Context manager in which passes run the partial model.
+        """
+        start = checkpoint.length - len(tokens)
+        whole = self._whole
+        if not whole or whole.checkpoint is not checkpoint or whole.tokens != tuple(tokens):
+            best = self._best_tokens(tokens, start, nullcontext())
+            whole = self._whole = _WholeModelScore(checkpoint, tuple(tokens), best)
+        return float(np.mean(self._best_tokens(tokens, start, partial_model) == whole.best))
 
     def best_by_exit(
-        self, start: int, tokens: Sequence[int], layers: LayerList, taps: HiddenStateHooks
-    ) -> list[Best]:
-        """The best token after each of these, run at position `start`, if the model ended with each layer."""
-        self._best(tokens, start, taps.on(range(taps.count)))
+        self, start: int, tokens: Sequence[int], layers: LayerList, hooks: HiddenStateHooks
+    ) -> list[BestTokens]:
+        """Return the best tokens at each exit layer, for tokens run at position `start`."""
+        self._best_tokens(tokens, start, hooks.on(range(hooks.count)))
         return [
-            self._best(tokens, start, layers.replaced(layers.after(taps.count, taps.outputs[layer])))
-            for layer in range(taps.count)
+            self._best_tokens(
+                tokens, start, layers.replaced(layers.resumed_at(hooks.count, hooks.outputs[layer]))
+            )
+            for layer in range(hooks.count)
         ]
 
-    def _best(self, tokens: Sequence[int], start: int, part: AbstractContextManager[None]) -> Best:
+    def _best_tokens(
+        self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
+    ) -> BestTokens:
         try:
-            self._memory.stand(start)
-            self._shape.chain(start)
-            self._shape.scratch = True
-            best = mx.argmax(self._run(mx.array(list(tokens)), part), axis=-1)
+            self._caches.set_offset(start)
+            self._layout.set_chain(start)
+            self._layout.scratch = True
+            best = mx.argmax(self._forward(mx.array(list(tokens)), partial_model), axis=-1)
             evaluate(best)
             return np.array(best)
         finally:
-            self._shape.scratch = False
+            self._layout.scratch = False

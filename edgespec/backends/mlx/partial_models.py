@@ -1,7 +1,7 @@
-"""How a model's own draft runs a pass: with less of the model than there is.
+"""Partial models: the target with fewer layers or fewer bits, used to draft for itself.
 
-While a draft's graph is built, something is left out; what is written into the caches belongs to a round
-that the target ends.
+A partial model takes effect while the graph of a draft pass is built. The rows that a draft pass writes into
+the caches belong to a round that the target ends.
 """
 
 from __future__ import annotations
@@ -24,176 +24,194 @@ __all__ = ["EarlyExitModel", "LowBitModel", "PartialModel", "PartialModelFactory
 
 
 class PartialModel(ABC):
-    """One way to draft with the target's weights and memory.
+    """One way to draft with the target's weights and caches.
 
-    runs_ahead: the hint of `LanguageModel.run_ahead`.
+    Attributes:
+        run_ahead: Whether to prelaunch the next draft step; see `LanguageModel.run_ahead`.
     """
 
     def __init__(self) -> None:
-        self.runs_ahead = False
+        self.run_ahead = False
 
     @abstractmethod
-    def drafting(self, first: int) -> AbstractContextManager[None]:
-        """Passes in here are drafts; this one holds nodes `first` and up."""
+    def active(self, first: int) -> AbstractContextManager[None]:
+        """Return a context manager in which passes run this partial model.
+
+        Args:
+            first: First tree node of the pass.
+        """
 
     def background_arrays(self) -> list[mx.array]:
-        """Arrays of the last draft pass that will be needed later."""
+        """Return the arrays of the last draft pass that a later pass needs."""
         return []
 
-    def let_go(self) -> None:  # noqa: B027
-        """What was kept of the round is needed no more."""
+    def end_round(self) -> None:  # noqa: B027
+        """Drop the data of the current round."""
 
 
 class SkippedLayersModel(PartialModel):
-    """Without some layers."""
+    """The target without some layers (SWIFT, arXiv 2410.06916)."""
 
     def __init__(self, layers: LayerList, skipped: frozenset[int]) -> None:
         super().__init__()
         self._list = layers
-        self._left = layers.without(skipped)
+        self._remaining = layers.without(skipped)
 
-    def drafting(self, first: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        return self._list.replaced(self._left)
+    def active(self, first: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        return self._list.replaced(self._remaining)
 
 
 class LowBitModel(PartialModel):
-    """With fewer bits of the weights; where a window is given, with the first and last cached tokens only."""
+    """The target at fewer bits, optionally with attention to a sink window only (QSpec, arXiv 2410.11305)."""
 
-    def __init__(self, low_bits: LowBitWeights, shape: PassLayout, sink_window: SinkWindow | None) -> None:
+    def __init__(self, low_bits: LowBitWeights, layout: PassLayout, sink_window: SinkWindow | None) -> None:
         super().__init__()
         self._low_bits = low_bits
-        self._shape = shape
+        self._layout = layout
         self._window = sink_window
 
     @contextmanager
-    def drafting(self, first: int) -> Iterator[None]:  # noqa: ARG002
-        self._shape.sink_window = self._window
+    def active(self, first: int) -> Iterator[None]:  # noqa: ARG002
+        self._layout.sink_window = self._window
         try:
             with self._low_bits.lowered():
                 yield
         finally:
-            self._shape.sink_window = None
+            self._layout.sink_window = None
 
 
 class EarlyExitModel(PartialModel):
-    """With the layers below `exit_layer`, the norm and the head.
+    """The layers below `exit_layer`, the final norm and the output head (LayerSkip, arXiv 2404.16710).
 
-    What those layers said of each node is kept, so that the target can go on from there.
+    It holds the hidden states at the exit layer for each node of the round, so that the verify pass can
+    resume there instead of computing the lower layers again.
     """
 
     def __init__(self, layers: LayerList, exit_layer: int) -> None:
         super().__init__()
         self._list = layers
-        self._exit = exit_layer
+        self._exit_layer = exit_layer
         self._lower = layers.without(range(exit_layer, len(layers.layers)))
-        # (first node, hidden states [1, nodes, size]) of each pass of the round.
-        self._said: list[tuple[int, mx.array]] = []
+        # (first node, hidden states [1, nodes, size]) of each draft pass of the round.
+        self._states: list[tuple[int, mx.array]] = []
 
     @contextmanager
-    def drafting(self, first: int) -> Iterator[None]:
-        above = self._lower[self._exit]
-        assert isinstance(above, SkippedLayer)
+    def active(self, first: int) -> Iterator[None]:
+        first_skipped = self._lower[self._exit_layer]
+        assert isinstance(first_skipped, SkippedLayer)
         with self._list.replaced(self._lower):
             yield
-        assert above.given is not None
-        # A pass that was begun in vain is written over.
-        self._said = [(node, states) for node, states in self._said if node < first]
-        self._said.append((first, above.given))
-        above.given = None
+        assert first_skipped.last_input is not None
+        # A prelaunched pass that was discarded has left states of the same nodes.
+        self._states = [(node, states) for node, states in self._states if node < first]
+        self._states.append((first, first_skipped.last_input))
+        first_skipped.last_input = None
 
     def background_arrays(self) -> list[mx.array]:
-        return [self._said[-1][1]]
+        return [self._states[-1][1]]
 
-    def let_go(self) -> None:
-        self._said = []
+    def end_round(self) -> None:
+        self._states = []
 
-    def said(self, count: int) -> mx.array:
-        """Hidden states [1, count, size] of the first nodes of the round."""
-        return mx.concatenate([states for _, states in self._said], axis=1)[:, :count]
+    def exit_states(self, count: int) -> mx.array:
+        """Return the hidden states [1, count, size] at the exit layer of the first nodes of the round."""
+        return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
-    def going_on(self, states: mx.array) -> AbstractContextManager[None]:
-        """Passes in here begin at the exit with these states [1, tokens, size]."""
-        return self._list.replaced(self._list.after(self._exit, states))
+    def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
+        """Return a context manager in which passes start at the exit layer, with states [1, tokens, size]."""
+        return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
-def _bytes(module: Any) -> int:
+def _parameter_bytes(module: Any) -> int:
     weights: Any = tree_flatten(module.parameters())
     return sum(weight.nbytes for _, weight in weights)
 
 
 class PartialModelFactory:
-    """Makes them for one loaded model.
+    """Creates the partial models of one loaded model.
 
-    low_bits: None where it was not made ready for fewer. missing: why one of `self_draft_methods`
-    cannot be taken, by name.
+    Attributes:
+        low_bits: Weights that can be read at fewer bits; None if the model was loaded without them.
+        unavailable: Why a self-draft method cannot be used, by the name of the method.
     """
 
-    def __init__(self, net: Any, shape: PassLayout, low_bits: LowBitWeights | None) -> None:
+    def __init__(self, net: Any, layout: PassLayout, low_bits: LowBitWeights | None) -> None:
         self._net = net
-        self._shape = shape
+        self._layout = layout
         self.low_bits = low_bits
-        self.missing: dict[str, str] = {}
+        self.unavailable: dict[str, str] = {}
 
     @property
     def layer_count(self) -> int:
-        """Raises CapabilityError where the layers are not to be found."""
+        """Number of layers. Raises CapabilityError if the model does not hold its layers in one list."""
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Bytes of each layer, and of what a pass reads after the last one.
+        """Return the bytes of each layer, and the bytes that a pass reads after the last layer.
 
-        A table beside a head of its own is looked up in, and not read.
+        An embedding table beside a separate output head is not counted, as a pass reads few rows of it.
         """
-        layers = [_bytes(layer) for layer in LayerList(self._net).layers]
+        layers = [_parameter_bytes(layer) for layer in LayerList(self._net).layers]
         tables = sum(
-            _bytes(one) for _, one in self._net.named_modules() if type(one).__name__.endswith("Embedding")
+            _parameter_bytes(one)
+            for _, one in self._net.named_modules()
+            if type(one).__name__.endswith("Embedding")
         )
-        rest = _bytes(self._net) - sum(layers)
+        rest = _parameter_bytes(self._net) - sum(layers)
         return layers, rest - tables if rest >= 2 * tables else rest
 
-    def make(self, how: SelfDraft, facts: ModelFacts) -> tuple[PartialModel, str, int]:
-        """A part, what it is called, and the bytes kept for it alone.
+    def create(self, method: SelfDraft, facts: ModelFacts) -> tuple[PartialModel, str, int]:
+        """Create the partial model of a self-draft method.
 
-        Raises CapabilityError where it is not exact or not there, OptionError for layers that are not there.
+        Returns:
+            The partial model, its description, and the bytes of weights held for it alone.
+
+        Raises:
+            CapabilityError: The model cannot draft this way, or not exactly.
+            OptionError: `method` names layers that the model does not have.
         """
-        if isinstance(how, EarlyExit):
+        if isinstance(method, EarlyExit):
             self.check("layerskip", facts)
-            exit_ = self.leaving(how.exit_layer, facts.name)
-            return exit_, f"its first {how.exit_layer} of {self.layer_count} layers", 0
-        if isinstance(how, LowBit):
+            partial_model = self.early_exit(method.exit_layer, facts.name)
+            return partial_model, f"its first {method.exit_layer} of {self.layer_count} layers", 0
+        if isinstance(method, LowBit):
             self.check("lowbit", facts)
             low_bits = self.low_bits
             assert low_bits is not None
-            return self.lowered(how, facts.name), "fewer bits", low_bits.nbytes
+            return self.low_bit(method, facts.name), "fewer bits", low_bits.nbytes
         self.check("swift", facts)
-        return self.skipping(how.layers, facts.name), f"without {len(how.layers)} layers", 0
+        return self.skipped_layers(method.layers, facts.name), f"without {len(method.layers)} layers", 0
 
-    def check(self, way: str, facts: ModelFacts) -> None:
-        """Raises CapabilityError with the reason why the model cannot draft for itself that way."""
-        if way not in facts.capabilities.self_draft_methods:
-            why = self.missing.get(way, facts.capabilities.reason)
+    def check(self, name: str, facts: ModelFacts) -> None:
+        """Raise CapabilityError with the reason if the model cannot use the self-draft method `name`."""
+        if name not in facts.capabilities.self_draft_methods:
+            reason = self.unavailable.get(name, facts.capabilities.reason)
             raise CapabilityError(
-                f"{facts.name} cannot draft for itself by {way}: {why}", "choose another method"
+                f"{facts.name} cannot draft for itself with {name}: {reason}", "choose another method"
             )
 
-    def leaving(self, exit_layer: int, name: str) -> EarlyExitModel:
-        """The first `exit_layer` layers, 1 to all but one, of the model called `name`.
+    def early_exit(self, exit_layer: int, name: str) -> EarlyExitModel:
+        """Return the model that runs its first `exit_layer` layers.
 
-        Raises OptionError for another number, CapabilityError where the layers are not to be found.
+        Raises:
+            OptionError: The exit layer is not between 1 and the number of layers minus 1.
+            CapabilityError: The model does not hold its layers in one list.
         """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         if not 1 <= exit_layer <= last:
             raise OptionError(
-                f"{name} has {last + 1} layers and cannot be left after {exit_layer}",
-                f"choose an exit from 1 to {last}",
+                f"{name} has {last + 1} layers, so it cannot exit after layer {exit_layer}",
+                f"choose an exit layer from 1 to {last}",
             )
         return EarlyExitModel(layers, exit_layer)
 
-    def skipping(self, skipped: Collection[int], name: str) -> SkippedLayersModel:
-        """All layers of the model called `name` but these, counted from 0. The first and the last stay.
+    def skipped_layers(self, skipped: Collection[int], name: str) -> SkippedLayersModel:
+        """Return the model that skips these layers, counted from 0.
 
-        Raises OptionError for another layer, CapabilityError where the layers are not to be found.
+        Raises:
+            OptionError: One of them is the first or the last layer, or does not exist.
+            CapabilityError: The model does not hold its layers in one list.
         """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
@@ -204,22 +222,25 @@ class PartialModelFactory:
                 )
         return SkippedLayersModel(layers, frozenset(skipped))
 
-    def lowered(self, how: LowBit, name: str) -> LowBitModel:
-        """Fewer bits of the weights of the model called `name`, which has to be made ready for them.
+    def low_bit(self, method: LowBit, name: str) -> LowBitModel:
+        """Return the model that reads its weights at fewer bits. It must have been loaded with `low_bits`.
 
-        Raises CapabilityError for a copy of the weights, OptionError for a window without a last token.
+        Raises:
+            CapabilityError: `method` names a copy of the weights.
+            OptionError: The attention window of `method` has no recent tokens.
         """
-        if how.copy is not None:
+        if method.copy is not None:
             raise CapabilityError(
                 f"{name} holds both precisions itself and takes no copy", "leave the copy out"
             )
         window = None
-        if how.window_tokens is not None:
-            if how.window_tokens < 1 or how.sink_tokens < 0:
+        if method.window_tokens is not None:
+            if method.window_tokens < 1 or method.sink_tokens < 0:
                 raise OptionError(
-                    f"a window of {how.sink_tokens} first and {how.window_tokens} last tokens is none",
-                    "choose at least one last token",
+                    f"an attention window of the first {method.sink_tokens} and the last"
+                    f" {method.window_tokens} tokens is not possible",
+                    "choose a window of at least one last token",
                 )
-            window = SinkWindow(how.sink_tokens, how.window_tokens)
+            window = SinkWindow(method.sink_tokens, method.window_tokens)
         assert self.low_bits is not None
-        return LowBitModel(self.low_bits, self._shape, window)
+        return LowBitModel(self.low_bits, self._layout, window)

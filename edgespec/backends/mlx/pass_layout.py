@@ -1,4 +1,4 @@
-"""What a pass looks like to the layers: where its tokens stand and what each of them may see."""
+"""Positions and visibility of the tokens of a pass, for attention masks and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ __all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
 
 @dataclass(frozen=True, slots=True)
 class SinkWindow:
-    """So many first and so many last tokens (StreamingLLM, arXiv 2309.17453)."""
+    """A window of the first and the most recent cached tokens (StreamingLLM, arXiv 2309.17453).
+
+    Attributes:
+        sinks: Number of first tokens.
+        recent: Number of most recent tokens.
+    """
 
     sinks: int
     recent: int
@@ -22,14 +27,20 @@ class SinkWindow:
 
 @dataclass
 class PassLayout:
-    """Shared by all caches and rotary embeddings of a model; set before each pass.
+    """The layout of the next pass: a chain, or some nodes of a token tree.
 
-    round_start: rows of the cache before the round; they lie at their own positions and all can be seen.
-    positions: absolute positions of the pass's tokens, or None for a chain, where they follow from the
-    cache. known: positions of all rows of the round so far, this pass's included. visible: for each token
-    of the pass, which rows of the round it sees.
-    sink_window: of the rows before the round, layers that look back all the way see the first `sinks` and the
-    last `recent` only; None is all. scratch: what the pass computes is not kept in the caches.
+    All caches and rotary embeddings of a model share one instance. `PassRunner` updates it before each pass.
+
+    Attributes:
+        round_start: Rows in the cache before the round. They lie at their own positions, and every token of
+            the pass sees them.
+        positions: Position of each token of the pass; None for a chain, where they follow from the cache.
+        known: Position of each row of the round so far, those of this pass included.
+        visible: For each token of the pass, which rows of the round it sees.
+        offsets: `positions` as an array; None for a chain.
+        sink_window: Restricts full-attention layers to a part of the rows before the round; None for no
+            restriction.
+        scratch: Whether the pass leaves the caches unchanged.
     """
 
     round_start: int = 0
@@ -40,27 +51,39 @@ class PassLayout:
     sink_window: SinkWindow | None = None
     scratch: bool = False
 
-    def chain(self, round_start: int) -> None:
-        """The pass goes on where the cache ends, each token seeing all before it."""
+    def set_chain(self, round_start: int) -> None:
+        """Lay out a chain: the tokens follow the cache, and each sees all tokens before it."""
         self.round_start, self.positions, self.offsets = round_start, None, None
 
-    def tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """The pass holds nodes `first` and up of a tree whose root stands at `round_start`."""
+    def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
+        """Lay out nodes `first` and up of a tree.
+
+        Args:
+            round_start: Position of the tree's root.
+            parents: Parent of each node; -1 for the root.
+            depths: Depth of each node; 0 for the root.
+            first: First node of the pass. Earlier passes of the round have run the nodes before it.
+        """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
         self.positions = self.known[first:]
         self.offsets = mx.array(self.positions)
-        seen: list[list[bool]] = []
+        ancestors: list[list[bool]] = []
         for node, parent in enumerate(parents):
-            row = list(seen[parent]) if parent >= 0 else [False] * len(parents)
+            row = list(ancestors[parent]) if parent >= 0 else [False] * len(parents)
             row[node] = True
-            seen.append(row)
-        self.visible = seen[first:]
+            ancestors.append(row)
+        self.visible = ancestors[first:]
 
     def tree_mask(self, before: mx.array, window: int | None) -> mx.array:
-        """bool [tokens of the pass, keys]: True where a token may look.
+        """Return the attention mask of a tree pass.
 
-        before: int [1, n], the positions of the keys before the round; those of the round follow.
+        Args:
+            before: Positions of the keys before the round, int [1, n]. The keys of the round follow them.
+            window: Sliding window of the layer in tokens; None for full attention.
+
+        Returns:
+            A bool array [tokens of the pass, keys], True where a token sees a key.
         """
         assert self.offsets is not None
         queries = self.offsets[:, None]
@@ -76,18 +99,18 @@ class _TreeRope:
     """A rotary embedding that gives each token of a tree its own position.
 
     `mx.fast.rope` takes one offset for each sequence of a batch, so tokens are folded into the batch.
-    Deliberately no nn.Module: it holds nothing to load, save or count.
+    It is not an `nn.Module`, because mlx must not load, save or count it as a layer.
     """
 
-    def __init__(self, rope: Any, shape: PassLayout) -> None:
+    def __init__(self, rope: Any, layout: PassLayout) -> None:
         self._rope = rope
-        self._shape = shape
+        self._layout = layout
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rope, name)
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        offsets = self._shape.offsets
+        offsets = self._layout.offsets
         if offsets is None:
             return self._rope(x, *args, **kwargs)
         batch, heads, length, size = x.shape
@@ -100,12 +123,12 @@ class _TreeRope:
         return turned.reshape(batch, length, heads, size).transpose(0, 2, 1, 3)
 
 
-def install_tree_ropes(model: Any, shape: PassLayout) -> None:
-    """Put a tree's positions under every rotary embedding of a model."""
+def install_tree_ropes(model: Any, layout: PassLayout) -> None:
+    """Wrap every rotary embedding of a model, so that it uses the positions of `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()
             if isinstance(part, Module) and ("rope" in kind or "rotary" in kind):
                 if name in module:
                     del module[name]
-                object.__setattr__(module, name, _TreeRope(part, shape))
+                object.__setattr__(module, name, _TreeRope(part, layout))

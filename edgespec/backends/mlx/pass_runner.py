@@ -1,10 +1,11 @@
-"""The passes of an MLX model over its memory: those of a round, of its own drafts, and steps begun early."""
+"""Runs a model's passes over its caches: prefill, verify and draft passes, and passes launched early."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter as now
 from typing import Any
 
@@ -15,18 +16,37 @@ from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.partial_models import EarlyExitModel, PartialModel
 from edgespec.backends.mlx.pass_layout import PassLayout, install_tree_ropes
-from edgespec.backends.mlx.rounds import Round
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-_TIDY_TOKENS = 256
+# New tokens after which MLX's freed buffers are released. Chosen: the step in which the caches grow.
+_CLEAR_EVERY_TOKENS = 256
+
+
+class _Round(TreeBuilder):
+    """The nodes of the open round, in the order in which they were run."""
+
+    __slots__ = ()
+
+    def common_nodes(self, tree: TokenTree) -> int:
+        """Return how many nodes, from the root on, are the same in this round and in `tree`."""
+        mine = zip(self.tokens, self.parents, strict=True)
+        others = zip(tree.tokens, tree.parents, strict=True)
+        return sum(takewhile(bool, (a == b for a, b in zip(mine, others, strict=False))))
 
 
 @dataclass(slots=True)
-class _Ahead:
-    """A chain that was begun before it was asked for: `known` tokens, then the one that `source` chooses."""
+class _PrelaunchedPass:
+    """A chain that runs before the caller has asked for it.
+
+    Attributes:
+        known: The first tokens of the chain.
+        source: Logits whose best token is the last token of the chain.
+        logits: Logits of the chain.
+        before: The caches before the pass.
+    """
 
     known: tuple[int, ...]
     source: DeviceLogits
@@ -35,283 +55,304 @@ class _Ahead:
 
 
 class PassRunner:
-    """Runs tokens after the caches of one model, and keeps or drops what that leaves in them.
+    """Runs tokens after the caches of one model, and commits or drops the rows that they leave there.
 
-    Everything comes down to `_forward`: tokens after the cache, in the shape that `PassLayout` tells the
-    layers. No call leaves anything unevaluated: MLX evaluates an array in the thread that made it only,
-    and calls may come from different threads, one after another.
+    Invariants:
 
-    context_tokens: nothing is begun early that would not fit. max_width: nor anything wider.
-    kept: marks what was committed. Whatever else is in the memory, the rows of a round or of a pass begun
-    early, or what an interrupt left there, is dropped by `end_round`, with which all new work begins.
-    steps_ahead: the hint of `LanguageModel.run_ahead`. interrupted: begin nothing early.
+    - Every pass goes through `_forward`, which runs tokens after the caches in the layout of `PassLayout`.
+    - No call returns with unstarted computation, because MLX can evaluate an array only in the thread that
+      created it, and the model may be called from several threads, one after another.
+    - `committed` describes the caches without the open round, prelaunched passes and rows that an interrupt
+      left behind. `end_round` drops all of these, and all new work begins with it.
+
+    Attributes:
+        context_tokens: Size of the context. No pass is prelaunched beyond it.
+        committed: The caches with the committed tokens only.
+        run_ahead: Whether to prelaunch the next step; see `LanguageModel.run_ahead`.
+        interrupted: Whether prelaunching is off because the model was interrupted.
     """
 
     def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
-        self.shape = PassLayout()
-        install_tree_ropes(net, self.shape)
-        self.memory = LayerCaches(net, self.shape, kv_bits)
-        self.kept = self.memory.mark()
-        self.steps_ahead = False
+        self.layout = PassLayout()
+        install_tree_ropes(net, self.layout)
+        self.caches = LayerCaches(net, self.layout, kv_bits)
+        self.committed = self.caches.checkpoint()
+        self.run_ahead = False
         self.interrupted = False
         self._net = net
         self.context_tokens = context_tokens
         self._max_width = max_width
-        self._round = Round()
-        # How the open round is drafted, where it is a draft of this model itself.
+        self._round = _Round()
+        # The partial model that runs the open round, if the model drafts for itself.
         self._partial_model: PartialModel | None = None
-        self._ahead: _Ahead | None = None
-        self._follower: PassRunner | None = None
-        self._leader: PassRunner | None = None
-        self._tidy_at = _TIDY_TOKENS
+        self._prelaunched: _PrelaunchedPass | None = None
+        # The runner of the target that verifies this model's chains, and of the draft whose chains we verify.
+        self._target: PassRunner | None = None
+        self._draft: PassRunner | None = None
+        self._clear_at = _CLEAR_EVERY_TOKENS
         self._closed = False
 
     @property
     def length(self) -> int:
-        """Tokens that were committed."""
-        return self.kept.length
+        """Number of committed tokens."""
+        return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens (integers [n]) after the cache: their logits, float32 [n, vocab], not yet computed."""
+        """Run tokens, integers [n], after the caches; return lazy logits, float32 [n, vocab]."""
         with translate_errors("the model could not be run"):
-            rows: mx.array = self._net(tokens[None], cache=self.memory.layers)[0]
-        self.memory.length += tokens.size
+            rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
+        self.caches.length += tokens.size
         if tokens.size > 1:
-            self.memory.cut_out()
+            self.caches.detach_states()
         return rows.astype(mx.float32)
 
-    def forward_part(self, tokens: mx.array, part: AbstractContextManager[None]) -> mx.array:
-        """The same with some layers left out, whose caches are only told to go on.
+    def forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
+        """Run tokens, integers [n], with a partial model; return lazy logits, float32 [n, vocab].
 
-        tokens: integers [n]. Gives logits, float32 [n, vocab], not yet computed. Raises BackendError.
+        The caches of skipped layers get no rows, but their offsets move on as well. Raises BackendError.
         """
-        with part:
+        with partial_model:
             rows = self._forward(tokens)
-        self.memory.stand(self.memory.length)
+        self.caches.set_offset(self.caches.length)
         return rows
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run tokens outside a round and keep them. Raises BackendError; then none is kept."""
-        self.shape.chain(self.length)
+        """Run and commit tokens outside a round. Raises BackendError, and then no token is committed."""
+        self.layout.set_chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
-            self._launch_states(len(tokens))
-            # The logits are never asked for, and so never computed.
-            evaluate(*self.memory.arrays)
+            self._start_states(len(tokens))
+            # The logits stay lazy and are never computed.
+            evaluate(*self.caches.arrays)
         except BackendError:
             self.end_round()
             raise
-        self.kept = self.memory.mark()
+        self.committed = self.caches.checkpoint()
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """See `LanguageModel.verify`; the tree is one that this model takes."""
-        known = self._end_draft(tree)
-        ahead = self._take_ahead(tree, first)
+        """Run `LanguageModel.verify` for a tree that the model supports."""
+        exit_states = self._end_draft(tree)
+        prelaunched = self._take_prelaunched(tree, first)
         try:
-            if first == 0 and not ahead:
+            if first == 0 and not prelaunched:
                 self.end_round()
-                self._tidy()
+                self._clear_buffers()
             self._round.extend(tree, first)
-            if ahead:
-                return ahead.logits
-            rows = self._go_on(tree, *known) if known else self._run(tree.tokens, first)
+            if prelaunched:
+                return prelaunched.logits
+            rows = self._resume(tree, *exit_states) if exit_states else self._run(tree.tokens, first)
             return self._logits(rows, first)
         except BackendError:
             self.end_round()
             raise
 
-    def draft(self, part: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """`verify` for a draft of this model itself; the next call that is not the draft's ends the round."""
-        if first > 0 and part is not self._partial_model:
-            raise BackendError("the round of this draft was ended by its target", "begin another one")
-        ahead = self._take_ahead(tree, first) if first > 0 else None
+    def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
+        """Run `verify` with a partial model. The next call of the target ends the round."""
+        if first > 0 and partial_model is not self._partial_model:
+            raise BackendError("the target ended the round of this draft", "begin another one")
+        prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:
             if first == 0:
                 self.end_round()
-                self._tidy()
-                self._partial_model = part
+                self._clear_buffers()
+                self._partial_model = partial_model
             self._round.extend(tree, first)
-            return ahead.logits if ahead else self._logits(self._run(tree.tokens, first), first)
-        except BaseException:  # of a pass cut short nothing may be taken over
+            return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
+        except BaseException:  # An interrupted pass leaves incomplete hidden states.
             self.end_round()
             raise
 
     def end_round(self) -> None:
-        """Drop what was not committed."""
+        """Drop everything that is not committed."""
         if self._partial_model:
-            self._partial_model.let_go()
-        self._partial_model = self._ahead = None
-        self._round = Round()
-        if self.memory.foreign and self.memory.length != self.length:
+            self._partial_model.end_round()
+        self._partial_model = self._prelaunched = None
+        self._round = _Round()
+        if self.caches.unknown_kinds and self.caches.length != self.length:
             self.clear()
         elif self.length:
-            self.memory.restore(self.kept)
-        elif self.memory.length:
-            self.memory.clear()
+            self.caches.restore(self.committed)
+        elif self.caches.length:
+            self.caches.clear()
 
     def clear(self) -> None:
-        """Empty the memory."""
-        self.kept = CacheCheckpoint(0, (), ())
-        self.memory.clear()
-        self.kept = self.memory.mark()
-        self._tidy_at = _TIDY_TOKENS
+        """Empty the caches."""
+        self.committed = CacheCheckpoint(0, (), ())
+        self.caches.clear()
+        self.committed = self.caches.checkpoint()
+        self._clear_at = _CLEAR_EVERY_TOKENS
 
-    def cut(self, length: int) -> None:
-        """Keep at most the first `length` committed tokens, and none where they cannot be cut back to."""
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens, or none if the caches cannot be cut there."""
         self.end_round()
-        if 0 < length < self.length and self.memory.can_rewind(length):
-            self.memory.rewind(length)
-            self.kept = self.memory.mark()
+        if 0 < length < self.length and self.caches.can_rewind(length):
+            self.caches.rewind(length)
+            self.committed = self.caches.checkpoint()
         elif length < self.length or length == 0:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """See `LanguageModel.commit`. Raises CapabilityError for a state that cannot be cut back."""
-        if self._partial_model:  # nothing of the target's own is in the round
+        """Run `LanguageModel.commit`. Raises CapabilityError if a recurrent state would have to be cut."""
+        if self._partial_model:  # The round holds rows of a draft only.
             self.end_round()
             return
-        kept, ahead = [0, *path], self._ahead
-        if len(self._round) == 1 and ahead:
-            self.kept = ahead.before
+        kept, prelaunched = [0, *path], self._prelaunched
+        if len(self._round) == 1 and prelaunched:
+            self.committed = prelaunched.before
         else:
-            if ahead:
-                self.memory.restore(ahead.before)
-                self._ahead = None
+            if prelaunched:
+                self.caches.restore(prelaunched.before)
+                self._prelaunched = None
             if kept != list(range(len(kept))):
-                self.memory.keep(self.length, kept)
-                start_evaluation(*self.memory.arrays)
+                self.caches.keep_path(self.length, kept)
+                start_evaluation(*self.caches.arrays)
             elif len(kept) < len(self._round):
-                if self.memory.recurrent:
-                    raise CapabilityError("a recurrent state cannot be cut back", "go back to a checkpoint")
-                self.memory.rewind(self.length + len(kept))
-            self.kept = self.memory.mark()
-        self._round = Round()
+                if self.caches.recurrent:
+                    raise CapabilityError(
+                        "a recurrent state cannot drop its last tokens", "go back to a checkpoint"
+                    )
+                self.caches.rewind(self.length + len(kept))
+            self.committed = self.caches.checkpoint()
+        self._round = _Round()
 
-    def _tidy(self) -> None:
-        """Caches that grow leave buffers behind, which MLX would keep for another use."""
-        if self.length >= self._tidy_at:
+    def _clear_buffers(self) -> None:
+        """Release the buffers that growing caches have left behind, as MLX would hold them for reuse."""
+        if self.length >= self._clear_at:
             mx.clear_cache()
-            self._tidy_at = self.length + _TIDY_TOKENS
+            self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
-        """Run nodes `first` and up of the round, as the target or as its draft."""
-        self._set_shape(first)
+        """Run nodes `first` and up of the open round; return their lazy logits."""
+        self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
-    def _set_shape(self, first: int) -> None:
+    def _set_layout(self, first: int) -> None:
         if self._round.is_chain:
-            self.shape.chain(self.length)
+            self.layout.set_chain(self.length)
         else:
-            self.shape.tree(self.length, self._round.parents, self._round.depths, first)
+            self.layout.set_tree(self.length, self._round.parents, self._round.depths, first)
 
     def _pass(self, tokens: mx.array, first: int) -> mx.array:
         if self._partial_model is None:
             return self._forward(tokens)
-        return self.forward_part(tokens, self._partial_model.drafting(first))
+        return self.forward_partial(tokens, self._partial_model.active(first))
 
-    def _launch(self, rows: mx.array) -> None:
+    def _start(self, rows: mx.array) -> None:
+        """Start computing logits, and all that later passes need of this one."""
         states = self._partial_model.background_arrays() if self._partial_model else []
-        self._launch_states(rows.shape[0])
-        start_evaluation(rows, *states, *(array for layer in self.memory.states for array in layer))
+        self._start_states(rows.shape[0])
+        start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
 
-    def _launch_states(self, width: int) -> None:
-        """Layer by layer: MLX would compute all states last, and keep what they are made of until then."""
-        for layer in self.memory.states if width > 1 else ():
+    def _start_states(self, width: int) -> None:
+        """Start computing recurrent states layer by layer.
+
+        In one call, MLX would compute all of them last and hold the inputs of all layers until then.
+        """
+        for layer in self.caches.states if width > 1 else ():
             start_evaluation(*layer)
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
-        self._launch(rows)
+        self._start(rows)
         return DeviceLogits(
-            rows, self._round.depths[first:], self._start_next if self._round.is_chain else None
+            rows, self._round.depths[first:], self._prelaunch_next if self._round.is_chain else None
         )
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
-        """End the draft's round, if one is open.
+        """End the round of an early-exit draft or another partial model, if one is open.
 
-        Where it left at an exit: hidden states [1, nodes, size] of the first nodes that this tree shares.
+        Returns:
+            For an early exit, the partial model and its hidden states [1, nodes, size] of the first nodes
+            that the draft and `tree` share; else None.
         """
-        part = self._partial_model
-        if part is None:
+        partial_model = self._partial_model
+        if partial_model is None:
             return None
-        same = self._round.shared(tree)
-        # A memory in which nothing is committed is made anew when its round ends.
-        known = None
-        if isinstance(part, EarlyExitModel) and same > 0 and self.length > 0:
-            known = part, part.said(same)
+        common = self._round.common_nodes(tree)
+        exit_states = None
+        # With no committed tokens the caches are replaced when the round ends, rows of lower layers included.
+        if isinstance(partial_model, EarlyExitModel) and common > 0 and self.length > 0:
+            exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
-        return known
+        return exit_states
 
-    def _go_on(self, tree: TokenTree, exit_: EarlyExitModel, states: mx.array) -> mx.array:
-        """Run a tree above an exit. `states`: what was said there of its first nodes."""
+    def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
+        """Verify a tree with the layers above an early exit.
+
+        Args:
+            tree: The tree.
+            exit_model: The partial model that drafted it.
+            states: Hidden states [1, nodes, size] at the exit of the first nodes of the tree. The lower
+                layers are run for the other nodes.
+        """
         known = states.shape[1]
         if known < tree.width:
-            self.memory.stand(self.length + known)
-            self._set_shape(known)
-            # Its logits are not asked for, and so never computed.
-            self.forward_part(mx.array(list(tree.tokens[known:])), exit_.drafting(known))
-            states = mx.concatenate([states, exit_.said(tree.width)], axis=1)
-            exit_.let_go()
-        self.memory.stand(self.length)
-        self._set_shape(0)
-        return self.forward_part(mx.array(tree.tokens), exit_.going_on(states))
+            self.caches.set_offset(self.length + known)
+            self._set_layout(known)
+            # The logits of this pass stay lazy and are never computed.
+            self.forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
+            states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
+            exit_model.end_round()
+        self.caches.set_offset(self.length)
+        self._set_layout(0)
+        return self.forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
-    def follow(self, leader: PassRunner | None) -> None:
-        """The hint of `LanguageModel.follow`: a draft's passes, whose chains are verified here."""
-        if self._leader:
-            self._leader._follower = None
-        self._leader = leader
-        if leader:
-            leader._follower = self
+    def pipeline_with(self, draft: PassRunner | None) -> None:
+        """Prelaunch verify passes on the last token of this draft's chains; None stops that."""
+        if self._draft:
+            self._draft._target = None
+        self._draft = draft
+        if draft:
+            draft._target = self
 
-    def _start_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Begin what follows on `token`, which is being computed: a step here, or the pass of a follower."""
+    def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
+        """Launch the pass after `token`, which is being computed: a next step, or the target's verify."""
         if self._partial_model:
-            if self._partial_model.runs_ahead:
-                self._begin((), token, source)
-        elif self.steps_ahead:
-            self._begin((), token, source)
-        elif self._follower and not len(self._follower._round):
-            # The draft may lag behind: what the target has cached is no part of its pass.
-            guessed = tuple(self._round.tokens[max(0, self._follower.length - self.length) :])
-            if 0 < len(guessed) < self._follower._max_width:
-                self._follower._begin(guessed, token, source)
+            if self._partial_model.run_ahead:
+                self._prelaunch((), token, source)
+        elif self.run_ahead:
+            self._prelaunch((), token, source)
+        elif self._target and not len(self._target._round):
+            # The draft's cache may be shorter, and its chain then begins with tokens that the target has.
+            chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
+            if 0 < len(chain) < self._target._max_width:
+                self._target._prelaunch(chain, token, source)
 
-    def _begin(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
-        """Run a chain of known tokens and one that is being computed, before it is asked for."""
+    def _prelaunch(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
+        """Launch a chain of known tokens and one that is being computed."""
         width = len(known) + 1
-        if self._ahead or self._closed or self.interrupted:
+        if self._prelaunched or self._closed or self.interrupted:
             return
         if self.length + len(self._round) + width > self.context_tokens:
             return
-        if self.memory.foreign:  # what we do not know cannot be taken back
+        if self.caches.unknown_kinds:  # Such caches cannot roll back.
             return
         started = now()
-        before = self.memory.mark()
-        self.shape.chain(self.length)
+        before = self.caches.checkpoint()
+        self.layout.set_chain(self.length)
         tokens = mx.concatenate([mx.array(known, mx.uint32), token]) if known else token
         rows = self._pass(tokens, len(self._round))
-        self._launch(rows)
-        logits = DeviceLogits(rows, range(width), self._start_next)
+        self._start(rows)
+        logits = DeviceLogits(rows, range(width), self._prelaunch_next)
         logits.overlapped_seconds = now() - started if known else 0.0
-        self._ahead = _Ahead(known, source, logits, before)
+        self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
-    def _take_ahead(self, tree: TokenTree, first: int) -> _Ahead | None:
-        """What was begun, if this is it; else it is taken back."""
-        ahead, self._ahead = self._ahead, None
-        if not ahead:
+    def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
+        """Return the prelaunched pass if it is the requested one; otherwise roll it back and return None."""
+        prelaunched, self._prelaunched = self._prelaunched, None
+        if not prelaunched:
             return None
-        goes_on = first == len(self._round) and tree.is_chain
-        if goes_on and tree.tokens[first:] == (*ahead.known, ahead.source.chosen):
-            return ahead
-        self.memory.restore(ahead.before)
+        follows = first == len(self._round) and tree.is_chain
+        if follows and tree.tokens[first:] == (*prelaunched.known, prelaunched.source.chosen):
+            return prelaunched
+        self.caches.restore(prelaunched.before)
         return None
 
     def close(self) -> None:
-        """Let go of the weights and the caches; logits that are still held begin nothing more."""
+        """Free the weights and the caches. Logits that are still referenced launch nothing more."""
         self._closed = True
-        self.follow(None)
-        if self._follower:
-            self._follower.follow(None)
-        self._ahead = self._partial_model = None
-        del self._net, self.memory
+        self.pipeline_with(None)
+        if self._target:
+            self._target.pipeline_with(None)
+        self._prelaunched = self._partial_model = None
+        del self._net, self.caches

@@ -1,8 +1,8 @@
-"""What a loaded model can really do, found out with a few tiny passes.
+"""Probes what a loaded model can do, with a few short passes.
 
-mlx-lm has over a hundred architectures, each its own file: some do not look where they are told to, some
-cannot be run wider than one token. So nothing is believed: a method is allowed when its rows are those of
-single steps, up to the rounding of the model's own number format.
+mlx-lm has over a hundred architectures, each in its own file. Some ignore the attention mask, and some cannot
+run passes wider than one token. A capability is therefore enabled only if its logits equal those of
+single-token passes, up to the rounding of the model's data type.
 """
 
 from __future__ import annotations
@@ -24,32 +24,38 @@ from edgespec.errors import EdgespecError, ModelFileError
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
+# Tokens that the probe runs.
 PROBE_TOKENS = 8
-# Passes of different widths add up in different orders: so many units of the last place, or such a share of
-# the largest logit, at most: in float32 the former is less than what scans and quantised products round.
-_MOST_ROUNDING, _MOST_SHARE = 32, 1e-3
+# Largest difference of logits that counts as rounding, since passes of different widths add up in different
+# orders: this many machine epsilons, or this share of the largest logit. The share is the larger limit in
+# float32, where scans and quantised products round more coarsely than the data type. Chosen.
+_MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the probe found.
+    """What the probe found out about a model.
 
-    rollback: in words, how tokens are taken back. replays: rollback is by going back to a checkpoint and
-    running again what was right. kv_bytes_for: bytes of the caches when a context of so many tokens is full.
-    no_self_draft: by name, why it cannot draft for itself that way.
+    Attributes:
+        capabilities: The capabilities that gave correct logits.
+        rollback: Description of how rejected tokens are removed from the cache.
+        needs_replay: Whether rollback returns to a checkpoint and runs the accepted tokens again.
+        kv_bytes_for: Maps the tokens of a context to the bytes of its full caches.
+        unavailable_self_drafts: Why the model cannot draft for itself, by the name of the method.
     """
 
     capabilities: Capabilities
     rollback: str
-    replays: bool
+    needs_replay: bool
     kv_bytes_for: Callable[[int], int]
-    no_self_draft: dict[str, str]
+    unavailable_self_drafts: dict[str, str]
 
 
 def probe(model: MlxModel) -> ProbeResult:
-    """Try everything on a fresh model; its memory is empty before and after.
+    """Try all capabilities of a model. Its cache is empty before and after.
 
-    Raises ModelFileError when the model cannot even be run one token at a time.
+    Raises:
+        ModelFileError: The model cannot run single tokens, or its logits are not finite.
     """
     tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
@@ -58,60 +64,69 @@ def probe(model: MlxModel) -> ProbeResult:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
         raise ModelFileError(f"the logits of {model.facts.name} are not numbers", "download the model again")
-    kv_bytes_for = model.memory.sizes()
+    kv_bytes_for = model.caches.bytes_by_context()
     width = model.facts.capabilities.max_width
     expected = _Expected(tokens, steps)
-    foreign, replays = ", ".join(sorted(model.memory.foreign)), bool(model.memory.recurrent)
-    trouble = f"its {foreign} cannot be taken back exactly" if foreign else ""
-    for check in (_check_wide, _check_replay if replays else _check_rollback):
-        trouble = trouble or _trouble(model, expected, check)
-    taps = not _trouble(model, expected, _check_taps)
-    if trouble:
+    unknown, recurrent = ", ".join(sorted(model.caches.unknown_kinds)), bool(model.caches.recurrent)
+    problem = f"its {unknown} cannot roll back exactly" if unknown else ""
+    for check in (_check_wide_pass, _check_replay if recurrent else _check_rollback):
+        problem = problem or _find_problem(model, expected, check)
+    hooks_work = not _find_problem(model, expected, _check_hooks)
+    if problem:
         capabilities = Capabilities(
-            False, False, trouble, hidden_states=taps, partial_truncate=model.memory.cuts
+            False, False, problem, hidden_states=hooks_work, partial_truncate=model.caches.truncatable
         )
-        return ProbeResult(
-            capabilities, "not possible", False, kv_bytes_for, dict.fromkeys(_SELF_DRAFTS, trouble)
+        unavailable = dict.fromkeys(_SELF_DRAFT_CHECKS, problem)
+        return ProbeResult(capabilities, "not possible", False, kv_bytes_for, unavailable)
+    if recurrent:
+        capabilities = Capabilities(
+            True,
+            False,
+            "its recurrent state takes chains only",
+            width,
+            hidden_states=hooks_work,
+            partial_truncate=False,
         )
-    if replays:
-        reason = "its recurrent state takes chains only"
-        capabilities = Capabilities(True, False, reason, width, hidden_states=taps, partial_truncate=False)
-        missing = dict.fromkeys(_SELF_DRAFTS, "a recurrent state cannot be shared with a draft")
+        unavailable = dict.fromkeys(_SELF_DRAFT_CHECKS, "a recurrent state cannot be shared with a draft")
         rollback = "checkpoints of the recurrent state, and replay"
-        return ProbeResult(capabilities, rollback, True, kv_bytes_for, missing)
-    trouble = _trouble(model, expected, _check_tree)
+        return ProbeResult(capabilities, rollback, True, kv_bytes_for, unavailable)
+    problem = _find_problem(model, expected, _check_tree)
     rollback = "by offset"
-    if model.memory.windowed:
+    if model.caches.windowed:
         rollback += f"; windows keep {AttentionCache.slack} tokens more"
-    expected = replace(expected, trees=not trouble)
-    tried = {name: _trouble(model, expected, check) for name, check in _SELF_DRAFTS.items()}
-    missing = {name: why for name, why in tried.items() if why}
-    can = frozenset(tried.keys() - missing.keys())
-    cuts = not model.memory.windowed
+    expected = replace(expected, trees=not problem)
+    problems = {name: _find_problem(model, expected, check) for name, check in _SELF_DRAFT_CHECKS.items()}
+    unavailable = {name: reason for name, reason in problems.items() if reason}
     capabilities = Capabilities(
         True,
-        not trouble,
-        trouble,
+        not problem,
+        problem,
         width,
-        hidden_states=taps,
-        self_draft_methods=can,
+        hidden_states=hooks_work,
+        self_draft_methods=frozenset(problems.keys() - unavailable.keys()),
         trainable=True,
-        partial_truncate=cuts,
+        partial_truncate=not model.caches.windowed,
     )
-    return ProbeResult(capabilities, rollback, False, kv_bytes_for, missing)
+    return ProbeResult(capabilities, rollback, False, kv_bytes_for, unavailable)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Tokens, and the logits after each when they are run one by one. trees: whether to try those too."""
+    """The reference of all checks.
+
+    Attributes:
+        tokens: The tokens of the probe.
+        steps: Logits after each of them in single-token passes, [tokens, vocab].
+        trees: Whether the model supports token trees, so that self-drafts are checked with them too.
+    """
 
     tokens: list[int]
     steps: NDArray[np.float64]
     trees: bool = True
 
 
-def _trouble(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
-    """What is wrong, or nothing. The memory is empty before and after."""
+def _find_problem(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
+    """Return the problem that a check finds, or an empty string. The cache is empty before and after."""
     model.truncate(0)
     try:
         return check(model, expected)
@@ -121,9 +136,9 @@ def _trouble(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _E
         model.truncate(0)
 
 
-def _check_wide(model: MlxModel, expected: _Expected) -> str:
+def _check_wide_pass(model: MlxModel, expected: _Expected) -> str:
     logits = model.verify(TokenTree.chain(expected.tokens[0], expected.tokens[1:5]))
-    return _differs(model, "passes of several tokens", logits, [0, 1, 2, 3, 4], expected, [0, 1, 2, 3, 4])
+    return _differs(model, "a pass of several tokens", logits, [0, 1, 2, 3, 4], expected, [0, 1, 2, 3, 4])
 
 
 def _check_rollback(model: MlxModel, expected: _Expected) -> str:
@@ -131,7 +146,7 @@ def _check_rollback(model: MlxModel, expected: _Expected) -> str:
     model.verify(TokenTree.chain(tokens[0], [tokens[1], *tokens[5:8]]))
     model.commit((1,))
     logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
-    return _differs(model, "taking tokens back", logits, [0, 1, 2], expected, [2, 3, 4])
+    return _differs(model, "rollback", logits, [0, 1, 2], expected, [2, 3, 4])
 
 
 def _check_replay(model: MlxModel, expected: _Expected) -> str:
@@ -148,93 +163,111 @@ def _check_replay(model: MlxModel, expected: _Expected) -> str:
 def _check_tree(model: MlxModel, expected: _Expected) -> str:
     tokens = expected.tokens
     model.prefill(tokens[:2])
-    # The right path is 0, 2, 4; nodes 1 and 3 are wrong turns beside it.
+    # The correct path is 0, 2, 4. Nodes 1 and 3 are wrong tokens beside it.
     upper = TokenTree((tokens[2], tokens[6], tokens[3]), (-1, 0, 0), (None,) * 3)
     logits = model.verify(upper)
-    trouble = _differs(model, "a token tree", logits, [0, 2], expected, [2, 3])
+    problem = _differs(model, "a token tree", logits, [0, 2], expected, [2, 3])
     lower = TokenTree((*upper.tokens, tokens[7], tokens[4]), (*upper.parents, 1, 2), (None,) * 5)
     logits = model.verify(lower, 3)
-    trouble = trouble or _differs(model, "a token tree", logits, [1], expected, [4])
+    problem = problem or _differs(model, "a token tree", logits, [1], expected, [4])
     model.commit((2, 4))
     logits = model.verify(TokenTree.chain(tokens[5]))
-    return trouble or _differs(model, "keeping a path of a tree", logits, [0], expected, [5])
+    return problem or _differs(model, "keeping a path of a tree", logits, [0], expected, [5])
 
 
-def _check_taps(model: MlxModel, expected: _Expected) -> str:
-    """Each layer runs once and hands what it says to the next; the logits do not notice."""
-    tokens, taps = expected.tokens, model.taps()
-    with taps.on(range(taps.count)):
+def _check_hooks(model: MlxModel, expected: _Expected) -> str:
+    """Check that each layer runs once, passes its output to the next layer, and that logits do not change."""
+    tokens, hooks = expected.tokens, model.hidden_state_hooks()
+    with hooks.on(range(hooks.count)):
         logits = model.verify(TokenTree.chain(tokens[0]))
-    if sorted(taps.outputs) != list(range(taps.count)):
-        return f"{taps.count - len(taps.outputs)} of its layers did not run"
-    for layer in range(taps.count - 1):
-        if not mx.array_equal(taps.outputs[layer], taps.inputs[layer + 1]).item():
-            return f"layer {layer + 1} is not given what layer {layer} says"
+    if sorted(hooks.outputs) != list(range(hooks.count)):
+        return f"{hooks.count - len(hooks.outputs)} of its layers did not run"
+    for layer in range(hooks.count - 1):
+        if not mx.array_equal(hooks.outputs[layer], hooks.inputs[layer + 1]).item():
+            return f"the input of layer {layer + 1} is not the output of layer {layer}"
     return _differs(model, "reading hidden states", logits, [0], expected, [0])
 
 
-def _check_exit(model: MlxModel, expected: _Expected) -> str:
+def _check_early_exit(model: MlxModel, expected: _Expected) -> str:
     layers = model.layer_count
     if layers < 2:
         return "it has one layer"
     for exit_layer in {1, layers - 1}:
-        trouble = _check_part(model, expected, model.parts.leaving(exit_layer, model.facts.name))
-        if trouble:
-            return trouble
+        partial_model = model.partial_models.early_exit(exit_layer, model.facts.name)
+        problem = _check_partial_model(model, expected, partial_model)
+        if problem:
+            return problem
     return ""
 
 
-def _check_skipping(model: MlxModel, expected: _Expected) -> str:
+def _check_skipped_layers(model: MlxModel, expected: _Expected) -> str:
     layers = model.layer_count
     if layers < 3:
         return "it has no layers between the first and the last"
-    skipped = range(1, layers - 1)
-    return _check_part(model, expected, model.parts.skipping(skipped, model.facts.name))
+    partial_model = model.partial_models.skipped_layers(range(1, layers - 1), model.facts.name)
+    return _check_partial_model(model, expected, partial_model)
 
 
 def _check_low_bits(model: MlxModel, expected: _Expected) -> str:
-    low_bits = model.parts.low_bits
+    low_bits = model.partial_models.low_bits
     if low_bits is None:
         return "it was loaded without low_bits"
     if not low_bits.weights:
         return "its weights have no fewer bits to be read at"
-    return _check_part(model, expected, model.parts.lowered(LowBit(), model.facts.name))
+    return _check_partial_model(model, expected, model.partial_models.low_bit(LowBit(), model.facts.name))
 
 
-def _check_part(model: MlxModel, expected: _Expected, part: PartialModel) -> str:
-    """The target does not notice a round drafted before its own, of which it may take over a part."""
-    tokens, what = expected.tokens, "drafting for itself"
+def _check_partial_model(model: MlxModel, expected: _Expected, partial_model: PartialModel) -> str:
+    """Check that the target's logits do not change after a round that a partial model has drafted."""
+    tokens, subject = expected.tokens, "drafting for itself"
     model.truncate(0)
     model.prefill(tokens[:2])
-    for width in (1, 2, 3):  # the last guess is wrong
-        model.draft(part, TokenTree.chain(tokens[2], [tokens[3], tokens[6]][: width - 1]), width - 1)
+    for width in (1, 2, 3):  # The last drafted token is wrong.
+        model.draft(partial_model, TokenTree.chain(tokens[2], [tokens[3], tokens[6]][: width - 1]), width - 1)
     logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
-    trouble = _differs(model, what, logits, [0, 1, 2], expected, [2, 3, 4])
+    problem = _differs(model, subject, logits, [0, 1, 2], expected, [2, 3, 4])
     model.commit((1, 2))
-    if trouble or not expected.trees:
-        return trouble or _differs(model, what, model.verify(TokenTree.chain(tokens[5])), [0], expected, [5])
+    if problem or not expected.trees:
+        return problem or _differs(
+            model, subject, model.verify(TokenTree.chain(tokens[5])), [0], expected, [5]
+        )
     model.truncate(2)
     nodes, parents = (tokens[2], tokens[6], tokens[3], tokens[7], tokens[4]), (-1, 0, 0, 1, 2)
     for first, end in ((0, 1), (1, 3), (3, 5)):
-        model.draft(part, TokenTree(nodes[:end], parents[:end], (None,) * end), first)
+        model.draft(partial_model, TokenTree(nodes[:end], parents[:end], (None,) * end), first)
     logits = model.verify(TokenTree((*nodes, tokens[5]), (*parents, 4), (None,) * 6))
-    trouble = _differs(model, what, logits, [0, 2, 4, 5], expected, [2, 3, 4, 5])
+    problem = _differs(model, subject, logits, [0, 2, 4, 5], expected, [2, 3, 4, 5])
     model.commit((2, 4, 5))
-    return trouble or _differs(model, what, model.verify(TokenTree.chain(tokens[6])), [0], expected, [6])
+    return problem or _differs(model, subject, model.verify(TokenTree.chain(tokens[6])), [0], expected, [6])
 
 
-_SELF_DRAFTS = {"layerskip": _check_exit, "swift": _check_skipping, "lowbit": _check_low_bits}
+_SELF_DRAFT_CHECKS = {
+    "layerskip": _check_early_exit,
+    "swift": _check_skipped_layers,
+    "lowbit": _check_low_bits,
+}
 
 
 def _differs(
-    model: MlxModel, what: str, logits: DeviceLogits, rows: list[int], expected: _Expected, steps: list[int]
+    model: MlxModel,
+    subject: str,
+    logits: DeviceLogits,
+    rows: list[int],
+    expected: _Expected,
+    steps: list[int],
 ) -> str:
-    """A sentence with the largest difference, if it is more than rounding."""
-    everything = np.arange(model.vocabulary.size)
-    got = np.stack([logits.at(row, everything) for row in rows])
-    worst = float(np.abs(got - expected.steps[steps]).max())
-    limit = max(_MOST_ROUNDING * model.rounding, _MOST_SHARE) * float(np.abs(expected.steps).max())
-    return "" if worst <= limit else f"{what} gives other logits than single steps (by {worst:.2g})"
+    """Compare rows of logits with the reference.
+
+    Returns:
+        A sentence with the largest difference if it is more than rounding, else an empty string.
+    """
+    all_tokens = np.arange(model.vocabulary.size)
+    got = np.stack([logits.at(row, all_tokens) for row in rows])
+    difference = float(np.abs(got - expected.steps[steps]).max())
+    limit = max(_MAX_EPSILONS * model.rounding, _MAX_LOGIT_SHARE) * float(np.abs(expected.steps).max())
+    if difference <= limit:
+        return ""
+    return f"{subject} gives other logits than single-token passes (by {difference:.2g})"
 
 
 def _step(model: MlxModel, token: int) -> NDArray[np.float64]:

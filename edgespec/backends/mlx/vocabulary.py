@@ -1,7 +1,7 @@
-"""Text to tokens and back, by the tokenizer of a checkpoint, with llama.cpp's view of what each token is.
+"""The tokenizer of an MLX model, with the same bytes, control tokens and end tokens as in llama.cpp.
 
-A model on MLX and one on llama.cpp may draft for each other, so the bytes, the control tokens and the ends
-of replies are those that llama.cpp would give a GGUF made from the same files.
+An MLX model and a GGUF model may draft for each other. Their vocabularies are compared token by token, so
+this module follows what llama.cpp would read from a GGUF that was converted from the same files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
 
-# The tokens that llama.cpp takes for the end of a reply, by their text (llama-vocab.cpp, `special_eog_ids`).
-_ENDS = frozenset(
+# Texts of the tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`).
+_END_TEXTS = frozenset(
     (
         "<|eot_id|>",
         "<|im_end|>",
@@ -44,8 +44,9 @@ _ENDS = frozenset(
         "[e~[",
     )
 )
-# Of each group the first that the vocabulary has also ends a reply: they pad or separate files of code.
-_CODE_ENDS = (
+# Padding and file separators of code models, which llama.cpp also treats as the end of a reply. Each group
+# lists the spellings of one token.
+_CODE_END_TEXTS = (
     ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("<|file_sep|>",),
@@ -56,25 +57,30 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class MlxVocabulary:
-    """The vocabulary of a checkpoint.
-
-    tokenizer: mlx_lm's TokenizerWrapper. vocab_size: how many logits the model gives, which may be more
-    than the tokenizer has tokens; the rest are padding without a text.
-    """
+    """The vocabulary of an MLX model. It may be called from several threads."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """Create the vocabulary.
+
+        Args:
+            tokenizer: mlx_lm's TokenizerWrapper.
+            vocab_size: Number of logits of the model. Ids beyond the tokenizer's tokens are padding.
+
+        Raises:
+            ModelFileError: The tokenizer has no tokens.
+        """
         self.size = vocab_size
-        # The tokenizer holds the switch for control tokens as state, and texts come from several threads.
-        self._using = threading.Lock()
+        # The tokenizer stores the option to parse control tokens as state, so calls must not overlap.
+        self._lock = threading.Lock()
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
             raise ModelFileError("the tokenizer has no tokens", "download its files again")
-        self._known = max(vocab.values()) + 1
+        self._token_count = max(vocab.values()) + 1
         self._added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._control = _control_tokens(self._added, vocab)
         self._tokenizer: Any = _with_control_tokens(tokenizer, self._added, self._control)
         self._byte_level = _is_byte_level(tokenizer)
-        self._ends = _ends(tokenizer, vocab)
+        self._end_tokens = _end_tokens(tokenizer, vocab)
         template = tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -86,30 +92,30 @@ class MlxVocabulary:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Text to tokens; see the Protocol. Raises BackendError for a token the model has no row for."""
+        """Convert text to token ids. Raises BackendError for an id beyond the model's logits."""
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # A control token that only a sibling of this model knows is plain text here.
+            # A control token that this model has no logit for is read as plain text.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
             raise BackendError(
-                f"the tokenizer gives token {beyond[0]}, and the model has {self.size}",
-                "check that tokenizer and weights are of the same model",
+                f"the tokenizer gives token {beyond[0]}, and the model has {self.size} tokens",
+                "check that the tokenizer and the weights are of the same model",
             )
         return [*self._start, *tokens] if start else tokens
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        with self._using:
-            tokens: list[int] = self._open().encode(
+        with self._lock:
+            tokens: list[int] = self._check_open().encode(
                 text, add_special_tokens=False, split_special_tokens=not special
             )
         return tokens
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token adds to the text; control tokens add none."""
-        self._open()
+        """Return the bytes that a token adds to the text. Control tokens add none."""
+        self._check_open()
         piece = self._pieces.get(token)
         if piece is None:
             if len(self._pieces) >= MAX_CACHED_PIECES:
@@ -119,49 +125,49 @@ class MlxVocabulary:
         return piece
 
     def raw_piece(self, token: int) -> bytes:
-        """The token as it stands in the vocabulary, control tokens included."""
-        tokenizer = self._open()
+        """Return the token's entry in the vocabulary, control tokens included."""
+        tokenizer = self._check_open()
         if not 0 <= token < self.size:
-            raise BackendError(f"there is no token {token} among {self.size}")
-        known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._known else None
+            raise BackendError(f"there is no token {token} in a vocabulary of {self.size}")
+        known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._token_count else None
         if known is None:
             return b""
         if token in self._control:
             return known.encode()
         if token in self._added:
             return known.replace("▁", " ").encode()
-        return _bytes_of(known) if self._byte_level else _spaced(known)
+        return _byte_level_bytes(known) if self._byte_level else _sentencepiece_bytes(known)
 
     def is_end(self, token: int) -> bool:
-        """True for tokens that end a reply."""
-        self._open()
-        return token in self._ends
+        """Return True for tokens that end a reply (EOS, EOT)."""
+        self._check_open()
+        return token in self._end_tokens
 
-    def _open(self) -> Any:
-        """The tokenizer. Raises ClosedError when it is gone."""
+    def _check_open(self) -> Any:
+        """Return the tokenizer. Raises ClosedError after `close`."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ClosedError("the model is closed", "load it again")
         return tokenizer
 
     def close(self) -> None:
-        """The model is about to be freed."""
-        with self._using:
+        """Free the tokenizer."""
+        with self._lock:
             self._tokenizer = None
 
 
 def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[int]:
     control = {
-        token for token, about in added.items() if about.special or _LOOKS_SPECIAL.fullmatch(about.content)
+        token for token, entry in added.items() if entry.special or _LOOKS_SPECIAL.fullmatch(entry.content)
     }
-    control |= {vocab[text] for text in _ENDS.union(*_CODE_ENDS) if text in vocab}
+    control |= {vocab[text] for text in _END_TEXTS.union(*_CODE_END_TEXTS) if text in vocab}
     control -= {vocab[text] for text in _HARMONY_MARKS if text in vocab}
-    return frozenset(control - _not_ends(vocab))
+    return frozenset(control - _other_family_ends(vocab))
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
-    """A tokenizer for which exactly these of its added tokens are control tokens."""
-    if not tokenizer.is_fast or all(about.special == (token in control) for token, about in added.items()):
+    """Return a tokenizer whose added tokens are control tokens if and only if they are in `control`."""
+    if not tokenizer.is_fast or all(entry.special == (token in control) for token, entry in added.items()):
         return tokenizer
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -173,38 +179,38 @@ def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozens
     return wrapper(tokenizer_object=Tokenizer.from_str(json.dumps(parts)))
 
 
-def _ends(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
-    ends = {token for text, token in vocab.items() if text in _ENDS}
-    for group in _CODE_ENDS:
+def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
+    ends = {token for text, token in vocab.items() if text in _END_TEXTS}
+    for group in _CODE_END_TEXTS:
         ends |= {vocab[text] for text in group if text in vocab}
-    return frozenset((ends | set(tokenizer.eos_token_ids)) - _not_ends(vocab))
+    return frozenset((ends | set(tokenizer.eos_token_ids)) - _other_family_ends(vocab))
 
 
-def _not_ends(vocab: dict[str, int]) -> set[int]:
-    """Texts that end replies of other families only."""
+def _other_family_ends(vocab: dict[str, int]) -> set[int]:
+    """Return tokens whose text ends a reply in other model families, but not in this vocabulary."""
     harmony = {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys()
-    normal = "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab
-    texts = (["<|end|>"] if harmony else []) + (["</s>"] if normal else [])
+    keeps_eos = "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab
+    texts = (["<|end|>"] if harmony else []) + (["</s>"] if keeps_eos else [])
     return {vocab[text] for text in texts if text in vocab}
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether its tokens are written in GPT-2's alphabet of bytes."""
+    """Return whether the tokens are written in GPT-2's byte alphabet."""
     if not tokenizer.is_fast:
         return False
     backend = tokenizer.backend_tokenizer
     return "ByteLevel(" in f"{backend.decoder} {backend.pre_tokenizer}"
 
 
-def _spaced(text: str) -> bytes:
-    """A token of a sentencepiece vocabulary."""
+def _sentencepiece_bytes(text: str) -> bytes:
+    """Return the bytes of a token of a SentencePiece vocabulary."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
 
 
-def _bytes_of(text: str) -> bytes:
-    """A token in GPT-2's alphabet of bytes; what is not of that alphabet as llama.cpp writes it."""
-    alphabet = _alphabet()
+def _byte_level_bytes(text: str) -> bytes:
+    """Return the bytes of a token in GPT-2's byte alphabet. Other characters are written as in llama.cpp."""
+    alphabet = _byte_alphabet()
     parts = []
     for character in text:
         byte = alphabet.get(character)
@@ -213,8 +219,8 @@ def _bytes_of(text: str) -> bytes:
 
 
 @cache
-def _alphabet() -> dict[str, bytes]:
-    """Printable bytes stand for themselves, the others for the characters from U+0100 on."""
+def _byte_alphabet() -> dict[str, bytes]:
+    """Return GPT-2's byte alphabet: printable bytes stand for themselves, others for U+0100 and up."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

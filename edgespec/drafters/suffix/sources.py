@@ -40,7 +40,7 @@ class DraftSource(Protocol):
 
 
 class ChatSource:
-    """The current chat."""
+    """The tokens of the current chat."""
 
     def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self.automaton = SuffixAutomaton(config.min_probability)
@@ -60,7 +60,7 @@ class ChatSource:
 
 
 class OtherChatsSource:
-    """Recent text of other chats of this process."""
+    """Recent tokens of other chats in this process."""
 
     def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self.automaton = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)

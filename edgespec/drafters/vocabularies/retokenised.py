@@ -107,7 +107,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Roll back the KV cache to the input, and return the input tokens it lacks, without the last one."""
+        """Truncate the KV cache to its common prefix with the input, and return the missing tokens."""
         tokens = self._input.tokens
         if not tokens:
             return []

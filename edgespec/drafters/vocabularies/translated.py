@@ -178,9 +178,9 @@ class TranslatedModel(BaseModel):
             saved = json.loads(header)
             tokens, inner_length = list(map(int, saved["text"])), int(saved["held"])
         except (ValueError, KeyError, TypeError) as error:
-            raise BackendError("the saved state does not fit this model", "compute it again") from error
+            raise BackendError("the snapshot does not fit this model", "prefill the tokens again") from error
         if len(tokens) != snapshot.length or len(tokens) > self.facts.context_tokens:
-            raise BackendError("the saved state does not fit this context", "compute it again")
+            raise BackendError("the snapshot does not fit this context", "prefill the tokens again")
         self._model.restore(Snapshot(inner_length, data))
         self._add(tokens)
 

@@ -72,7 +72,7 @@ class ByteTokenizer:
         return self._longest_match(data)
 
     def _suffix_with_bytes(self, tokens: list[int], data: bytes) -> list[int] | None:
-        """Return the last tokens, if there are such whose bytes are `data`."""
+        """Return the shortest suffix of `tokens` whose bytes are `data`, or None if there is none."""
         remaining = data
         for i in range(len(tokens), -1, -1):
             if not remaining:

@@ -1,1 +1,1 @@
-"""What opens over the chat: loading, help, system prompt, settings, a question."""
+"""The screens over the chat: loading, help, system prompt, settings and confirmation."""

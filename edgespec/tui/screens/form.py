@@ -1,4 +1,4 @@
-"""What a form is: something to fill in, saved or left as it was."""
+"""The base class of forms."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 class FormScreen(ModalScreen[T | None]):
-    """A dialog with two buttons. Gives what was filled in, or None when it was left.
+    """A dialog with fields and the buttons Save and Cancel. Its result is None after Cancel.
 
-    heading, leaves: what is said above it, and of leaving.
+    Attributes:
+        heading: The title.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -27,13 +28,12 @@ class FormScreen(ModalScreen[T | None]):
         Binding("ctrl+s", "keep", "Save", show=False, priority=True),
     ]
     heading: str
-    leaves: str
 
     def compose(self) -> ComposeResult:
-        """The fields, then two buttons."""
+        """Create the fields and two buttons."""
         with Vertical(classes="dialog -large") as dialog:
             dialog.border_title = self.heading
-            dialog.border_subtitle = f"Ctrl+S saves · Esc leaves {self.leaves}"
+            dialog.border_subtitle = "Ctrl+S saves · Esc cancels"
             yield from self.compose_fields()
             with Horizontal(classes="buttons"):
                 yield Button("Save", id="save", variant="primary", compact=True)
@@ -41,10 +41,10 @@ class FormScreen(ModalScreen[T | None]):
 
     @abstractmethod
     def compose_fields(self) -> ComposeResult:
-        """What is to be filled in."""
+        """Create the fields."""
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Save or leave."""
+        """Save or cancel."""
         if event.button.id == "save":
             self.action_keep()
         else:
@@ -52,8 +52,8 @@ class FormScreen(ModalScreen[T | None]):
 
     @abstractmethod
     def action_keep(self) -> None:
-        """Give what was filled in."""
+        """Close with the contents of the fields."""
 
     def action_cancel(self) -> None:
-        """Leave it as it was."""
+        """Close without changes."""
         self.dismiss(None)

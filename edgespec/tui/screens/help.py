@@ -1,4 +1,4 @@
-"""Keys and slash commands, on one page."""
+"""The help page: keys and slash commands."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ KEYS = (
         (
             ("Enter", "send"),
             ("Ctrl+J, Shift+Enter", "new line"),
-            ("Up, Down", "what you sent before, at the first and last line"),
+            ("Up, Down", "messages you sent before"),
             ("Tab", "complete a command"),
         ),
     ),
     (
         "Replies",
         (
-            ("Esc", "stop the reply; leave an edit"),
-            ("Ctrl+R", "write the last reply again"),
+            ("Esc", "stop the reply, or stop editing"),
+            ("Ctrl+R", "generate the last reply again"),
             ("Ctrl+P", "edit your last message"),
             ("Ctrl+Y", "copy the last reply"),
             ("Ctrl+O", "copy its last code block"),
-            ("Page Up, Page Down", "scroll; Ctrl+End goes back to the end"),
+            ("Page Up, Page Down", "scroll; Ctrl+End goes to the end"),
         ),
     ),
     (
         "Chats",
         (
             ("Ctrl+N", "new chat"),
-            ("Ctrl+L", "clear: an empty chat with the same settings"),
+            ("Ctrl+L", "new chat with the same settings"),
             ("F2, Ctrl+B", "list of saved chats"),
             ("F5", "system prompt"),
-            ("F6, Ctrl+S", "sampling settings"),
+            ("F6, Ctrl+S", "settings"),
         ),
     ),
     (
-        "Looking",
+        "View",
         (
-            ("F3", "details: speed, acceptance, time"),
-            ("F4, Ctrl+T", "colour tokens by who wrote them"),
-            ("F8", "light or dark"),
+            ("F3", "details: speed, guesses, time, memory"),
+            ("F4, Ctrl+T", "colour the words that were guessed right"),
+            ("F8", "switch between light and dark"),
             ("F1, ?", "this page"),
-            ("Ctrl+C", "copy the selection, stop the reply; twice leaves"),
-            ("Ctrl+Q", "leave; the chat is saved"),
+            ("Ctrl+C", "copy the selection or stop; twice quits"),
+            ("Ctrl+Q", "quit; the chat is saved"),
         ),
     ),
 )
@@ -72,7 +72,7 @@ class HelpScreen(ModalScreen[None]):
     ]
 
     def compose(self) -> ComposeResult:
-        """One scrolling page."""
+        """Create the page."""
         with VerticalScroll(classes="dialog -large") as dialog:
             dialog.border_title = "Keys and commands"
             dialog.border_subtitle = "Esc closes"
@@ -83,7 +83,9 @@ class HelpScreen(ModalScreen[None]):
             yield _rows(
                 [(f"/{command.name} {command.arguments}".rstrip(), command.help) for command in COMMANDS]
             )
-            yield Static("A blank in front sends a text that begins with a slash.", classes="help-end")
+            yield Static(
+                "A blank in front sends a text that begins with a slash as a message.", classes="help-end"
+            )
 
     def on_mount(self) -> None:
         """Let the arrow keys scroll."""
@@ -91,6 +93,6 @@ class HelpScreen(ModalScreen[None]):
 
 
 def _rows(pairs: Sequence[tuple[str, str]]) -> Pairs:
-    # One width for all labels, so that the columns of all groups line up.
-    padded = [(label.ljust(_LABEL_WIDTH), what) for label, what in pairs]
+    # All groups use the same label width, so that their columns line up.
+    padded = [(label.ljust(_LABEL_WIDTH), text) for label, text in pairs]
     return Pairs(padded, label_style="$primary", stack_below=26)

@@ -17,14 +17,14 @@ __all__ = ["LoadingScreen"]
 
 
 class LoadingScreen(Screen[None]):
-    """What is being loaded, and how far it is."""
+    """The name of the model and the progress of loading."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+c,ctrl+q", "cancel", "Cancel", show=False, priority=True),
     ]
 
     class CancelWanted(Event):
-        """The person does not want to wait."""
+        """The user cancelled loading."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -35,26 +35,26 @@ class LoadingScreen(Screen[None]):
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
 
     def compose(self) -> ComposeResult:
-        """A name, a bar, and one line."""
+        """Create the name, the progress bar and a description."""
         with Vertical(id="loading"):
             yield Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
             yield self._bar
             yield self._what
             yield self._hint
 
-    def show(self, what: str, fraction: float) -> None:
-        """Show one step of progress."""
+    def show(self, description: str, fraction: float) -> None:
+        """Show the progress."""
         self._bar.update(progress=max(0.0, min(1.0, fraction)))
-        self._what.update(Content(what))
+        self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Keep what is typed ahead for the input of the chat."""
+        """Collect text that is typed during loading, for the input of the chat."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
 
     def action_cancel(self) -> None:
-        """Stop loading. A second time leaves at once."""
-        self._hint.update(Content("Stopping. Esc again leaves at once"))
+        """Stop loading. A second request quits at once."""
+        self._hint.update(Content("Stopping. Press Esc again to quit at once"))
         self.post_message(self.CancelWanted())

@@ -1,4 +1,4 @@
-"""The form of the sampling settings. What makes no sense is said under its field at once."""
+"""The form for the settings of a chat. Errors appear under their field while typing."""
 
 from __future__ import annotations
 
@@ -20,36 +20,35 @@ __all__ = ["SettingsScreen"]
 
 
 class SettingsScreen(FormScreen[dict[str, Setting]]):
-    """Edit the settings. Gives all that are set, or None when left as they were."""
+    """Edit the settings. The result is all settings that are not default, or None after Cancel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
     ]
     heading = "Settings of this chat"
-    leaves = "them"
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         super().__init__()
         self._settings = settings
 
     def compose_fields(self) -> ComposeResult:
-        """One row for each setting."""
+        """Create a row for each setting."""
         with VerticalScroll(id="settings-rows", can_focus=False):
             for field in FIELDS:
                 value = self._settings.get(field.name)
                 yield _Row(field, "" if value is None else shown(value))
 
     def on_mount(self) -> None:
-        """Begin at the first field."""
+        """Focus the first field."""
         self.query(Input).first().focus()
 
     def on_input_submitted(self) -> None:
-        """Enter in a field saves the form."""
+        """Save the form when Enter is pressed in a field."""
         self.action_keep()
 
     def action_keep(self) -> None:
-        """Take the settings, or go to the first one that makes no sense."""
+        """Close with the settings, or focus the first invalid one."""
         wrong = [row for row in self.query(_Row) if not row.check()]
         if wrong:
             wrong[0].query_one(Input).focus()
@@ -59,7 +58,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
 
 
 class _Row(Vertical):
-    """A label, the field, a hint, and room for what is wrong."""
+    """A row of the form: label, field, hint and error."""
 
     def __init__(self, field: Field, text: str) -> None:
         super().__init__(classes="setting")
@@ -68,7 +67,7 @@ class _Row(Vertical):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """The parts of the row."""
+        """Create the parts of the row."""
         with Horizontal():
             yield Static(Content(self.field.label), classes="setting-label")
             yield Input(
@@ -81,15 +80,15 @@ class _Row(Vertical):
         yield Static("", classes="setting-error")
 
     def on_mount(self) -> None:
-        """Check what was there from the start."""
+        """Check the initial value."""
         self.check()
 
     def on_input_changed(self) -> None:
-        """Check every keystroke."""
+        """Check the value after every key press."""
         self.check()
 
     def check(self) -> bool:
-        """Read the field; show what is wrong with it, if anything."""
+        """Parse the field and show its error, if any. Returns whether it is valid."""
         text = self.query_one(Input).value
         problem = ""
         self.value = None

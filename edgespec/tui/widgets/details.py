@@ -1,4 +1,4 @@
-"""The details panel: how replies are made and why so, what the last one cost, where the drafter was right."""
+"""The details panel: speed-up, speed, accepted tokens per position, time per phase, and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Details", "details_content"]
 
-_MOST_POSITIONS = 16
+# Positions in the draft that get a bar. Chosen: longer drafts are rare.
+_MAX_POSITIONS = 16
 
 
 def details_content(
@@ -29,10 +30,10 @@ def details_content(
     reply: Reply | None,
     memory_bytes: int,
 ) -> Content:
-    """Everything the panel says, laid out for `width` cells."""
+    """Return the contents of the panel, laid out for `width` cells."""
     parts = [_method(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
-        parts.append(Content("The next reply will be measured here.\n").stylize("$muted"))
+        parts.append(Content("Numbers appear with the first reply.\n").stylize("$muted"))
     else:
         parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
     parts.append(_memory(stats, memory_bytes, width))
@@ -55,37 +56,37 @@ def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) 
         _row("Speed", rate(stats.tokens_per_second), width),
         _row("First token after", seconds_text(stats.ttft_seconds), width),
         _row("Per token", seconds_text(stats.tpot_seconds), width),
-        _row("Tokens written", count(stats.generated_tokens), width),
+        _row("Tokens generated", count(stats.generated_tokens), width),
         _row("Prompt read", f"{count(read)} of {count(stats.prompt_tokens)}", width),
     ]
     if stats.drafted_tokens:
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
-        rows.append(_row("Accepted", f"{share} ({percent(stats.acceptance_rate)})", width))
+        rows.append(_row("Guesses right", f"{share} ({percent(stats.acceptance_rate)})", width))
     if stats.tokens_per_target_pass is not None:
         rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}", width))
-    if method.gain_text and method.effective != "none":
-        rows.append(_row("Against plain", method.gain_text, width))
+    if method.speed_up_text and method.effective != "none":
+        rows.append(_row("Speed-up", method.speed_up_text, width))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
-        rows.append(_row("Against plain", f"{stats.speedup_estimate:.2f}×", width))
+        rows.append(_row("Speed-up", f"{stats.speedup_estimate:.2f}x", width))
     if stats.worst_case_loss is not None:
-        rows.append(_row("May lose at most", percent(stats.worst_case_loss), width))
+        rows.append(_row("Loss limit", percent(stats.worst_case_loss), width))
     if reply is not None:
         rows.append(_row("Seed", str(reply.seed), width))
     return Content.assemble(*rows)
 
 
 def _positions(stats: Stats, width: int) -> Content:
-    # Lists grow in the model thread while a reply is written: take them once.
+    # Copied, because the lists grow in the model thread during a reply.
     drafted, accepted = list(stats.drafted_per_position), list(stats.accepted_per_position)
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
         return Content("")
-    rows = [_heading("Accepted, by place in the draft")]
-    for place, (right, guessed) in enumerate(pairs[:_MOST_POSITIONS], 1):
+    rows = [_heading("Guesses right, by position")]
+    for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
         rows.append(_bar_row(f"{place:>2}", share, percent(share), "$accepted", width))
-    if len(pairs) > _MOST_POSITIONS:
-        rows.append(Content(f"   and {len(pairs) - _MOST_POSITIONS} more\n").stylize("$muted"))
+    if len(pairs) > _MAX_POSITIONS:
+        rows.append(Content(f"   and {len(pairs) - _MAX_POSITIONS} more\n").stylize("$muted"))
     return Content.assemble(*rows)
 
 
@@ -118,7 +119,7 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 
 def _method(method: MethodReport) -> Content:
     note = f"{method.note}\n" if method.note else ""
-    return Content.assemble(_heading("Method"), f"{method.line}\n", (note, "$muted"))
+    return Content.assemble(_heading("Method"), f"{method.summary}\n", (note, "$muted"))
 
 
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
@@ -128,25 +129,25 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
             ("Peak", stats.peak_memory_bytes),
             ("Draft weights", stats.draft_weight_bytes),
             ("Draft cache", stats.draft_kv_bytes),
-            ("Lookups, learning", stats.draft_other_bytes),
+            ("Draft tables", stats.draft_other_bytes),
         )
         rows += [_row(label, format_bytes(size), width) for label, size in named if size]
     return Content.assemble(*rows)
 
 
 class Details(VerticalScroll):
-    """The panel on the right."""
+    """The panel on the right of the chat. It is redrawn as a whole."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
         self._draw: Callable[[int], Content] | None = None
 
     def compose(self) -> ComposeResult:
-        """One text: it is redrawn whole."""
+        """Create the text."""
         yield Static(id="details-text")
 
     def show(self, draw: Callable[[int], Content]) -> None:
-        """Show what `draw` gives for the present width, and for every width to come."""
+        """Show the contents that `draw` returns for the width of the panel, now and after every resize."""
         self._draw = draw
         self.on_resize()
 

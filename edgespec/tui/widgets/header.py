@@ -1,4 +1,4 @@
-"""The line on top: what is running, and which chat is open."""
+"""The header line: the models and the title of the chat."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Header"]
 
 
 class Header(Widget):
-    """One line: the models on the left, the title of the chat on the right, cut to the width."""
+    """The models on the left and the title of the chat on the right, truncated to the width."""
 
     models: reactive[str] = reactive("")
     chat_title: reactive[str] = reactive("")
 
     def render(self) -> Content:
-        """The line at the present width."""
+        """Return the line at the current width."""
         width = self.content_size.width
         left = Content.assemble(("edgespec", "bold"), "  ", (self.models, "$muted"))
         room = width - left.cell_length - 3

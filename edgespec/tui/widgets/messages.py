@@ -1,4 +1,4 @@
-"""What stands in the transcript: a person's message, a reply, a note, a panel."""
+"""The widgets of the transcript: messages, replies, notes and panels."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Note", "Panel", "ReplyMessage", "UserMessage", "Welcome", "markdown_
 
 
 def markdown_parser() -> MarkdownIt:
-    """Markdown in which `<angle brackets>` are text: a model writes them far more often than HTML."""
+    """Return a Markdown parser that shows HTML as text, because models write `<name>` as a placeholder."""
     return MarkdownIt("gfm-like", {"html": False})
 
 
 def origin_content(chunks: Sequence[TextChunk]) -> Content:
-    """The text of a reply with every token coloured by who wrote it."""
+    """Return the text of a reply with accepted draft tokens in one colour and the target's in another."""
     parts: list[tuple[str, str]] = []
     for chunk in chunks:
         style = "$accepted" if chunk.accepted else "bold $own"
@@ -40,21 +40,21 @@ def origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """What the person said, as they typed it."""
+    """A message of the user, as typed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(text), classes="user")
 
 
 class Note(Static):
-    """One quiet line from the program, such as what it just did."""
+    """A muted line from edgespec, such as the result of a command."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(text), classes="note")
 
 
 class Panel(Vertical):
-    """A titled box in the transcript: an error, or the answer to /show."""
+    """A titled box in the transcript, for an error or the result of a command."""
 
     def __init__(self, title: str, body: str | Widget, *, kind: str = "info") -> None:
         super().__init__(classes=f"panel -{kind}")
@@ -62,13 +62,13 @@ class Panel(Vertical):
         self._body = body if isinstance(body, Widget) else Static(Content(body), classes="panel-body")
 
     def compose(self) -> ComposeResult:
-        """A heading and the text."""
+        """Create the title and the body."""
         yield Static(Content(self._title), classes="panel-title")
         yield self._body
 
 
 class Welcome(Vertical):
-    """What is running, above the first message."""
+    """The models and an explanation of the speed-up, above the first message."""
 
     def __init__(self, rows: Sequence[tuple[str, str]], notices: Sequence[str]) -> None:
         super().__init__(classes="welcome")
@@ -76,14 +76,14 @@ class Welcome(Vertical):
         self._notices = notices
 
     def compose(self) -> ComposeResult:
-        """The rows, then what should be said about the models."""
+        """Create the rows and the notices about the models."""
         yield Pairs(self._rows)
         for notice in self._notices:
             yield Static(Content(notice), classes="notice")
 
 
 class ReplyMessage(Widget):
-    """A reply: markdown, or its tokens coloured by origin, and one line when it ended early."""
+    """A reply as Markdown or with its tokens coloured by origin, and a line about its end."""
 
     def __init__(
         self,
@@ -101,38 +101,38 @@ class ReplyMessage(Widget):
         self._stream: MarkdownStream | None = None
 
     def compose(self) -> ComposeResult:
-        """The two views of the text, and the line under them."""
+        """Create the two views of the text, and the line below them."""
         yield Markdown(self.text, parser_factory=markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
     def on_mount(self) -> None:
-        """Show the right view from the start."""
+        """Show one of the two views."""
         self._refresh_views()
 
     @property
     def writing(self) -> bool:
-        """True while chunks arrive."""
+        """True while the reply is being generated."""
         return self._stream is not None
 
     @property
     def coloured(self) -> bool:
-        """True while the tokens are shown by origin."""
+        """True if the tokens are coloured by origin."""
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Get ready for chunks."""
+        """Prepare for chunks, and show an ellipsis until the first."""
         self._stream = Markdown.get_stream(self._markdown)
         self._end.update(Content("…"))
         self._end.display = True
 
     def show_reading(self, fraction: float) -> None:
-        """Before the first word: how much of the prompt has been read, where that takes a while."""
+        """Show how much of the prompt has been read. Does nothing after the first word."""
         if not self.text and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
     async def write(self, chunks: Sequence[TextChunk]) -> None:
-        """Add what the model has just said."""
+        """Append chunks to the reply."""
         assert self._stream is not None
         self.chunks.extend(chunks)
         fragment = "".join(chunk.text for chunk in chunks)
@@ -143,19 +143,19 @@ class ReplyMessage(Widget):
         await self._stream.write(fragment)
 
     async def finish(self, text: str, reply: Reply | None) -> None:
-        """The reply is over; `text` is what the conversation keeps of it."""
+        """Finish the reply. `text` is the text that the conversation keeps."""
         self.reply = reply
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        # A table that grew row by row can keep cells of its older shapes.
+        # A Markdown table that grew row by row can contain stale cells.
         if text != self.text or self._markdown.query("MarkdownTable"):
             self.text = text
             await self._markdown.update(text)
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
-        """Switch between markdown and coloured tokens."""
+        """Switch between Markdown and coloured tokens."""
         self._origin = origin
         self._refresh_views()
 
@@ -181,17 +181,19 @@ class ReplyMessage(Widget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        said = {"cancelled": "stopped", "length": "cut: the longest reply, or the context, was reached"}.get(
-            reason, ""
-        )
+        endings = {
+            "cancelled": "stopped",
+            "length": "stopped: the reply, or the context, reached its maximum length",
+        }
+        ending = endings.get(reason, "")
         if not coloured:
-            return Content(said)
+            return Content(ending)
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
             ("■ ", "$accepted"),
-            f"{count(drafted)} from the draft   ",
+            f"{count(drafted)} guessed right   ",
             ("■ ", "$own"),
-            f"{count(own)} from the target",
-            f"   {said}" if said else "",
+            f"{count(own)} by the model itself",
+            f"   {ending}" if ending else "",
         )

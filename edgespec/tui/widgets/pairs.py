@@ -1,4 +1,4 @@
-"""Labels and values in two columns, with a hanging indent; one under the other where it is narrow."""
+"""A table of labels and values, which puts values below their labels in narrow terminals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ __all__ = ["Pairs", "pairs_content"]
 def pairs_content(
     rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
 ) -> Content:
-    """The rows laid out for `width` cells. An empty label lets the value begin at the left."""
+    """Return the rows laid out for `width` cells.
+
+    Args:
+        rows: Labels and values. The value of an empty label starts at the left edge.
+        width: Width in cells.
+        label_style: Style of the labels.
+        stack_below: Put values below their labels if they would have fewer cells than this.
+    """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     stacked = width - label_width < stack_below
     lines: list[Content] = []
@@ -31,7 +38,7 @@ def pairs_content(
 
 
 class Pairs(Widget):
-    """Rows of label and value."""
+    """A table of labels and values."""
 
     def __init__(
         self,
@@ -47,11 +54,11 @@ class Pairs(Widget):
         self._stack_below = stack_below
 
     def render(self) -> Content:
-        """The rows at the present width."""
+        """Return the rows at the current width."""
         return self._laid_out(self.content_size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        """As many lines as that takes."""
+        """Return the number of lines at this width."""
         return self._laid_out(width).plain.count("\n") + 1
 
     def _laid_out(self, width: int) -> Content:

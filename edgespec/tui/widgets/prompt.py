@@ -1,4 +1,4 @@
-"""The input: several lines, Enter sends, history at the first and last line."""
+"""The text input. Enter sends; Up and Down walk through sent messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NEW_LINE_KEYS = frozenset({"shift+enter", "ctrl+j", "alt+enter"})
 
 
 class PromptInput(TextArea):
-    """Where the person types."""
+    """The input for messages and slash commands."""
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed on some text."""
+        """Enter was pressed."""
 
         text: str
 
@@ -30,7 +30,7 @@ class PromptInput(TextArea):
 
     @dataclass
     class Scroll(Event):
-        """The person wants to see more of the transcript: pages, down or up."""
+        """The transcript should scroll by `pages` pages, up if negative."""
 
         pages: int
 
@@ -49,12 +49,12 @@ class PromptInput(TextArea):
         self._sent = sent
 
     def replace_text(self, text: str) -> None:
-        """Show `text` with the cursor at its end."""
+        """Set the text and put the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
     def update_suggestion(self) -> None:
-        """Complete a slash command in grey."""
+        """Suggest the rest of a slash command."""
         at_end = self.cursor_location == self.document.end
         self.suggestion = completion(self.text) if at_end else ""
 
@@ -76,7 +76,7 @@ class PromptInput(TextArea):
         event.prevent_default()
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up: the line above, or what was sent before."""
+        """Move up a line. In the first line, show the previous sent message."""
         if not select and self.navigator.is_first_wrapped_line(self.cursor_location):
             older = self._sent.older(self.text)
             if older is not None:
@@ -85,7 +85,7 @@ class PromptInput(TextArea):
         super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Down: the line below, or what was sent after."""
+        """Move down a line. In the last line, show the next sent message."""
         if not select and self.navigator.is_last_wrapped_line(self.cursor_location):
             newer = self._sent.newer()
             if newer is not None:
@@ -94,9 +94,9 @@ class PromptInput(TextArea):
         super().action_cursor_down(select)
 
     def action_cursor_page_up(self) -> None:
-        """Page Up scrolls the transcript: the input itself is short."""
+        """Scroll the transcript up, because the input itself is short."""
         self.post_message(self.Scroll(-1))
 
     def action_cursor_page_down(self) -> None:
-        """Page Down scrolls the transcript."""
+        """Scroll the transcript down."""
         self.post_message(self.Scroll(1))

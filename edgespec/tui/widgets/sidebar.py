@@ -20,11 +20,11 @@ from edgespec.tui.numbers import ago, count
 
 __all__ = ["Sidebar"]
 
-_MOST_TITLE = 60
+_MAX_TITLE_LENGTH = 60
 
 
 class Sidebar(Vertical):
-    """Saved chats, newest first. Enter opens, Delete removes."""
+    """The saved chats, newest first. Enter opens a chat, Delete deletes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "delete", "Delete", show=False)]
 
@@ -36,7 +36,7 @@ class Sidebar(Vertical):
 
     @dataclass
     class DeleteWanted(Event):
-        """A chat is to be removed."""
+        """The user wants to delete a chat."""
 
         chat: StoredChat
 
@@ -45,14 +45,14 @@ class Sidebar(Vertical):
         self._chats: dict[str, StoredChat] = {}
 
     def compose(self) -> ComposeResult:
-        """A heading, the list, and what the keys do."""
+        """Create the heading, the list and a hint."""
         yield Static("Chats", classes="sidebar-title")
         yield OptionList(id="chat-list", compact=True)
         yield Static("", id="chat-empty")
-        yield Static("Enter opens · Del removes", classes="sidebar-hint")
+        yield Static("Enter opens · Del deletes", classes="sidebar-hint")
 
     def show(self, chats: Sequence[StoredChat], *, current: str, now: datetime | None = None) -> None:
-        """List these chats, with the open one marked."""
+        """Show these chats and mark the one with the id `current`."""
         now = now or datetime.now(UTC)
         options = self.query_one("#chat-list", OptionList)
         place = options.highlighted
@@ -67,7 +67,7 @@ class Sidebar(Vertical):
         empty.update(Content("Chats are saved here after each reply."))
 
     def focus_list(self) -> None:
-        """Let the arrow keys choose a chat."""
+        """Focus the list."""
         self.query_one("#chat-list", OptionList).focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
@@ -78,7 +78,7 @@ class Sidebar(Vertical):
             self.post_message(self.Opened(chat))
 
     def action_delete(self) -> None:
-        """Ask to remove the highlighted chat."""
+        """Request to delete the highlighted chat."""
         options = self.query_one("#chat-list", OptionList)
         if options.highlighted is None:
             return
@@ -89,8 +89,8 @@ class Sidebar(Vertical):
 
 def _entry(chat: StoredChat, current: str, now: datetime) -> Content:
     mark = "• " if chat.id == current else "  "
-    # One from a file may be of any length.
-    shown = chat.title if len(chat.title) <= _MOST_TITLE else f"{chat.title[: _MOST_TITLE - 1]}…"
+    # A title that was read from a file may have any length.
+    shown = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
     title = Content.assemble((mark, "$primary"), shown)
     when = ago(chat.updated, now)
     if chat.problem:

@@ -1,4 +1,4 @@
-"""The status line: what runs, how fast, how much was accepted, how full the context is, memory."""
+"""The status line: speed-up, speed, context and memory."""
 
 from __future__ import annotations
 
@@ -21,77 +21,83 @@ __all__ = ["StatusFacts", "StatusLine", "arranged"]
 
 _GAP = "  ·  "
 _TIGHT_GAP = " · "
+# Part of the context from which it is marked as nearly full: a turn or two may still fit. Chosen.
+_NEARLY_FULL = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class StatusFacts:
-    """Everything the status line says. A rate is None before there is anything to divide.
+    """The contents of the status line.
 
-    method: what runs, with what that gains.
+    Attributes:
+        speed_up: The speed-up in two words.
+        writing: Whether a reply is being generated.
+        tokens_per_second: Speed of the running or last reply. None before the first token.
+        acceptance_rate: Accepted tokens of all drafted tokens. None if nothing was drafted.
+        context_used_tokens: Tokens of the conversation.
+        context_tokens: The context size.
+        memory_bytes: Resident memory of the process.
+        dropped_messages: Oldest messages that no longer fit the context.
     """
 
-    method: str = ""
+    speed_up: str = ""
     writing: bool = False
     tokens_per_second: float | None = None
     acceptance_rate: float | None = None
-    tokens_per_pass: float | None = None
     context_used_tokens: int = 0
     context_tokens: int = 0
     memory_bytes: int = 0
-    unseen_messages: int = 0
+    dropped_messages: int = 0
 
     @classmethod
     def of(
         cls,
         stats: Stats | None,
         *,
-        method: str,
+        speed_up: str,
         writing: bool,
         context_used_tokens: int,
         context_tokens: int,
         memory_bytes: int,
-        unseen_messages: int,
+        dropped_messages: int,
     ) -> StatusFacts:
-        """The facts with the rates of these stats."""
+        """Return the facts with the rates of `stats`."""
         return cls(
-            method=method,
+            speed_up=speed_up,
             writing=writing,
             tokens_per_second=stats.tokens_per_second if stats else None,
             acceptance_rate=stats.acceptance_rate if stats else None,
-            tokens_per_pass=stats.tokens_per_target_pass if stats else None,
             context_used_tokens=context_used_tokens,
             context_tokens=context_tokens,
             memory_bytes=memory_bytes,
-            unseen_messages=unseen_messages,
+            dropped_messages=dropped_messages,
         )
 
     @property
-    def context_is_tight(self) -> bool:
-        """True when the next turn or two may not fit."""
-        return self.context_tokens > 0 and self.context_used_tokens >= 0.85 * self.context_tokens
+    def context_nearly_full(self) -> bool:
+        """True if the next turns may not fit the context."""
+        return self.context_tokens > 0 and self.context_used_tokens >= _NEARLY_FULL * self.context_tokens
 
     def segments(self) -> list[tuple[str, str]]:
-        """Text and style of each part, in reading order."""
+        """Return text and style of each part, in reading order."""
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
-        parts = [(self.method or "starting", "$primary" if self.writing else "")]
+        parts = [(self.speed_up or "starting", "$primary" if self.writing else "")]
         if self.tokens_per_second is not None:
             parts.append((rate(self.tokens_per_second), ""))
         if self.acceptance_rate is not None:
-            parts.append((f"{percent(self.acceptance_rate)} accepted", ""))
-        if self.tokens_per_pass is not None:
-            parts.append((f"{self.tokens_per_pass:.1f}/pass", ""))
-        parts.append((f"{used}/{total} ctx", "$own" if self.context_is_tight else ""))
-        if self.unseen_messages:
-            parts.append((f"{self.unseen_messages} unseen", "$own"))
+            parts.append((f"guesses {percent(self.acceptance_rate)} right", ""))
+        parts.append((f"context {used}/{total}", "$own" if self.context_nearly_full else ""))
+        if self.dropped_messages:
+            parts.append((f"{count(self.dropped_messages, 'old message')} left out", "$own"))
         parts.append((format_bytes(self.memory_bytes), ""))
         return parts
 
 
 def arranged(lengths: Sequence[int], width: int) -> tuple[str, list[list[int]]]:
-    """How to lay parts of these lengths out at `width`: the gap, and the parts of each line.
+    """Return the gap between parts of these lengths, and the parts of each line at `width`.
 
-    One line with wide gaps if they fit, with tight gaps if not, else as many lines as it takes:
-    nothing is ever cut.
+    The parts go on one line, with tight gaps if wide ones do not fit. If that is too long they are spread
+    over several lines, so that nothing is cut.
     """
     for gap in (_GAP, _TIGHT_GAP):
         if sum(lengths) + len(gap) * (len(lengths) - 1) <= width:
@@ -113,22 +119,22 @@ def _thousands(tokens: int) -> str:
 
 
 class StatusLine(Widget):
-    """The live status, on one line or, where the terminal is narrow, on two or three."""
+    """The live status, on one line, or on two or three in a narrow terminal."""
 
     facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
 
     def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
-        """Take another line only when needed: a new layout for every token would flicker."""
+        """Lay out again only if the number of lines changes, because a layout per token would flicker."""
         width = self.content_size.width
         if width and self._line_count(before, width) != self._line_count(now, width):
             self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        """As many lines as the parts need."""
+        """Return the number of lines that the parts need."""
         return self._line_count(self.facts, width)
 
     def render(self) -> Content:
-        """The parts, laid out for the present width."""
+        """Return the parts, laid out for the current width."""
         segments = self.facts.segments()
         gap, lines = arranged([Content(text).cell_length for text, _ in segments], self.content_size.width)
         rows = [

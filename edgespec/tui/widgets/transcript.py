@@ -1,4 +1,4 @@
-"""The conversation on screen. It follows the reply being written until the person scrolls away."""
+"""The conversation on the screen. It follows the running reply until the user scrolls away."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
-# A chat of a whole day has hundreds of messages; only the last ones are widgets.
-_PAGE = 40
-_MOST = 120
+# Messages that are shown first, and added with each request for older ones. Chosen.
+_PAGE_MESSAGES = 40
+# Messages that are widgets at the same time. Chosen: hundreds of Markdown widgets make the screen slow.
+_MAX_MESSAGES = 120
 
 
 class Transcript(VerticalScroll):
-    """Messages, notes and panels, newest at the bottom."""
+    """Messages, notes and panels, with the newest at the bottom."""
 
     class EarlierWanted(Event):
-        """The line that stands for earlier messages was clicked."""
+        """The user wants to see older messages."""
 
     def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
-        # At least as high as the view, so that a short chat starts at the top.
+        # The column is at least as high as the view, so that a short chat starts at the top.
         self._column = Vertical(welcome, _Earlier(), id="messages")
         self._entries: Sequence[ChatEntry] = ()
         self._first = 0
@@ -38,17 +39,17 @@ class Transcript(VerticalScroll):
         self._origin = False
 
     def compose(self) -> ComposeResult:
-        """One column of messages."""
+        """Create the column of messages."""
         yield self._column
 
     def on_mount(self) -> None:
-        """Stay at the end from the start."""
+        """Follow the end from the start."""
         self.anchor()
 
     async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
-        """Replace everything by this chat."""
+        """Show another chat."""
         self._entries = entries
-        self._first = max(0, len(entries) - _PAGE)
+        self._first = max(0, len(entries) - _PAGE_MESSAGES)
         self._dropped = 0
         with self.app.batch_update():
             await self._column.remove_children()
@@ -58,8 +59,8 @@ class Transcript(VerticalScroll):
         self.to_end()
 
     async def show_earlier(self) -> None:
-        """Mount one more page of older messages."""
-        start = max(0, self._first - _PAGE)
+        """Show one more page of older messages."""
+        start = max(0, self._first - _PAGE_MESSAGES)
         widgets = [self._widget(entry) for entry in self._entries[start : self._first]]
         self._first = start
         if widgets:
@@ -68,61 +69,59 @@ class Transcript(VerticalScroll):
         self.set_dropped(self._dropped)
 
     async def add(self, widget: Widget) -> None:
-        """Add a message, note or panel at the end, and go there."""
+        """Append a message, note or panel and scroll to it."""
         await self._column.mount(widget)
         self.to_end()
 
     async def start_reply(self) -> ReplyMessage:
-        """Add an empty reply, ready for chunks."""
+        """Append an empty reply that is ready for chunks."""
         reply = ReplyMessage(origin=self._origin)
         await self.add(reply)
         reply.begin()
         return reply
 
     async def note(self, text: str) -> None:
-        """Add one quiet line."""
+        """Append a muted line."""
         await self.add(Note(text))
 
     async def remove_notes(self) -> None:
-        """Take away notes and panels: the conversation has gone on."""
+        """Remove notes and panels, which are obsolete after the next message."""
         await self.query("Note, Panel").remove()
 
     async def remove_messages(self, number: int) -> None:
-        """Take away the last messages, which are about to be said anew."""
+        """Remove the last messages, which are about to be replaced."""
         messages = self._messages
         for widget in messages[len(messages) - number :]:
             await widget.remove()
 
     async def prune(self) -> None:
-        """Unmount the oldest messages when there are very many."""
+        """Remove the widgets of the oldest messages if there are too many."""
         messages = self._messages
-        surplus = len(messages) - _PAGE if len(messages) > _MOST else 0
+        surplus = len(messages) - _PAGE_MESSAGES if len(messages) > _MAX_MESSAGES else 0
         for widget in messages[:surplus]:
             await widget.remove()
         self._first += surplus
         self._refresh_earlier()
 
     def set_origin(self, origin: bool) -> None:
-        """Colour the replies' tokens by origin, or show markdown."""
+        """Colour the tokens of replies by origin, or show Markdown."""
         self._origin = origin
         for reply in self.query(ReplyMessage):
             reply.show_origin(origin)
 
     def set_dropped(self, dropped: int) -> None:
-        """Draw the line above which the model no longer sees the messages."""
+        """Show a line below the messages that no longer fit the context."""
         self._dropped = dropped
         for old in self.query(".unseen"):
             old.remove()
         place = dropped - self._first
         messages = self._messages
         if dropped and 0 <= place < len(messages):
-            verb = "message no longer fits" if dropped == 1 else "messages no longer fit"
-            seen = "is" if dropped == 1 else "are"
-            text = f"{count(dropped)} earlier {verb} the context and {seen} not seen by the model"
+            text = f"The context is full: the model no longer sees the {count(dropped, 'message')} above"
             self._column.mount(Static(Content(text), classes="unseen"), before=messages[place])
 
     def to_end(self) -> None:
-        """Go to the end and stay there."""
+        """Scroll to the end and follow it."""
         self.anchor()
 
     @property
@@ -142,17 +141,17 @@ class Transcript(VerticalScroll):
 
 
 class _Earlier(Static):
-    """Stands for the messages that are not mounted."""
+    """A line in place of the older messages that are not shown."""
 
     def __init__(self) -> None:
         super().__init__(classes="earlier")
         self.display = False
 
     def show(self, number: int) -> None:
-        """Stand for this many messages."""
+        """Show the number of older messages."""
         self.display = number > 0
-        self.update(Content(f"↑ {count(number, 'earlier message')}: click, or Ctrl+Home"))
+        self.update(Content(f"↑ {count(number, 'earlier message')}: click, or press Ctrl+Home"))
 
     def on_click(self) -> None:
-        """Ask for them."""
+        """Request the older messages."""
         self.post_message(Transcript.EarlierWanted())

@@ -10,7 +10,7 @@ from edgespec.backends.mlx.build_info import build_info
 from edgespec.errors import BackendMissingError
 
 
-def test_about_knows_the_libraries_without_loading_mlx_lm() -> None:
+def test_build_info_does_not_import_mlx_lm() -> None:
     facts = build_info()
     assert facts.version.split(".")[0].isdigit()
     assert facts.mlx_lm_version.startswith("0.")
@@ -18,7 +18,7 @@ def test_about_knows_the_libraries_without_loading_mlx_lm() -> None:
     assert facts.device.startswith("CPU" if not (facts.metal or facts.cuda) else "GPU")
 
 
-def test_about_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_info_names_the_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 

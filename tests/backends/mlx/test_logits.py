@@ -53,7 +53,7 @@ def best(
 class TestBest:
     @settings(max_examples=150, deadline=None)
     @given(several, chains, st.integers(0, 2**64 - 1), st.sampled_from([1, 2, 7]))
-    def test_is_what_the_host_would_choose(
+    def test_device_and_host_choose_the_same_tokens(
         self, rows: NDArray[np.float32], params: SamplingParams, seed: int, count: int
     ) -> None:
         # What stands right at the edge of a nucleus may fall to either side of it in single precision.
@@ -66,7 +66,7 @@ class TestBest:
                 got == wanted or params.top_p < 1 or close(rows[row], params, seed, 10 + depth, got, wanted)
             )
 
-    def test_noise_is_the_host_s(self) -> None:
+    def test_noise_equals_the_noise_of_the_host(self) -> None:
         flat = mx.zeros((1, 100_000))
         params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
         for position in range(30):
@@ -85,13 +85,13 @@ class TestBest:
         assert chisquare(np.bincount(drawn, minlength=5), law * 4000).pvalue > 1e-4
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_what_is_no_number_is_seen(self, temperature: float) -> None:
+    def test_logits_that_are_not_finite_are_noticed(self, temperature: float) -> None:
         rows = np.zeros((2, VOCAB), np.float32)
         rows[1, 7] = np.nan
         logits = DeviceLogits(mx.array(rows), [0, 1])
         assert not np.isfinite(best(logits, 1, 1, SamplingParams(temperature=temperature), 0, 0)[1])
 
-    def test_the_next_step_begins_before_the_answer_is_waited_for(self) -> None:
+    def test_the_next_step_is_launched_before_waiting_for_the_result(self) -> None:
         seen: list[int] = []
         rows = mx.array(some_rows(0, 3.0, coarse=False))
         logits = DeviceLogits(rows, [0, 1, 2], lambda token, _: seen.append(int(np.array(token)[0])))
@@ -122,7 +122,7 @@ def close(
 class TestCandidates:
     @settings(max_examples=100, deadline=None)
     @given(several, st.sampled_from([0, 1, 3, 40, 480, 490, 600]))
-    def test_top_holds_the_best_and_every_tie(self, rows: NDArray[np.float32], count: int) -> None:
+    def test_top_returns_the_largest_logits_and_all_ties(self, rows: NDArray[np.float32], count: int) -> None:
         device = DeviceLogits(mx.array(rows), [0, 1, 2])
         for row in range(3):
             tokens, values = device.top(row, count)
@@ -133,7 +133,7 @@ class TestCandidates:
 
     @settings(max_examples=100, deadline=None)
     @given(several, st.floats(0, 50))
-    def test_above_loses_nothing_at_its_edge(self, rows: NDArray[np.float32], margin: float) -> None:
+    def test_above_includes_logits_at_the_margin(self, rows: NDArray[np.float32], margin: float) -> None:
         device = DeviceLogits(mx.array(rows), [0, 1, 2])
         for row in range(3):
             tokens, values = device.above(row, margin)
@@ -141,7 +141,7 @@ class TestCandidates:
             wanted = np.flatnonzero(rows[row].astype(np.float64) >= float(rows[row].max()) - margin)
             assert set(wanted) <= set(tokens.tolist())
 
-    def test_at_and_limited(self) -> None:
+    def test_at_and_limit_vocab(self) -> None:
         rows = some_rows(1, 3.0, coarse=False)
         device = DeviceLogits(mx.array(rows), [0, 1, 2])
         assert device.at(1, np.array([4, 2, 499])).tolist() == rows[1][[4, 2, 499]].tolist()
@@ -160,7 +160,7 @@ class TestCandidates:
 class TestDeviceChain:
     """Which sampling chains run on the device. Every other chain runs on the host, in double precision."""
 
-    def test_the_usual_chains_run_on_the_device(self) -> None:
+    def test_common_chains_run_on_the_device(self) -> None:
         noise = Noise(1, 2)
         assert _device_chain(build_processors(SamplingParams(), []), noise) == (0.8, 40, 0.95, 0.05)
         no_filters = SamplingParams(temperature=0.5, top_k=0, top_p=1.0, min_p=0.0)

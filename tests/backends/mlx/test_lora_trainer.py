@@ -82,13 +82,13 @@ def logits(model: MlxModel, tokens: list[int]) -> Any:
     return found
 
 
-class TestLearner:
+class TestTrainer:
     def test_the_loss_falls(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
         losses = [trainer.train_step(lesson()) for _ in range(60)]
         assert losses[-1] < losses[0] - 0.05
 
-    def test_off_the_model_is_exactly_as_loaded(self, tiny: MlxModel) -> None:
+    def test_without_the_adapter_the_model_is_exactly_as_loaded(self, tiny: MlxModel) -> None:
         tokens = [5, 7, 9, 11]
         before, names = logits(tiny, tokens), dict(tree_flatten(tiny._net.parameters()))
         trainer = tiny.trainer()
@@ -103,12 +103,12 @@ class TestLearner:
         assert set(after) == set(names)
         assert all(mx.array_equal(after[name], names[name]).item() for name in names)
 
-    def test_untaught_it_changes_nothing(self, tiny: MlxModel) -> None:
+    def test_an_untrained_adapter_changes_nothing(self, tiny: MlxModel) -> None:
         before = logits(tiny, [5, 7, 9, 11])
         tiny.trainer().set_adapted(True)
         assert np.array_equal(logits(tiny, [5, 7, 9, 11]), before)
 
-    def test_the_memory_is_left_as_it_is(self, tiny: MlxModel) -> None:
+    def test_training_leaves_the_cache_unchanged(self, tiny: MlxModel) -> None:
         tiny.prefill([4, 5, 6, 7])
         trainer = tiny.trainer()
         expected = tiny.verify(TokenTree.chain(8)).at(0, np.arange(200))
@@ -117,7 +117,7 @@ class TestLearner:
         assert tiny.length == 4
         assert np.array_equal(tiny.verify(TokenTree.chain(8)).at(0, np.arange(200)), expected)
 
-    def test_hits_are_the_best_tokens(self, tiny: MlxModel) -> None:
+    def test_hits_count_the_top_1_tokens(self, tiny: MlxModel) -> None:
         tokens = [5, 7, 9, 11, 13]
         rows = logits(tiny, tokens)
         tokens = [*tokens, int(rows[-1].argmax())]
@@ -126,7 +126,7 @@ class TestLearner:
         assert trainer.count_hits(tokens, 1, adapted=False) == sum(expected)
         assert trainer.count_hits(tokens, 5, adapted=False) == 1
 
-    def test_what_was_learnt_can_be_kept(self, tiny: MlxModel, tmp_path: Path) -> None:
+    def test_an_adapter_can_be_saved_and_loaded(self, tiny: MlxModel, tmp_path: Path) -> None:
         trainer = tiny.trainer()
         for _ in range(3):
             trainer.train_step(lesson())
@@ -140,7 +140,7 @@ class TestLearner:
         other.set_adapted(True)
         assert np.array_equal(logits(tiny, [5, 7, 9]), expected)
 
-    def test_what_does_not_fit_is_refused(self, tiny: MlxModel) -> None:
+    def test_load_adapter_rejects_other_shapes_and_nan(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
         own = trainer.adapter_weights()
         name = next(iter(own))
@@ -149,7 +149,7 @@ class TestLearner:
         assert not trainer.load_adapter({**own, name: own[name] * np.nan})
         assert trainer.load_adapter(own)
 
-    def test_a_loss_without_end_changes_nothing(self, tiny: MlxModel) -> None:
+    def test_an_infinite_loss_changes_nothing(self, tiny: MlxModel) -> None:
         trainer = tiny.trainer()
         before = trainer.adapter_weights()
         bad = lesson()
@@ -175,7 +175,7 @@ class TestReplies:
             assert "steps on" in runtime._session.report("model").note
 
     @pytest.mark.long
-    def test_it_guesses_better_on_what_comes_again(self, demo: tuple[MlxModel, MlxModel]) -> None:
+    def test_training_improves_acceptance_on_repeated_text(self, demo: tuple[MlxModel, MlxModel]) -> None:
         accepted: list[tuple[int, int]] = []
         with paired(*demo) as runtime:
             for _ in range(2):
@@ -188,7 +188,7 @@ class TestReplies:
         rates = [right / drafted for right, drafted in accepted]
         assert rates[-1] > rates[0] + 0.04, rates
 
-    def test_the_original_is_used_where_it_guesses_better(
+    def test_the_original_weights_are_used_if_they_predict_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(online_training, "_MIN_EVALUATION_TOKENS", 16)
@@ -218,7 +218,7 @@ class TestReplies:
             assert later.note() == said
             later.close()
 
-    def test_a_reply_without_a_mistake_is_judged(self) -> None:
+    def test_a_reply_without_rejections_is_scored(self) -> None:
         target, draft = (load(models_folder() / "demo-mlx") for _ in range(2))
         with paired(target, draft) as runtime:
             drafter = runtime._session.drafters.choose("model")[0]
@@ -229,7 +229,7 @@ class TestReplies:
             assert 0 < stats.accepted_tokens == stats.drafted_tokens
             assert drafter.trainer.evaluation == (stats.generated_tokens,) * 3
 
-    def test_what_learning_takes_is_counted(self, demo: tuple[MlxModel, MlxModel]) -> None:
+    def test_memory_of_training_is_reported(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         with paired(target, draft) as runtime:
             trainer = draft.trainer()
@@ -245,7 +245,7 @@ class TestReplies:
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
 
-    def test_drafts_as_long_as_pays_teach_the_same_pupil(self, demo: tuple[MlxModel, MlxModel]) -> None:
+    def test_adaptive_drafts_train_the_same_adapter(self, demo: tuple[MlxModel, MlxModel]) -> None:
         target, draft = demo
         usual = online(target, draft)
         limits = PassLimits.of(target.facts.capabilities, draft.facts.capabilities)
@@ -271,7 +271,7 @@ class TestReplies:
                 lambda able: AdaptiveTreeGrowth(limits, assumed_cost, siblings=1)
             ).restore_statistics(kept)
 
-    def test_another_run_goes_on_with_it(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
+    def test_a_later_run_continues_training(self, tmp_path: Path, demo: tuple[MlxModel, MlxModel]) -> None:
         notes = SavedArrays("online", "pair", tmp_path)
         target, draft = demo
         drafter = online(target, draft, notes)
@@ -297,7 +297,7 @@ class TestReplies:
 
 class TestInTheBackground:
     @pytest.mark.long
-    def test_replies_cut_rests_short(
+    def test_a_reply_interrupts_idle_training(
         self, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Learning and searching go on in threads of their own, wherever the next reply stops them."""
@@ -313,7 +313,7 @@ class TestInTheBackground:
             assert "stopped learning" not in runtime._session.report("model").note
 
     @pytest.mark.parametrize("delay", [0.0, 0.5])
-    def test_a_program_may_end_in_a_rest(self, delay: float) -> None:
+    def test_the_process_may_end_during_idle_training(self, delay: float) -> None:
         code = f"""
 import time
 from edgespec import idle
@@ -333,7 +333,7 @@ class TestSwift:
         monkeypatch.setattr(swift, "MAX_SETS_PER_IDLE_PERIOD", 2)
 
     @pytest.mark.long
-    def test_the_same_tokens_while_layers_are_searched_for(self) -> None:
+    def test_the_tokens_do_not_change_during_the_layer_search(self) -> None:
         target = load(models_folder() / "demo-mlx")
         drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.5)
         with Runtime(target, None, Chosen(target, drafter)) as runtime:
@@ -352,7 +352,7 @@ class TestSwift:
             assert all(drafted.values())
             assert "stopped learning" not in runtime._session.report("swift").note
 
-    def test_a_window_and_four_layers(self, folder: Path) -> None:
+    def test_a_model_with_a_window_and_four_layers(self, folder: Path) -> None:
         target = load(write_checkpoint(folder / "skipping", "gemma3"))
         drafter = SwiftDrafter(cast(Skippable, target), pass_cost=lambda _: 0.01)
         with Runtime(target, None, Chosen(target, drafter)) as runtime:

@@ -13,7 +13,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 
 from edgespec.backends import mlx
 from edgespec.backends.base import LoadOptions, LowBit
-from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, joined
+from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
@@ -45,24 +45,24 @@ class TestSplit:
         split.close()
         whole.close()
 
-    def test_every_bit_of_every_weight_is_still_there(self, pair: tuple[Any, Any]) -> None:
+    def test_split_weights_hold_every_bit(self, pair: tuple[Any, Any]) -> None:
         whole, split = (dict(model._net.named_modules()) for model in pair)
         found = 0
         for name, module in split.items():
             if isinstance(module, SplitLinear | SplitEmbedding):
                 assert isinstance(whole[name], QuantizedLinear | QuantizedEmbedding)
-                assert mx.array_equal(joined(module.high, module.low), whole[name].weight).item()
+                assert mx.array_equal(merge_halves(module.high, module.low), whole[name].weight).item()
                 assert mx.array_equal(module.scales, whole[name].scales).item()
                 assert mx.array_equal(module.biases, whole[name].biases).item()
                 found += 1
         assert found == 12 * 7 + 1  # the linear weights of the layers, and the table that is the head
 
-    def test_its_logits_are_those_of_the_8_bit_model_to_rounding(self, pair: tuple[Any, Any]) -> None:
+    def test_logits_equal_the_8_bit_model_up_to_rounding(self, pair: tuple[Any, Any]) -> None:
         """Two sums instead of one: the order of additions differs, in float32."""
         whole, split = (logits(model) for model in pair)
         np.testing.assert_allclose(split, whole, rtol=0, atol=2e-5 * np.abs(whole).max())
 
-    def test_bytes_are_as_before_and_the_second_scales(self, pair: tuple[Any, Any]) -> None:
+    def test_split_weights_add_the_bytes_of_their_scales_only(self, pair: tuple[Any, Any]) -> None:
         whole, split = pair
         assert split.facts.weight_bytes == whole.facts.weight_bytes
         scales = {
@@ -76,16 +76,18 @@ class TestSplit:
         assert view.facts.weight_bytes == extra
         assert view.facts.kv_bytes == 0
         logits(split)
-        assert sum(array.nbytes for array in split.parts.low_bits._zeros.values()) == sum(zeros.values())
+        assert sum(array.nbytes for array in split.partial_models.low_bits._zeros.values()) == sum(
+            zeros.values()
+        )
         assert split.facts.quantisation == whole.facts.quantisation
         assert split.facts.parameters == whole.facts.parameters
 
-    def test_a_draft_reads_the_high_bits(self, pair: tuple[Any, Any]) -> None:
+    def test_a_draft_pass_reads_the_high_bits_only(self, pair: tuple[Any, Any]) -> None:
         split = pair[1]
         linear = next(one for _, one in split._net.named_modules() if isinstance(one, SplitLinear))
         x = mx.random.normal((3, linear.scales.shape[1] * linear.group_size))
         codes = mx.dequantize(linear.high, linear.high_scales, linear.draft_biases, linear.group_size, 4)
-        with split.parts.low_bits.lowered():
+        with split.partial_models.low_bits.lowered():
             got = linear(x)
         np.testing.assert_allclose(np.array(got), np.array(x @ codes.T), rtol=1e-3, atol=1e-3)
         assert not np.allclose(np.array(got), np.array(linear(x)), atol=1e-3)
@@ -96,13 +98,11 @@ class TestCopies:
         ("quantisation", "bits"),
         [(None, 4), (("affine", 6, 32), 3), (("affine", 4, 32), 3), (("affine", 3, 32), 2), (("mxfp8",), 4)],
     )
-    def test_other_weights_get_a_copy_and_stay_as_they_are(
-        self, folder: Path, quantisation: Any, bits: int
-    ) -> None:
+    def test_other_weights_get_a_low_bit_copy(self, folder: Path, quantisation: Any, bits: int) -> None:
         path = write_checkpoint(folder / f"copied {bits} {quantisation}", "llama", quantisation=quantisation)
         plain, ready = load(path), load(path, low_bits=True)
         np.testing.assert_array_equal(logits(plain), logits(ready))
-        assert {one.few_bits for one in ready.parts.low_bits.weights} == {bits}
+        assert {one.copy_bits for one in ready.partial_models.low_bits.weights} == {bits}
         assert ready.facts.weight_bytes == plain.facts.weight_bytes
         held = mx.array([array.nbytes for array in arrays(ready)]).sum().item()
         extra = ready.self_draft(LowBit()).facts.weight_bytes
@@ -110,7 +110,7 @@ class TestCopies:
         for model in (plain, ready):
             model.close()
 
-    def test_they_count_when_the_model_must_fit(self, folder: Path) -> None:
+    def test_copies_count_towards_the_memory_limit(self, folder: Path) -> None:
         path = write_checkpoint(folder / "counted", "llama")
         plain = load(path, memory_bytes=10**6)
         room = plain.facts.weight_bytes + plain.facts.kv_bytes
@@ -119,7 +119,7 @@ class TestCopies:
         with pytest.raises(MemoryBudgetError):
             load(path, memory_bytes=room, low_bits=True)
 
-    def test_two_bits_have_nothing_below_them(self, folder: Path) -> None:
+    def test_2_bit_weights_have_no_low_bit_version(self, folder: Path) -> None:
         path = write_checkpoint(folder / "two", "llama", quantisation=("affine", 2, 32))
         model = load(path, low_bits=True)
         with pytest.raises(CapabilityError, match="no fewer bits"):
@@ -135,7 +135,7 @@ def arrays(model: Any) -> list[mx.array]:
 
 
 @pytest.mark.parametrize("quantisation", [None, ("affine", 8, 32)])
-def test_an_adapter_stays_on_top(folder: Path, quantisation: Any) -> None:
+def test_an_adapter_still_applies(folder: Path, quantisation: Any) -> None:
     path = write_checkpoint(folder / f"adapted {quantisation}", "llama", quantisation=quantisation)
     adapter = str(write_adapter(folder / f"adapter {quantisation}", path))
     plain, ready, bare = load(path, adapter=adapter), load(path, adapter=adapter, low_bits=True), load(path)
@@ -148,16 +148,18 @@ def test_an_adapter_stays_on_top(folder: Path, quantisation: Any) -> None:
         model.close()
 
 
-class TestFewerTokens:
+class TestWindowedDrafts:
     """MagicDec: the draft looks at the first and the last cached tokens only."""
 
     @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
-    def test_its_cost_stops_growing_and_the_targets_does_not(self, folder: Path, kv_type: str) -> None:
+    def test_a_windowed_draft_attends_to_a_constant_number_of_tokens(
+        self, folder: Path, kv_type: str
+    ) -> None:
         path = write_checkpoint(folder / f"cost {kv_type}", "llama", config={"head_dim": 32})
         model = load(path, low_bits=True, kv_type=kv_type)
         view = model.self_draft(LowBit(sink_tokens=4, window_tokens=16))
         seen: list[int] = []
-        cache = model.memory.attention[1]
+        cache = model.caches.attention[1]
         append = cache.update_and_fetch
 
         def counted(keys: Any, values: Any) -> Any:
@@ -168,7 +170,7 @@ class TestFewerTokens:
         for length in (12, 40, 90):
             model.truncate(0)
             model.prefill([5 + i % 50 for i in range(length)])
-            cache = model.memory.attention[1]
+            cache = model.caches.attention[1]
             append, cache.update_and_fetch = cache.update_and_fetch, counted
             seen.clear()
             view.verify(TREE)
@@ -177,7 +179,7 @@ class TestFewerTokens:
             assert seen[1] == length + 4
         model.close()
 
-    def test_a_short_text_is_seen_whole(self, folder: Path) -> None:
+    def test_a_short_context_is_attended_to_completely(self, folder: Path) -> None:
         model = load(write_checkpoint(folder / "short", "llama"), low_bits=True)
         rows = []
         for how in (
@@ -194,7 +196,7 @@ class TestFewerTokens:
         model.close()
 
 
-def test_what_cannot_be_is_refused(llama: Any, folder: Path) -> None:
+def test_impossible_low_bit_options_are_rejected(llama: Any, folder: Path) -> None:
     with pytest.raises(CapabilityError, match="without low_bits"):
         llama.self_draft(LowBit())
     model = load(folder / "llama", low_bits=True)

@@ -44,7 +44,7 @@ def _check(path: Path, **how: object) -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_every_kind_of_memory(kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_cache(kind: str, tmp_path: Path) -> None:
     _check(write_checkpoint(tmp_path / kind, kind), context_tokens=3000)
 
 
@@ -52,7 +52,7 @@ def test_every_kind_of_memory(kind: str, tmp_path: Path) -> None:
     ("kv_type", "memory_bytes"),
     [("auto", 1 << 40), ("auto", 3_000_000), ("q8_0", 1 << 40), ("q4_0", 3_000_000)],
 )
-def test_types_of_cache_and_halves(kv_type: str, memory_bytes: int, tmp_path: Path) -> None:
+def test_kv_types_and_16_bit_weights(kv_type: str, memory_bytes: int, tmp_path: Path) -> None:
     """With little memory halves stay halves."""
     heads = {"head_dim": 32, "hidden_size": 64}
     path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16", config=heads)

@@ -34,7 +34,7 @@ def row(model: LanguageModel, tree: TokenTree, node: int = 0) -> NDArray[np.floa
 
 class TestProbe:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_each_kind_of_memory_gets_what_is_exact_for_it(self, tmp_path: Path, kind: str) -> None:
+    def test_each_kind_of_cache_gets_its_exact_capabilities(self, tmp_path: Path, kind: str) -> None:
         model = mlx.load(str(write_checkpoint(tmp_path, kind)), kind, LoadOptions(context_tokens=64))
         can = model.facts.capabilities
         assert can.rollback == (kind not in PLAIN_ONLY)
@@ -44,7 +44,7 @@ class TestProbe:
         assert model.length == 0
         model.close()
 
-    def test_a_memory_nobody_knows_decodes_plainly(self, tmp_path: Path) -> None:
+    def test_an_unknown_cache_disables_speculation(self, tmp_path: Path) -> None:
         model = mlx.load(str(write_checkpoint(tmp_path, "llama4")), "llama4", LoadOptions(context_tokens=64))
         assert "ChunkedKVCache" in model.facts.capabilities.reason
         first = row(model, TokenTree.chain(5))
@@ -69,12 +69,12 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("lie", "rollback", "reason"),
         [
-            ("wide", False, "passes of several tokens"),
+            ("wide", False, "a pass of several tokens"),
             ("positions", True, "a token tree"),
             ("raises", True, "the model could not be run"),
         ],
     )
-    def test_what_a_model_does_wrongly_is_not_used(
+    def test_capabilities_with_wrong_logits_are_disabled(
         self,
         folder: Path,
         llama: LanguageModel,
@@ -92,7 +92,7 @@ class TestProbe:
 
     def test_hidden_states_can_be_read(self, folder: Path, llama: LanguageModel) -> None:
         model: Any = mlx.load(str(folder / "llama"), "llama", LoadOptions(context_tokens=64))
-        taps = model.taps()
+        taps = model.hidden_state_hooks()
         with taps.on([1]):
             expected = row(model, TokenTree.chain(5, [6, 7]), 2)
         assert list(taps.outputs) == [1]
@@ -118,11 +118,11 @@ def lying(lie: str) -> Callable[..., Any]:
         class Liar(net):  # type: ignore[misc,valid-type]
             def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
                 wide = tokens.shape[1] > 1
-                in_tree = cache[0]._shape.positions is not None
+                in_tree = cache[0]._layout.positions is not None
                 if in_tree and lie == "raises":
                     raise ValueError("no trees here")
                 if in_tree and lie == "positions":
-                    cache[0]._shape.offsets = cache[0]._shape.offsets + 1
+                    cache[0]._layout.offsets = cache[0]._layout.offsets + 1
                 logits: mx.array = super().__call__(tokens, cache=cache)
                 return logits * 1.01 if wide and lie == "wide" else logits
 
@@ -144,14 +144,14 @@ class TestLoading:
             {"mmap": False},
         ],
     )
-    def test_options_without_a_meaning_here_are_refused(
+    def test_unsupported_options_are_rejected(
         self, folder: Path, llama: LanguageModel, options: dict[str, Any]
     ) -> None:
         with pytest.raises(OptionError):
             mlx.load(str(folder / "llama"), "llama", LoadOptions(**options))
 
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-    def test_a_quantised_cache_is_smaller_and_as_exact(
+    def test_a_quantised_cache_is_smaller_and_exact(
         self, folder: Path, llama: LanguageModel, kv_type: str
     ) -> None:
         # Heads of 16 are too small to share scales.
@@ -175,13 +175,13 @@ class TestLoading:
         model.close()
 
     @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-    def test_a_quantised_cache_that_a_model_cannot_use_is_refused(self, tmp_path: Path, kind: str) -> None:
+    def test_an_unsupported_quantised_cache_is_rejected(self, tmp_path: Path, kind: str) -> None:
         # Heads of 16 are too small to share scales; attention sinks have no quantised kernel.
         path = write_checkpoint(tmp_path, kind, config={} if kind == "llama" else {"head_dim": 32})
         with pytest.raises(OptionError, match="use --kv-type auto"):
             mlx.load(str(path), kind, LoadOptions(context_tokens=64, kv_type="q8_0"))
 
-    def test_a_cache_that_does_not_fit_is_refused_with_what_would(
+    def test_a_cache_that_is_too_large_is_rejected_with_a_fitting_context(
         self, folder: Path, llama: LanguageModel
     ) -> None:
         weights, cache = llama.facts.weight_bytes, llama.facts.kv_bytes
@@ -189,20 +189,20 @@ class TestLoading:
         with pytest.raises(MemoryBudgetError, match=r"use --context 4096 or less"):
             mlx.load(str(folder / "llama"), "llama", options)
 
-    def test_what_the_cache_takes_is_foretold(self, folder: Path, llama: LanguageModel) -> None:
+    def test_cache_bytes_are_predicted(self, folder: Path, llama: LanguageModel) -> None:
         for kind in ("llama", "gemma3", "qwen3_next"):
             path = write_checkpoint(folder / f"sized {kind}", kind)
             model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
             model.prefill([5] * 1024)
             inner: Any = getattr(model, "_inner", model)
-            states = sum(cache.nbytes for cache in inner.memory.recurrent)
-            held = inner.memory.nbytes + MAX_CHECKPOINTS * states
+            states = sum(cache.nbytes for cache in inner.caches.recurrent)
+            held = inner.caches.nbytes + MAX_CHECKPOINTS * states
             assert held <= model.facts.kv_bytes
             if kind != "gemma3":  # windows have not used all they may
                 assert held == model.facts.kv_bytes
             model.close()
 
-    def test_a_snapshot_of_other_weights_or_too_many_tokens_is_refused(
+    def test_snapshots_of_other_weights_or_too_many_tokens_are_rejected(
         self, folder: Path, llama: LanguageModel
     ) -> None:
         path = write_checkpoint(folder / "other weights", "llama", seed=5)
@@ -219,7 +219,7 @@ class TestLoading:
             model.close()
 
     @pytest.mark.parametrize("cycles", [4, pytest.param(7, marks=pytest.mark.long)])
-    def test_memory_comes_back_when_models_are_closed(self, cycles: int) -> None:
+    def test_closing_a_model_frees_its_memory(self, cycles: int) -> None:
         """MLX's own arrays all of them; of the process, what fragments leave and no model."""
         code = (
             "import edgespec, psutil\n"
@@ -237,7 +237,7 @@ class TestLoading:
         assert max(arrays) < 1024
         assert sizes[-1] - sizes[1] < weights[0]
 
-    def test_weights_that_are_drawn_and_dropped_leave_nothing(self) -> None:
+    def test_random_initial_weights_are_not_kept(self) -> None:
         """Every draw is remembered by the next one until it is computed."""
         mx.random.uniform()
         mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=64)).close()

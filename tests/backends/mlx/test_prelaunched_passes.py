@@ -47,7 +47,7 @@ class TestRunAhead:
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(histories)
-    def test_any_history_is_the_same_with_and_without(
+    def test_any_history_is_the_same_with_and_without_run_ahead(
         self, llama: LanguageModel, history: list[tuple[str, int]]
     ) -> None:
         np.testing.assert_array_equal(self.play(llama, history, False), self.play(llama, history, True))
@@ -79,7 +79,7 @@ class TestRunAhead:
         seen.append(row(model, TokenTree.chain(4)))
         return np.stack(seen)
 
-    def test_it_stops_at_the_end_of_the_context(self, llama: LanguageModel) -> None:
+    def test_run_ahead_stops_at_the_end_of_the_context(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill([5] * 510)
         llama.run_ahead(True)
@@ -92,7 +92,7 @@ class TestRunAhead:
         llama.run_ahead(False)
 
 
-class TestFollowing:
+class TestPipelining:
     """The target's pass may begin while the last guess is still being computed."""
 
     @pytest.fixture
@@ -148,7 +148,7 @@ class TestFollowing:
             assert len(runs) == 1 + stats.target_passes  # and one for the prompt
         assert min(stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds) >= 0
 
-    def test_what_was_begun_in_vain_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
+    def test_a_discarded_prelaunched_pass_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
         target, draft = pair
         target.prefill([5, 6, 7])
         expected = row(target, TokenTree.chain(9, [10]), 1)
@@ -165,7 +165,7 @@ class TestFollowing:
             draft.truncate(0)
             draft.prefill([5, 6, 7])
             Sampler(SamplingParams(temperature=0.0), 1, [0] * 4).token(draft.verify(TokenTree.chain(9)), 0)
-            assert target.memory.length == 5
+            assert target.caches.length == 5
             other()
             target.truncate(3)
             np.testing.assert_array_equal(row(target, TokenTree.chain(9, [10]), 1), expected)
@@ -175,7 +175,7 @@ class TestFollowing:
 def count_forwards(model: Any) -> list[int]:
     """A list that grows by one for each pass the model runs."""
     runs: list[int] = []
-    passes = model._passes
+    passes = model._runner
     forward = passes._forward
 
     def counted(tokens: mx.array) -> mx.array:
@@ -188,9 +188,7 @@ def count_forwards(model: Any) -> list[int]:
 
 class TestThreads:
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
-    def test_a_model_may_be_loaded_used_and_closed_in_different_ones(
-        self, tmp_path: Path, dtype: str
-    ) -> None:
+    def test_load_use_and_close_in_different_threads(self, tmp_path: Path, dtype: str) -> None:
         """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
         models: list[LanguageModel] = []
         rows: list[NDArray[np.float64]] = []

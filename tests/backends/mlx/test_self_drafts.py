@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
-from edgespec.backends.mlx.exits import exit_facts
+from edgespec.backends.mlx.model import measure_exits
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -101,7 +101,7 @@ class TestReplies:
         model.close()
 
     @pytest.mark.parametrize("way", WAYS)
-    def test_they_are_those_of_plain_decoding(self, model: Any, way: str) -> None:
+    def test_replies_equal_plain_decoding(self, model: Any, way: str) -> None:
         view = model.self_draft(WAYS[way])
         chains, trees = (
             ModelDrafter(view, model.facts.vocab_size, branches=branches, name=way)
@@ -116,16 +116,18 @@ class TestReplies:
         assert accepted > 0
         assert chains.memory_use.cache_bytes == 0
 
-    def test_with_the_greatest_probability_rejection_mode_says_the_same(self, model: Any) -> None:
+    def test_rejection_mode_at_temperature_0_gives_the_same_tokens(self, model: Any) -> None:
         plain, _ = reply(model, None)
         for how in WAYS.values():
             drafter = ModelDrafter(model.self_draft(how), model.facts.vocab_size)
             assert reply(model, drafter, rule=Rejection(RandomDraws(1)))[0] == plain
 
 
-class TestEveryKind:
+class TestArchitectures:
     @pytest.mark.parametrize("kind", sorted(KINDS.keys() - CHECKPOINTS.keys()))
-    def test_a_kind_drafts_for_itself_or_says_why_not(self, tmp_path: Path, kind: str) -> None:
+    def test_each_architecture_drafts_for_itself_or_states_the_reason(
+        self, tmp_path: Path, kind: str
+    ) -> None:
         model = loaded(tmp_path, kind)
         can = model.facts.capabilities.self_draft_methods
         if kind in {"llama4", "mamba2", "falcon_h1", "qwen3_next", "nemotron_h", "lfm2", "jamba"} | {
@@ -155,7 +157,7 @@ class TestDemo:
         yield model
         model.close()
 
-    def test_replies_are_the_same_and_drafts_are_often_right(self, demo: Any) -> None:
+    def test_replies_are_the_same_and_drafts_are_accepted(self, demo: Any) -> None:
         prompt = demo.vocabulary.tokenize("Once upon a time there was", special=False, start=True)
         plain, _ = reply(demo, None, prompt=prompt)
         shares = {}
@@ -166,14 +168,14 @@ class TestDemo:
             shares[type(how)] = stats.accepted_tokens / stats.drafted_tokens
         assert min(shares.values()) > 0.2
 
-    def test_what_the_lower_layers_computed_is_not_computed_again(self, demo: Any) -> None:
+    def test_verification_does_not_rerun_the_lower_layers(self, demo: Any) -> None:
         rows: dict[int, int] = {0: 0, 11: 0}
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         demo.truncate(0)
         demo.prefill(PROMPT)
         for layer in rows:
-            count_rows(demo.memory.attention[layer], rows, layer)
+            count_rows(demo.caches.attention[layer], rows, layer)
         view = demo.self_draft(EarlyExit(6))
         for width in (1, 2, 3):
             view.verify(TokenTree.chain(9, [10, 11][: width - 1]), width - 1)
@@ -185,15 +187,15 @@ class TestDemo:
         plain = demo.verify(TokenTree.chain(9, [10, 11, 12]))
         np.testing.assert_array_equal(got, plain.at(3, np.arange(demo.vocabulary.size)))
 
-    def test_a_chain_is_waited_for_once_a_token_and_the_next_step_is_begun_early(self, demo: Any) -> None:
+    def test_drafting_waits_once_per_token_and_launches_the_next_step(self, demo: Any) -> None:
         demo.truncate(0)
         demo.prefill(PROMPT)
         view = demo.self_draft(EarlyExit(6))
         view.run_ahead(True)
         ((token,), _) = view.verify(TokenTree.chain(9)).best(0, 1)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         view.verify(TokenTree.chain(9, [token]), 1)
-        assert demo.memory.length == len(PROMPT) + 2
+        assert demo.caches.length == len(PROMPT) + 2
         demo.truncate(len(PROMPT))
 
 
@@ -237,7 +239,7 @@ class TestHistories:
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.integers(0, 1), actions)
-    def test_its_logits_are_those_of_a_fresh_prefill(
+    def test_logits_equal_those_of_a_fresh_prefill(
         self, models: list[Any], which: int, history: list[tuple[str, SelfDraft, int]]
     ) -> None:
         model = models[which]
@@ -291,7 +293,7 @@ class TestHistories:
 
 
 class TestViews:
-    def test_layers_that_are_not_there_or_must_stay_are_refused(self, folder: Path) -> None:
+    def test_invalid_exit_and_skipped_layers_are_rejected(self, folder: Path) -> None:
         model = loaded(folder, "llama", config={"num_hidden_layers": 4})
         for how in (
             EarlyExit(0),
@@ -305,7 +307,7 @@ class TestViews:
         assert model.layer_count == 4
         model.close()
 
-    def test_a_view_has_no_memory_of_its_own(self, llama: LanguageModel) -> None:
+    def test_a_view_has_no_cache_of_its_own(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill(PROMPT)
         view = llama.self_draft(EarlyExit(1))
@@ -326,7 +328,7 @@ class TestViews:
         assert np.isfinite(row(llama, TokenTree.chain(9))).all()
         llama.truncate(0)
 
-    def test_a_round_that_the_target_ended_is_over(self, llama: LanguageModel) -> None:
+    def test_a_draft_cannot_continue_a_round_that_the_target_ended(self, llama: LanguageModel) -> None:
         llama.truncate(0)
         llama.prefill(PROMPT)
         view, other = llama.self_draft(EarlyExit(1)), llama.self_draft(EarlyExit(1))
@@ -337,7 +339,7 @@ class TestViews:
         llama.commit(())
         assert llama.length == len(PROMPT)
 
-    def test_rounds_may_go_on_in_another_thread(self, llama: LanguageModel) -> None:
+    def test_a_round_may_continue_in_another_thread(self, llama: LanguageModel) -> None:
         """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
         llama.truncate(0)
         llama.prefill(PROMPT)
@@ -352,9 +354,9 @@ class TestViews:
         llama.truncate(0)
 
 
-class TestInterrupted:
+class TestInterrupt:
     @pytest.mark.parametrize("way", [EarlyExit(2), LowBit(), SkippedLayers((2,))])
-    def test_a_pass_cut_short_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
+    def test_an_interrupted_pass_leaves_nothing_behind(self, folder: Path, way: SelfDraft) -> None:
         model = loaded(folder, "qwen2", config={"num_hidden_layers": 4})
         model.prefill(PROMPT)
         tree = TokenTree.chain(9, [10, 11])
@@ -365,13 +367,13 @@ class TestInterrupted:
                 view = model.self_draft(way)
                 view.run_ahead(True)
                 view.verify(TokenTree.chain(9)).best(0, 1)
-                interrupt_at(model.memory.attention[layer])
+                interrupt_at(model.caches.attention[layer])
                 with contextlib.suppress(KeyboardInterrupt):
                     if mine:
                         view.verify(TokenTree.chain(9, [10]), 1)
                     else:
                         model.verify(tree)
-                vars(model.memory.attention[layer]).pop("update_and_fetch")
+                vars(model.caches.attention[layer]).pop("update_and_fetch")
                 np.testing.assert_array_equal(row(model, tree, 2), expected)
                 model.truncate(len(PROMPT))
         model.close()
@@ -389,7 +391,7 @@ def interrupt_at(cache: Any) -> None:
 
 
 class TestAgreement:
-    def test_it_is_that_of_the_two_best_tokens_and_leaves_the_memory_alone(self, folder: Path) -> None:
+    def test_top1_agreement_compares_best_tokens_and_leaves_the_cache_unchanged(self, folder: Path) -> None:
         model = loaded(folder, "llama_sliding", config={"num_hidden_layers": 5, "layer_types": None})
         tokens = [(31 * i + 7) % 200 + 3 for i in range(60)]
         model.prefill(tokens)
@@ -413,13 +415,13 @@ class TestAgreement:
 
 
 class TestExits:
-    def test_the_best_exit_is_found_and_the_memory_left_alone(self) -> None:
+    def test_measure_exits_finds_the_best_exit_and_leaves_the_cache_unchanged(self) -> None:
         model: Any = mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=512))
         text = "The river ran down from the hills and through the old town, where the market was."
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
         model.prefill(PROMPT)
         before = model.snapshot().data
-        agreements, layer_bytes, head_bytes = exit_facts(model, tokens)
+        agreements, layer_bytes, head_bytes = measure_exits(model, tokens)
         assert model.snapshot().data == before
         assert list(agreements) == list(range(1, 12))
         assert len(layer_bytes) == 12
@@ -433,9 +435,9 @@ class TestExits:
         assert agreements[4] == np.mean(np.array(early) == np.array(whole))
         model.close()
 
-    def test_a_model_that_was_not_trained_for_it_is_told_so(self, folder: Path) -> None:
+    def test_the_verdict_for_a_model_not_trained_for_early_exit(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = exit_table(*exit_facts(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
+        table = exit_table(*measure_exits(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.is_faster
         assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()

@@ -114,7 +114,7 @@ def demo(demo_target: Path) -> Iterator[tuple[Vocabulary, Vocabulary]]:
     theirs.close()
 
 
-def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary]) -> None:
+def test_the_demo_has_the_same_tokens_on_both_backends(demo: tuple[Vocabulary, Vocabulary]) -> None:
     ours, theirs = demo
     _assert_same_tokens(ours, theirs)
     assert ours.chat_template == theirs.chat_template
@@ -126,7 +126,7 @@ def test_the_demo_has_the_same_tokens_on_both(demo: tuple[Vocabulary, Vocabulary
 @example("")
 @example(" a")
 @example("<|im_start|>user\nhi<|im_end|>\n")
-def test_the_demo_reads_the_same_on_both(demo: tuple[Vocabulary, Vocabulary], text: str) -> None:
+def test_the_demo_tokenizes_the_same_on_both_backends(demo: tuple[Vocabulary, Vocabulary], text: str) -> None:
     _assert_same_reading(*demo, text)
 
 
@@ -173,7 +173,7 @@ def test_byte_level_tokens_are_the_same(byte_level: tuple[Vocabulary, Vocabulary
 
 @SETTINGS
 @given(st.lists(st.one_of(TEXTS, st.sampled_from(["<|looks|>", "<think>", "<|channel|>", "<|end|>", "日"]))))
-def test_byte_level_reads_the_same(byte_level: tuple[Vocabulary, Vocabulary], parts: list[str]) -> None:
+def test_byte_level_tokenizes_the_same(byte_level: tuple[Vocabulary, Vocabulary], parts: list[str]) -> None:
     _assert_same_reading(*byte_level, "".join(parts))
 
 
@@ -216,7 +216,7 @@ def test_sentencepiece_tokens_are_the_same(sentencepiece: tuple[Vocabulary, Voca
 
 @SETTINGS
 @given(TEXTS)
-def test_sentencepiece_reads_the_same(sentencepiece: tuple[Vocabulary, Vocabulary], text: str) -> None:
+def test_sentencepiece_tokenizes_the_same(sentencepiece: tuple[Vocabulary, Vocabulary], text: str) -> None:
     _assert_same_reading(*sentencepiece, text)
 
 
@@ -225,7 +225,7 @@ def tiny(tmp_path: Path) -> MlxVocabulary:
     return _of(write_tokenizer(tmp_path), ROWS)
 
 
-def test_control_tokens_are_text_unless_asked_for(tiny: MlxVocabulary) -> None:
+def test_control_tokens_are_plain_text_by_default(tiny: MlxVocabulary) -> None:
     (control,) = tiny.tokenize("<|im_start|>", special=True, start=False)
     assert tiny.piece(control) == b""
     assert tiny.raw_piece(control) == b"<|im_start|>"
@@ -236,13 +236,13 @@ def test_control_tokens_are_text_unless_asked_for(tiny: MlxVocabulary) -> None:
 
 @SETTINGS
 @given(text=TEXTS)
-def test_plain_text_comes_back(tiny: MlxVocabulary, text: str) -> None:
+def test_plain_text_round_trips(tiny: MlxVocabulary, text: str) -> None:
     tokens = tiny.tokenize(text, special=False, start=False)
     said = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
     assert b"".join(tiny.piece(token) for token in tokens) == said
 
 
-def test_a_token_beyond_the_model_is_text_or_an_error(tmp_path: Path) -> None:
+def test_a_token_beyond_the_logits_is_plain_text_or_an_error(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path)
     without = _of(folder, TOKENS - 1)
     tokens = without.tokenize("a<|im_end|>", special=True, start=False)
@@ -252,9 +252,9 @@ def test_a_token_beyond_the_model_is_text_or_an_error(tmp_path: Path) -> None:
         _of(folder, 20).tokenize("the list", special=False, start=False)
 
 
-def test_tokens_that_do_not_exist_are_refused(tiny: MlxVocabulary) -> None:
+def test_unknown_token_ids_are_rejected(tiny: MlxVocabulary) -> None:
     for token in (-1, ROWS):
-        with pytest.raises(BackendError, match=f"there is no token {token} among {ROWS}"):
+        with pytest.raises(BackendError, match=f"there is no token {token} in a vocabulary of {ROWS}"):
             tiny.raw_piece(token)
         with pytest.raises(BackendError, match="there is no token"):
             tiny.piece(token)
@@ -267,14 +267,14 @@ def _configured(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_ends_of_all_the_files_count(tmp_path: Path) -> None:
+def test_end_tokens_come_from_all_configuration_files(tmp_path: Path) -> None:
     vocabulary = _of(write_tokenizer(tmp_path), ROWS, [65])
     ends = {token for token in range(ROWS) if vocabulary.is_end(token)}
     texts = {vocabulary.raw_piece(token) for token in ends}
     assert texts == {b"<|im_end|>", b"<|endoftext|>", vocabulary.raw_piece(65)}
 
 
-def test_templates_of_every_form(tmp_path: Path) -> None:
+def test_every_form_of_chat_template(tmp_path: Path) -> None:
     assert _of(write_tokenizer(tmp_path / "one"), ROWS).chat_template == CHATML
     assert _of(write_tokenizer(tmp_path / "none", template=None), ROWS).chat_template is None
     several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
@@ -285,7 +285,7 @@ def test_templates_of_every_form(tmp_path: Path) -> None:
     assert _of(folder, ROWS).chat_template == "from a file"
 
 
-def test_threads_do_not_mix_up_each_others_control_tokens(tiny: MlxVocabulary) -> None:
+def test_concurrent_calls_do_not_mix_up_control_tokens(tiny: MlxVocabulary) -> None:
     texts = [(text * 20, special) for text in ("<|im_end|>", "the list") for special in (True, False)]
     expected = {case: tiny.tokenize(case[0], special=case[1], start=False) for case in texts}
     wrong: list[object] = []
@@ -302,7 +302,7 @@ def test_threads_do_not_mix_up_each_others_control_tokens(tiny: MlxVocabulary) -
     assert not wrong
 
 
-def test_closed_while_another_thread_reads(tiny: MlxVocabulary) -> None:
+def test_close_while_another_thread_tokenizes(tiny: MlxVocabulary) -> None:
     outcomes: list[type[BaseException]] = []
     begun = threading.Event()
 

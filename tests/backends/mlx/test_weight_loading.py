@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx import weight_loading
+from edgespec.backends.mlx import model_skeleton, weight_loading
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
@@ -72,7 +72,7 @@ def folder(llama: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_loads_in_one_thread_and_writes_in_another(kind: str, tmp_path: Path) -> None:
+def test_every_architecture_loads_in_one_thread_and_runs_in_another(kind: str, tmp_path: Path) -> None:
     checkpoint = _open(write_checkpoint(tmp_path, kind))
     assert checkpoint.architecture == configuration(kind)["model_type"]
     assert checkpoint.trained_context_tokens == 512
@@ -91,7 +91,7 @@ def test_every_kind_loads_in_one_thread_and_writes_in_another(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_kept_of_a_token_are_those_in_the_caches(kind: str, tmp_path: Path) -> None:
+def test_kv_elements_per_token_match_the_caches(kind: str, tmp_path: Path) -> None:
     checkpoint = _open(write_checkpoint(tmp_path, kind))
     caches = make_prompt_cache(checkpoint.model)
     checkpoint.model(mx.array([[65]]), cache=caches)
@@ -118,7 +118,7 @@ def _dense_llama(tmp_path: Path) -> dict[str, Any]:
     return dict(weights)
 
 
-def test_mixed_quantisation_names_what_most_weights_have(tmp_path: Path) -> None:
+def test_mixed_quantisation_names_the_most_common_kind(tmp_path: Path) -> None:
     # mlx-lm keeps the routers of experts at 8 bits.
     path = write_checkpoint(tmp_path, "qwen3_moe", quantisation=("affine", 4, 32))
     assert _open(path).quantisation == "4-bit affine, group 32 (mixed)"
@@ -130,7 +130,7 @@ def _with_config(folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-def test_halves_stay_halves_where_widening_does_not_fit(tmp_path: Path) -> None:
+def test_16_bit_weights_are_not_widened_beyond_the_memory_limit(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype="float16")
     wide = _open(path)
     assert (wide.quantisation, wide.dtype) == ("float16", mx.float32)
@@ -143,17 +143,17 @@ def test_halves_stay_halves_where_widening_does_not_fit(tmp_path: Path) -> None:
     assert _open(path, memory_bytes=wide.weight_bytes + context_bytes).dtype == mx.float32
 
 
-def test_too_large_for_the_budget_is_said_before_loading(
+def test_a_model_beyond_the_memory_limit_fails_before_loading(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights: Any = mx.load(str(llama / "model.safetensors"))
     size = sum(array.nbytes for array in weights.values())
-    monkeypatch.setattr(weight_loading, "lm", lambda: pytest.fail("looked at the weights"))
+    monkeypatch.setattr(model_skeleton, "mlx_lm_utils", lambda: pytest.fail("looked at the weights"))
     with pytest.raises(MemoryBudgetError, match=r"the weights of tiny take .* KiB, which exceeds the limit"):
         _open(llama, memory_bytes=size - 1)
 
 
-def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_goes_from_0_to_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     seen: list[tuple[str, float]] = []
 
@@ -171,7 +171,7 @@ def test_progress_goes_from_nothing_to_all(llama: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3])
-def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
+def test_progress_returning_false_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
     monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
     asked: list[float] = []
 
@@ -184,7 +184,7 @@ def test_saying_no_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: 
     assert asked[-1] < 0.9
 
 
-def test_an_adapter_changes_what_the_model_says(llama: Path, tmp_path: Path) -> None:
+def test_an_adapter_changes_the_logits(llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", llama)
     plain, adapted = _open(llama), _open(llama, adapter=str(adapter))
     assert adapted.weight_bytes > plain.weight_bytes
@@ -193,7 +193,7 @@ def test_an_adapter_changes_what_the_model_says(llama: Path, tmp_path: Path) -> 
     assert moved.max() > 0.1
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path, llama: Path) -> None:
+def test_an_adapter_of_another_model_is_rejected(tmp_path: Path, llama: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", write_checkpoint(tmp_path / "lfm2", "lfm2"))
     with pytest.raises(ModelFileError, match="adapter could not be loaded"):
         _open(llama, adapter=str(adapter))
@@ -205,7 +205,7 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", llama)
     weights = adapter / "adapters.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ModelFileError, match="cut short"):
+    with pytest.raises(ModelFileError, match="truncated"):
         _open(llama, adapter=str(adapter))
     weights.unlink()
     with pytest.raises(ModelFileError, match="has no adapters.safetensors"):
@@ -276,7 +276,7 @@ def _without_a_tensor(folder: Path) -> None:
 _HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}}).encode()
 
 TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
-    "gguf": (_gguf, "is a GGUF file, .* wrongly without a word; GGUF models run on llama.cpp"),
+    "gguf": (_gguf, "is a GGUF file, and the MLX backend loads folders only; use llama.cpp"),
     "file": (_a_file, "is a file; give the folder that holds config.json"),
     "missing": (_no_folder, "nowhere does not exist; check the path"),
     "no config": (_remove("config.json"), "has no config.json; download"),
@@ -286,32 +286,35 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "config list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
     "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not JSON"),
     "no model_type": (_config(model_type=None), "names no model_type"),
-    "code": (_config(model_file="evil.py"), "wants to run its own program, 'evil.py'"),
+    "code": (_config(model_file="evil.py"), "needs to run its own Python file, 'evil.py'"),
     "unknown": (
         _config(model_type="gpt99"),
-        r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not know; update mlx-lm",
+        r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not support; update mlx-lm",
     ),
-    "no model": (_config(model_type="cache"), "'cache', which mlx-lm .* does not know"),
-    "library": (_config(model_type="olmo"), "'olmo', which mlx-lm .* does not know"),
-    "outside": (_config(model_type="..convert"), "'..convert', which mlx-lm .* does not know"),
+    "no model": (_config(model_type="cache"), "'cache', which mlx-lm .* does not support"),
+    "library": (_config(model_type="olmo"), "'olmo', which mlx-lm .* does not support"),
+    "outside": (_config(model_type="..convert"), "'..convert', which mlx-lm .* does not support"),
     "no sizes": (_config(hidden_size=None), "could not be loaded: "),
     "other sizes": (_config(hidden_size=32), "could not be loaded: "),
     "fewer tensors": (_without_a_tensor, "could not be loaded: Missing 1 parameters: .*model.norm.weight"),
     "no weights": (
         _remove("model.safetensors"),
-        "1 of 1 weight files of .* are missing, first model.safetensors",
+        "1 of 1 weight files of .* are missing, such as model.safetensors",
     ),
-    "no index": (_renamed("weights.safetensors"), "none named model.*safetensors; rename"),
+    "no index": (_renamed("weights.safetensors"), "none is named model.*safetensors; rename"),
     "torch": (
         _renamed("pytorch_model.bin"),
-        "weights in pytorch_model.bin, and MLX reads safetensors; convert",
+        "weights of .* are in pytorch_model.bin, and MLX reads safetensors only; convert",
     ),
     "nothing": (_renamed("weights"), "has no weights"),
     "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not JSON"),
-    "cut": (_weights(lambda data: data[:-1]), r"is cut short: [\d,]+ of [\d,]+ bytes; download it again"),
-    "cut header": (_weights(lambda data: data[:100]), "is cut short or no safetensors"),
-    "empty": (_weights(lambda data: b""), r"is cut short or no safetensors \(0 bytes\)"),
-    "noise": (_weights(lambda data: b"\x01" * 5000), "is cut short or no safetensors"),
+    "cut": (
+        _weights(lambda data: data[:-1]),
+        r"truncated: it has [\d,]+ of [\d,]+ bytes; download it again",
+    ),
+    "cut header": (_weights(lambda data: data[:100]), "is truncated or not a safetensors file"),
+    "empty": (_weights(lambda data: b""), r"is truncated or not a safetensors file \(0 bytes\)"),
+    "noise": (_weights(lambda data: b"\x01" * 5000), "is truncated or not a safetensors file"),
     "header": (_weights(lambda data: data[:8] + b"x" + data[9:]), "the header of .* is damaged"),
     "offsets": (
         _weights(lambda data: len(_HEADER).to_bytes(8, "little") + _HEADER),
@@ -325,7 +328,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
-def test_what_is_wrong_is_said_in_one_line(trouble: str, folder: Path) -> None:
+def test_damaged_folders_give_errors_of_one_line(trouble: str, folder: Path) -> None:
     breaking, message = TROUBLES[trouble]
     path = breaking(folder) or folder
     with pytest.raises(ModelFileError, match=message) as caught:
@@ -337,11 +340,11 @@ def test_what_is_wrong_is_said_in_one_line(trouble: str, folder: Path) -> None:
 def test_missing_shards_are_counted(folder: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-00002.safetensors", "c": "model-00003.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* first model-00002.safetensors"):
+    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* such as model-00002.safetensors"):
         _open(folder)
 
 
-def test_a_tokenizer_that_wants_its_own_program_is_refused(folder: Path) -> None:
+def test_a_tokenizer_with_its_own_code_is_rejected(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "vocab.json")
     settings = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -366,7 +369,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
 
 
-def test_loading_says_nothing_asks_no_network_and_leaves_the_limits(tmp_path: Path) -> None:
+def test_loading_is_silent_offline_and_leaves_the_limits(tmp_path: Path) -> None:
     # A padding token beyond the vocabulary makes transformers warn.
     path = write_checkpoint(tmp_path, "llama", config={"pad_token_id": 10**6})
     ran = subprocess.run(
@@ -390,7 +393,7 @@ except BackendMissingError as error:
 
 
 @pytest.mark.parametrize("module", ["mlx.core", "mlx_lm.utils"])
-def test_without_the_libraries_the_error_names_the_extra(module: str, llama: Path) -> None:
+def test_without_mlx_the_error_names_the_extra(module: str, llama: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _WITHOUT, module, str(llama)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A vocabulary made of any pieces, and tables and texts that go with it."""
+"""A vocabulary of given pieces, with matching table models and texts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pieces:
         self._starts = False
 
     def starting(self) -> Pieces:
-        """The first control token begins every text."""
+        """Return the tokens; the first control token begins every text."""
         self._starts = True
         self.bos_text = self._raw[self.text_tokens].decode()
         return self

@@ -1,4 +1,4 @@
-"""Two vocabularies: what they share, how a draft can be used, and what is said about it."""
+"""Comparison of vocabularies: shared tokens, the mapping that is used, and its explanation."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def load(path: Path) -> LanguageModel:
     return llamacpp.load(str(path), path.stem, LoadOptions(context_tokens=64))
 
 
-class TestOfFiles:
-    def test_the_same_but_for_padding(self, tmp_path: Path) -> None:
+class TestModelFiles:
+    def test_equal_except_padding(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))
         for target, draft in ((mine, other), (other, mine)):
             found = compare_vocabularies(target.vocabulary, draft.vocabulary, "mine", "other")
             assert (found.mapping, found.explanation, found.translation) == ("same", "", None)
 
-    def test_one_other_word(self, tmp_path: Path) -> None:
+    def test_one_different_token(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
         other = load(write_llama(tmp_path / "other.gguf", words=words))
@@ -41,8 +41,8 @@ class TestOfFiles:
         said = [other.vocabulary.raw_piece(i) for i in found.translation.translate(261, first=False)]
         assert b"".join(said) == b" file"
 
-    def test_a_byte_and_a_word_of_the_same_letter(self, tmp_path: Path) -> None:
-        """The token that the tokenizer uses is the one that counts."""
+    def test_several_ids_with_the_same_bytes(self, tmp_path: Path) -> None:
+        """The id that the tokenizer produces is translated."""
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=("a", *WORDS)))
         found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other").translation
@@ -52,7 +52,7 @@ class TestOfFiles:
         assert other.vocabulary.raw_piece(used) == b"a"
         assert found.draft_id_of[target] == used
 
-    def test_the_demo_and_a_stranger(self, tmp_path: Path, demo_target: Path) -> None:
+    def test_unrelated_vocabularies(self, tmp_path: Path, demo_target: Path) -> None:
         target = load(demo_target)
         draft = load(write_llama(tmp_path / "stranger.gguf"))
         found = compare_vocabularies(target.vocabulary, draft.vocabulary, "demo", "stranger")
@@ -66,13 +66,13 @@ class TestOfFiles:
             assert draft.vocabulary.is_end(its)
 
 
-class TestOfPieces:
-    def test_less_than_half(self) -> None:
+class TestPieces:
+    def test_fewer_than_half_are_shared(self) -> None:
         found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcxyzw", "!"]), "one", "two")
         assert found.mapping == "retokenised"
         assert found.shared_fraction == pytest.approx(3 / 7)
 
-    def test_more_than_half(self) -> None:
+    def test_more_than_half_are_shared(self) -> None:
         found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
         assert found.mapping == "translated"
         assert found.explanation == (
@@ -83,7 +83,7 @@ class TestOfPieces:
     @pytest.mark.parametrize(
         ("draft", "share"),
         [
-            # 1,000 tokens and one that ends.
+            # 1,000 tokens and one end token.
             (range(6, 1000), "99 % of one's tokens"),
             (range(5, 1000), "all but 5 of one's tokens"),
             (range(999, -1, -1), "100 % of one's tokens"),
@@ -91,8 +91,8 @@ class TestOfPieces:
             (range(3), "only 4 of one's tokens"),
         ],
     )
-    def test_the_share_is_all_or_nothing_only_where_it_is(self, draft: range, share: str) -> None:
-        # Tokens of the draft's own first, so that no id means the same in both.
+    def test_the_share_is_never_rounded_to_all_or_none(self, draft: range, share: str) -> None:
+        # The draft's own tokens come first, so that no id means the same in both.
         others = [f"<{number}>" for number in range(1100)]
         found = compare_vocabularies(
             Pieces([*map(str, range(1000)), "!"]),
@@ -102,7 +102,7 @@ class TestOfPieces:
         )
         assert f"two has {share}" in found.explanation
 
-    def test_nothing_in_common(self) -> None:
+    def test_no_common_token_is_an_error(self) -> None:
         class Endless(Pieces):
             def is_end(self, token: int) -> bool:
                 return False

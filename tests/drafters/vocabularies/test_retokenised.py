@@ -1,4 +1,4 @@
-"""A draft heard through its text."""
+"""Drafting with retokenised text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.drafters.vocabularies.pieces import Pieces, speaking
 from tests.tables import runtime, with_drafter
 
 SMILE = "🙂".encode()
-# The target has bytes of a character as tokens, the draft the character; words are cut in other places.
+# The target has single bytes of a character as tokens, and the draft has the character. Words are split
+# differently.
 TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
 DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
 TRANSLATION = TokenTranslation(TARGET, DRAFT)
@@ -51,7 +52,7 @@ def propose(drafter: RetokenisedDrafter, tokens: list[int], draft_length: int) -
 
 
 class Talking(TabularModel):
-    """A draft that goes on with these bytes wherever it is, in its own tokens."""
+    """A draft model that always continues with the given bytes."""
 
     def __init__(self, says: list[int]) -> None:
         size = DRAFT.size
@@ -71,18 +72,18 @@ class Talking(TabularModel):
 
 
 def _spells(parts: list[list[int]]) -> bool:
-    """Whether the draft has all characters there: the smile's bytes in another order may be another's."""
+    """Return whether the text holds only characters that the draft can write."""
     said = b"".join(TARGET.raw_piece(token) for part in parts for token in part)
     return all(character.isascii() or character == "🙂" for character in said.decode(errors="ignore"))
 
 
-class TestItsReading:
+class TestInput:
     TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12).filter(_spells)
 
     @settings(max_examples=200, deadline=None)
     @given(TEXTS)
-    def test_says_what_the_text_says(self, parts: list[list[int]]) -> None:
-        """The draft's tokens have the bytes of the text, up to a character that is not whole."""
+    def test_tokens_have_the_bytes_of_the_text(self, parts: list[list[int]]) -> None:
+        """The draft's tokens have the bytes of the text, without an incomplete last character."""
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         tokens: list[int] = []
         for part in parts:
@@ -93,13 +94,13 @@ class TestItsReading:
             whole, unread = said[: len(said) - len(reading.incomplete_bytes)], reading.incomplete_bytes
             assert said.endswith(unread)
             assert not unread or (len(unread) < 4 and unread[0] >= 0xC0)
-            # No token of the draft has bytes that make no character.
+            # Every token of the draft holds complete characters.
             if all(_is_text(part) for part in whole.split(b"<end>")):
                 assert read == whole.replace(b"<end>", b"<stop>")
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(0, 7), min_size=1, max_size=700), st.integers(1, 40))
-    def test_is_what_the_draft_makes_of_the_whole(self, tokens: list[int], step: int) -> None:
+    def test_incremental_tokens_equal_those_of_the_whole_text(self, tokens: list[int], step: int) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         for start in range(0, len(tokens), step):
             reading.add(tokens[start : start + step])
@@ -108,7 +109,7 @@ class TestItsReading:
 
     @settings(max_examples=200, deadline=None)
     @given(TEXTS, st.integers(1, 3))
-    def test_tells_what_it_left_as_it_was(self, parts: list[list[int]], every: int) -> None:
+    def test_take_unchanged_counts_the_unchanged_tokens(self, parts: list[list[int]], every: int) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         before: list[int] = []
         for number, part in enumerate(parts):
@@ -116,11 +117,11 @@ class TestItsReading:
             if number % every == 0:
                 unchanged = reading.take_unchanged()
                 assert reading.tokens[:unchanged] == before[:unchanged]
-                # No more is open than the end of the text.
+                # Only the end of the text is open.
                 assert len(before) - unchanged <= 256
                 before = list(reading.tokens)
 
-    def test_goes_on_where_a_character_ends(self) -> None:
+    def test_incomplete_characters_are_tokenized_when_complete(self) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
         reading.add([0, 8, 9])
         assert (reading.tokens, reading.incomplete_bytes) == ([3], SMILE[:2])
@@ -136,24 +137,24 @@ def _is_text(raw: bytes) -> bool:
     return True
 
 
-class TestItsGuesses:
-    def test_in_the_targets_tokens(self) -> None:
-        """a, then "bc": the target writes "abc" as one token, but has said a already."""
+class TestDrafts:
+    def test_drafts_use_the_targets_tokens(self) -> None:
+        """The target has one token for "abc", but has already emitted "a"."""
         drafter = drafter_of(Talking([5, 4, 1]))
         drafter.begin([3, 4, 0])
         assert propose(drafter, [3, 4, 0], 3) == [1, 2, 6]
 
-    def test_an_end_is_an_end(self) -> None:
+    def test_an_end_token_is_translated(self) -> None:
         drafter = drafter_of(Talking([3, 2, 10, 3]))
         drafter.begin([3, 4])
         assert propose(drafter, [3, 4], 6) == [5, 12]
 
-    def test_another_control_token_is_none(self) -> None:
+    def test_other_control_tokens_are_not_drafted(self) -> None:
         drafter = drafter_of(Talking([3, 2, 9, 3]))
         drafter.begin([3, 4])
         assert propose(drafter, [3, 4], 6) == [5]
 
-    def test_in_the_middle_of_a_character(self) -> None:
+    def test_drafts_complete_an_incomplete_character(self) -> None:
         drafter = drafter_of(Talking([8, 3]))
         drafter.begin([0, 8, 9])
         assert propose(drafter, [0, 8, 9], 2) == [10, 11]
@@ -161,12 +162,12 @@ class TestItsGuesses:
         wrong.begin([0, 8, 9])
         assert propose(wrong, [0, 8, 9], 2) == []
 
-    def test_an_unsure_token_is_the_last(self) -> None:
+    def test_a_token_below_min_confidence_is_the_last(self) -> None:
         drafter = drafter_of(Talking([4, 3, 4, 3]), min_confidence=0.9999)
         drafter.begin([3])
         assert propose(drafter, [3], 4) == [4]
 
-    def test_a_text_longer_than_its_context_is_not_drafted_for(self) -> None:
+    def test_no_draft_for_a_sequence_beyond_its_context(self) -> None:
         drafter = drafter_of(speaking(DRAFT, 3, context_tokens=10))
         tokens = [3, 3] * 20
         drafter.begin(tokens)
@@ -174,7 +175,7 @@ class TestItsGuesses:
         drafter.begin([3, 3])
         assert propose(drafter, [3, 3], 4)
 
-    def test_a_model_that_cannot_go_back_is_refused(self) -> None:
+    def test_a_model_without_rollback_is_an_error(self) -> None:
         model = TabularModel(np.zeros((DRAFT.size, DRAFT.size), np.float32), rollback=False)
         model.vocabulary = DRAFT
         with pytest.raises(CapabilityError, match="cannot be a draft"):
@@ -186,7 +187,7 @@ class TestItsGuesses:
     st.lists(st.integers(0, 7), min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
 )
-def test_its_cache_holds_the_text_whatever_was_accepted(
+def test_the_cache_follows_the_sequence_whatever_is_accepted(
     prompt: list[int], rounds: list[tuple[int, int, bool]]
 ) -> None:
     model, tokens = speaking(DRAFT, 3), list(prompt)
@@ -208,7 +209,7 @@ def test_its_cache_holds_the_text_whatever_was_accepted(
 
 
 @pytest.mark.parametrize("length", [100, 3000])
-def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_compare_only_recent_tokens(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = [token % 8 for token in range(length)]
     drafter = drafter_of(speaking(DRAFT, 3, context_tokens=1 << 14))
     drafter.begin(tokens)
@@ -227,7 +228,7 @@ def test_a_round_compares_no_more_of_a_long_text(length: int, monkeypatch: pytes
     assert max(compared) < 64
 
 
-def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
+def test_prefill_stays_within_the_budget() -> None:
     model = speaking(DRAFT, 3, context_tokens=1 << 12)
     drafter = drafter_of(model)
     tokens = [0, 1, 2, 3, 4] * 60
@@ -251,7 +252,7 @@ def test_of_a_long_text_it_reads_as_much_as_it_may() -> None:
     assert propose(whole, tokens[:-2], 3) == said
 
 
-def test_after_a_prefill_that_failed_nothing_is_taken_for_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_prefill_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = speaking(DRAFT, 3), [0, 1, 2, 3] * 5
     drafter = drafter_of(model)
     drafter.begin(tokens)
@@ -275,7 +276,7 @@ def test_after_a_prefill_that_failed_nothing_is_taken_for_read(monkeypatch: pyte
 
 class TestInARuntime:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-    def test_the_same_tokens(self, temperature: float) -> None:
+    def test_replies_are_identical(self, temperature: float) -> None:
         drafter = drafter_of(speaking(DRAFT, 2))
         with with_drafter(speaking(TARGET, 1), drafter) as pair:
             options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": temperature}
@@ -285,7 +286,7 @@ class TestInARuntime:
                 assert got.tokens == plain.tokens
                 assert got.stats.drafted_tokens > 0
 
-    def test_rejection_mode_keeps_the_targets_law(self) -> None:
+    def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         with with_drafter(speaking(TARGET, 1), drafter_of(speaking(DRAFT, 2))) as pair:
             report = verify(
                 pair,
@@ -302,7 +303,7 @@ class TestInARuntime:
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_with_a_tokenizer_that_begins_with_a_space(self, tmp_path: Path, temperature: float) -> None:
-        """A byte-level target and a sentencepiece draft, whose words have nothing to do with it."""
+        """A byte-level target with an unrelated SentencePiece draft."""
         from edgespec.catalog.catalogue import models_folder
 
         demo = models_folder() / "demo-target-q8_0.gguf"
@@ -325,7 +326,7 @@ class TestInARuntime:
             assert read.endswith(said[-60:])
 
     def test_a_draft_on_mlx(self, tmp_path: Path) -> None:
-        """Byte-level both, with other words: in a vocabulary of 270 tokens most text is spelt out."""
+        """Two byte-level vocabularies; with 270 tokens, most text is spelled out in bytes."""
         pytest.importorskip("mlx.core")
         from edgespec.backends import mlx
         from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -342,8 +343,8 @@ class TestInARuntime:
             assert got.tokens == plain.tokens
             assert got.stats.drafted_tokens > 0
 
-    def test_a_draft_that_says_the_same_is_accepted(self) -> None:
-        """The same table under a vocabulary that shares its text: nearly every guess is right."""
+    def test_a_draft_with_the_same_text_is_accepted(self) -> None:
+        """The draft is the same table with another vocabulary, so nearly every token is accepted."""
         target = speaking(TARGET, 1)
         twin = TabularModel(target._table)
         twin.vocabulary = TARGET
@@ -356,8 +357,8 @@ class TestInARuntime:
         assert (got.stats.acceptance_rate or 0.0) > 0.5
 
 
-def test_it_can_stand_where_a_draft_model_stands() -> None:
-    """A runtime is given it in place of the draft model's drafter."""
+def test_it_replaces_the_draft_model_drafter() -> None:
+    """A runtime uses it in place of the draft model's drafter."""
     from edgespec.methods import DrafterSet
     from edgespec.runtime import Runtime
 
@@ -371,7 +372,7 @@ def test_it_can_stand_where_a_draft_model_stands() -> None:
         assert plain.generate("abcd", seed=1, max_tokens=20).tokens == got.tokens
 
 
-def test_what_was_forgotten_is_said_again() -> None:
+def test_reset_clears_the_cache() -> None:
     says = DRAFT.tokenize("bc d", special=False, start=False)
     model = Talking(says)
     drafter = drafter_of(model)

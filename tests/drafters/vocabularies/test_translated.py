@@ -1,4 +1,4 @@
-"""A draft of another vocabulary, spoken to in the target's ids."""
+"""A draft model with another vocabulary under the target's ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
 from tests.tables import runtime
 from tests.test_losslessness import PROMPTS
 
-# The target's tokens; those of the draft in another order, two of them missing and some more there.
+# The draft has the target's tokens in another order, without two of them, and some additional ones.
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
 DRAFT = Pieces(["f", "e", "d", "c", "b", "a", "ab", "fe", "<stop>"])
 SPELT = [(5,), (4,), (3,), (2,), (1,), (0,), (6,), (3, 2, 1), (8,)]
@@ -42,13 +42,13 @@ def spelt(tokens: list[int]) -> list[int]:
     return [its for token in tokens for its in SPELT[token]]
 
 
-def test_what_is_shared() -> None:
+def test_shared_tokens_are_translated() -> None:
     assert TRANSLATION.target_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
     assert TRANSLATION.draft_ids.tolist() == [5, 4, 3, 2, 1, 0, 6, 8]
     assert [TRANSLATION.translate(token, first=False) for token in range(TARGET.size)] == SPELT
 
 
-def test_a_text_begins_as_the_draft_wants_it() -> None:
+def test_the_drafts_start_tokens_come_first() -> None:
     target = Pieces(["a", "b", "<s>", "</s>"], control=2)
     draft = Pieces(["b", "a", "<bos>", "<eos>"], control=2).starting()
     translation = TokenTranslation(target, draft)
@@ -60,7 +60,7 @@ def test_a_text_begins_as_the_draft_wants_it() -> None:
     assert translation.translate(3, first=False) == (3,)
 
 
-def test_control_tokens_are_no_text() -> None:
+def test_control_tokens_do_not_match_text() -> None:
     target = Pieces(["<", "s", ">", "<s>", "<end>"])
     draft = Pieces(["<", "s", ">", "<s>", "<end>"], control=2)
     translation = TokenTranslation(target, draft)
@@ -68,7 +68,7 @@ def test_control_tokens_are_no_text() -> None:
     assert translation.target_ids.tolist() == [0, 1, 2, 4]
 
 
-def test_bytes_of_which_nothing_is_known() -> None:
+def test_bytes_without_a_token_become_token_0() -> None:
     translation = TokenTranslation(
         Pieces(["a", b"\xf0\x9f", "é", "<end>"]), Pieces(["a", b"\xc3", b"\xa9", "."])
     )
@@ -109,7 +109,7 @@ def path_to(parents: tuple[int, ...], node: int) -> list[int]:
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
+def test_the_inner_cache_holds_the_translated_sequence(steps: list[Any]) -> None:
     inner = speaking(DRAFT, 3)
     model = translated(inner)
     text: list[int] = []
@@ -158,7 +158,7 @@ def test_the_draft_reads_the_translated_text(steps: list[Any]) -> None:
         assert inner.length in (len(spelt(text)), 0)
 
 
-def test_a_text_too_long_in_the_drafts_tokens_leaves_no_room() -> None:
+def test_a_spelling_beyond_the_inner_context_leaves_no_room() -> None:
     model = translated(speaking(DRAFT, 3, context_tokens=60))
     model.prefill([7] * 25)
     assert (model.length, model.free_tokens) == (25, 0)
@@ -168,23 +168,23 @@ def test_a_text_too_long_in_the_drafts_tokens_leaves_no_room() -> None:
     assert model.length == 6
 
 
-class TestRows:
+class TestLogits:
     ROWS = np.array([[5.0, 1.0, 2.0, 7.0, 3.0, 4.0, 0.0, 9.0, -1.0]], np.float32)
 
     def logits(self) -> TranslatedLogits:
         return TranslatedLogits(HostLogits(self.ROWS), [0], TRANSLATION, TARGET.size)
 
-    def test_only_shared_tokens_are_there(self) -> None:
+    def test_only_shared_tokens_have_logits(self) -> None:
         tokens, values = self.logits().top(0, 0)
         assert tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 8]
         assert values.tolist() == [4.0, 3.0, 7.0, 2.0, 1.0, 5.0, 0.0, -1.0]
         assert self.logits().at(0, np.array([2, 7])).tolist() == [7.0, -np.inf]
 
-    def test_the_margin_is_from_the_largest_that_is_shared(self) -> None:
+    def test_margins_are_from_the_largest_shared_logit(self) -> None:
         tokens, values = self.logits().above(0, 3.0)
         assert (tokens.tolist(), values.tolist()) == ([0, 2, 5], [4.0, 7.0, 5.0])
 
-    def test_fewer_ids(self) -> None:
+    def test_limit_vocab(self) -> None:
         limited = self.logits().limit_vocab(2)
         assert limited.vocab_size == 2
         assert limited.top(0, 1)[0].tolist() == [0, 1]
@@ -197,7 +197,7 @@ class TestRows:
         st.sampled_from([0.0, 0.7, 1.2]),
         st.sampled_from([(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)]),
     )
-    def test_as_if_the_rows_were_the_targets_own(
+    def test_rows_behave_like_rows_of_the_target(
         self, seed: int, count: int, temperature: float, filters: tuple[int, float, float]
     ) -> None:
         random = np.random.default_rng(seed)
@@ -223,9 +223,9 @@ class TestRows:
 class TestInARuntime:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("branches", [(), (2, 2)])
-    def test_the_same_tokens(self, temperature: float, branches: tuple[int, ...]) -> None:
+    def test_replies_are_identical(self, temperature: float, branches: tuple[int, ...]) -> None:
         target = speaking(TARGET, 1)
-        target._table[:, 7] -= 2.0  # the draft cannot say this one
+        target._table[:, 7] -= 2.0  # the draft lacks this token
         draft = translated(conditioned(target, DRAFT, spell=SPELT))
         options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": temperature}
         with runtime(target, draft, branches=branches) as pair:
@@ -237,7 +237,7 @@ class TestInARuntime:
                 passes += got.stats.target_passes
             assert passes < 3 * 80 / 2
 
-    def test_rejection_mode_keeps_the_targets_law(self) -> None:
+    def test_rejection_mode_keeps_the_targets_distribution(self) -> None:
         target = speaking(TARGET, 1)
         with runtime(target, translated(conditioned(target, DRAFT, spell=SPELT))) as pair:
             report = verify(
@@ -268,7 +268,7 @@ class TestInARuntime:
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_on_llama_cpp(self, tmp_path: Path, temperature: float) -> None:
-        """Two files of which one has its words in another order, and other ones."""
+        """Two files; one has its tokens in another order, and some other tokens."""
         words = ("▁folder", *WORDS[::-1], "▁size")
         target = llamacpp.load(
             str(write_llama(tmp_path / "target.gguf")), "target", LoadOptions(context_tokens=256)
@@ -277,7 +277,7 @@ class TestInARuntime:
             str(write_llama(tmp_path / "draft.gguf", words=words)), "draft", LoadOptions(context_tokens=256)
         )
         translation = TokenTranslation(target.vocabulary, inner.vocabulary)
-        # Bytes that are words too are there twice, and the tokenizer uses one of them.
+        # Bytes that are also words have two ids, and the tokenizer produces one of them.
         twice = [3 + ord(" "), 3 + ord("s")]
         assert translation.target_ids.tolist() == [
             i for i in range(target.facts.vocab_size) if i not in twice
@@ -290,14 +290,14 @@ class TestInARuntime:
             assert got.stats.drafted_tokens > 20
 
 
-class TestWhatIsRefused:
-    def test_a_state_that_is_none(self) -> None:
+class TestErrors:
+    def test_invalid_snapshot(self) -> None:
         model = translated(speaking(DRAFT, 3))
         for snapshot in (Snapshot(1, b"nothing"), Snapshot(2, b'{"text": [1], "held": 0}\n[]')):
             with pytest.raises(BackendError, match="does not fit"):
                 model.restore(snapshot)
 
-    def test_what_the_inner_model_cannot(self) -> None:
+    def test_calls_that_the_inner_model_does_not_support(self) -> None:
         inner = speaking(DRAFT, 3)
         chains = TabularModel(inner._table, tree=False)
         chains.vocabulary = DRAFT
@@ -307,7 +307,7 @@ class TestWhatIsRefused:
             model.verify(TokenTree((0, 1, 2), (-1, 0, 0), (None,) * 3))
         assert model.length == 0
 
-    def test_anything_after_closing(self) -> None:
+    def test_calls_after_close(self) -> None:
         model = translated(speaking(DRAFT, 3))
         model.close()
         with pytest.raises(ClosedError):

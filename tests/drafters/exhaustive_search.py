@@ -1,4 +1,4 @@
-"""Suffix decoding by its definition: looking at every place of every text."""
+"""Reference implementation of suffix decoding by exhaustive search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def never(token: int) -> bool:
     return False
 
 
-def growing(text: Sequence[int]) -> SuffixAutomaton:
+def automaton_of(text: Sequence[int]) -> SuffixAutomaton:
     grown = SuffixAutomaton()
     grown.set_tokens(text)
     return grown
@@ -41,7 +41,7 @@ def index_of(*documents: Text) -> SuffixArray:
 
 
 def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
-    """What follows every occurrence of the last `length` tokens, found by looking everywhere."""
+    """Return what follows every occurrence of the last `length` tokens, by exhaustive search."""
     pattern = recent[len(recent) - length :]
     return [
         document[at:]
@@ -51,8 +51,8 @@ def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
     ]
 
 
-def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
-    """How often each token stood after a pattern, where last, and which, by looking everywhere."""
+def count_continuations(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (count, last position, token) of each continuation of a pattern, by exhaustive search."""
     size = len(pattern)
     ends = [at + 1 for at in range(size, len(text)) if list(text[at - size : at]) == list(pattern)]
     counts = Counter(text[end - 1] for end in ends)
@@ -62,7 +62,7 @@ def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int,
 
 
 def probabilities(following: Sequence[Text], depth: int) -> Paths:
-    """The share of each path among the occurrences, level by level: child / all children."""
+    """Return the probability of each path: at each level, the share of a child among all children."""
     paths: Paths = {(): 1.0}
     for after in sorted({tuple(text[:d]) for text in following for d in range(1, depth + 1)}, key=len):
         parent = [text for text in following if tuple(text[: len(after) - 1]) == after[:-1]]
@@ -73,8 +73,8 @@ def probabilities(following: Sequence[Text], depth: int) -> Paths:
     return paths
 
 
-def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: SuffixConfig) -> float:
-    """The highest score any match length earns."""
+def best_score(documents: Sequence[Text], recent: Text, depth: int, rule: SuffixConfig) -> float:
+    """Return the highest score over all match lengths."""
     best = 0.0
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = places(documents, recent, length)
@@ -92,7 +92,7 @@ def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = sorted(places(documents, recent, length))
         if following:
-            # Of lengths with the same occurrences the longest stands for all.
+            # Of several lengths with the same occurrences, only the longest is expected.
             found = {known: those for known, those in found.items() if len(those) > len(following)}
             found[length] = following
     return found

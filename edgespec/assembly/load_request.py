@@ -1,0 +1,90 @@
+"""The arguments of `load` and `plan`, checked and sorted into what planning and loading take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.assembly.drafting_options import DraftingOptions
+from edgespec.assembly.planning import PlanRequest
+from edgespec.assembly.prefix_cache_options import PrefixCacheOptions
+from edgespec.backends.base import LoadOptions
+from edgespec.checks import parse_size
+from edgespec.errors import OptionError
+from edgespec.memory import available_bytes
+from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
+from edgespec.options import MODEL_OPTIONS, LoadArguments
+
+__all__ = ["LoadRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a caller of `load` or `plan` asked for.
+
+    Attributes:
+        target: Reference to the target.
+        draft: Reference to the draft model, `auto`, `none` or None.
+        drafting: Options of the drafters, with all arguments.
+        options: How the backends load both models.
+        prefix_cache: Where earlier prompts are cached.
+        plan: What the planner may and may not give up.
+        memory_bytes: The memory budget; None for what is available.
+    """
+
+    target: str
+    draft: str | None
+    drafting: DraftingOptions
+    options: LoadOptions
+    prefix_cache: PrefixCacheOptions
+    plan: PlanRequest
+    memory_bytes: int | None
+
+    @classmethod
+    def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
+        """Check the arguments of a call. Raises OptionError."""
+        MODEL_OPTIONS["target"].check("target", target)
+        if draft is not None:
+            MODEL_OPTIONS["draft"].check("draft", draft)
+        drafting = DraftingOptions.of(**given)
+        arguments = drafting.arguments
+        memory = arguments["memory"]
+        memory_bytes = None if memory is None else parse_size("memory", memory)
+        options = _backend_options(drafting, memory_bytes)
+        prefix_cache = PrefixCacheOptions.read(
+            arguments["prefix_cache"], arguments["prefix_cache_memory"], arguments["prefix_cache_disk"]
+        )
+        plan = PlanRequest.read(arguments["prefer"], options, draft, prefix_cache.wanted_bytes)
+        return cls(target, draft, drafting, options, prefix_cache, plan, memory_bytes)
+
+
+def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> LoadOptions:
+    arguments: LoadArguments = drafting.arguments
+    adapter = arguments["adapter"]
+    return LoadOptions(
+        context_tokens=arguments["context"],
+        initial_context_tokens=None if arguments["reserve_full_context"] else INITIAL_CONTEXT_TOKENS,
+        threads=arguments["threads"],
+        gpu_layers=arguments["gpu_layers"],
+        kv_type=arguments["kv_type"],
+        flash_attention=arguments["flash_attention"],
+        mmap=arguments["mmap"],
+        mlock=arguments["mlock"],
+        max_branches=drafting.max_branches,
+        memory_bytes=available_bytes() if memory_bytes is None else memory_bytes,
+        adapter=None if adapter is None else _adapter_folder(str(adapter)),
+        exact=arguments["exact"],
+    )
+
+
+def _adapter_folder(adapter: str) -> str:
+    """Return the folder of an adapter, whose contents the backend checks. Raises OptionError."""
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        raise OptionError(
+            f"the adapter folder {folder} does not exist",
+            "give the folder that `mlx_lm.lora --adapter-path` wrote",
+        )
+    return str(folder)

@@ -1,0 +1,49 @@
+"""The names of methods and drafters, and how a method's name is read."""
+
+from __future__ import annotations
+
+import difflib
+
+from edgespec.errors import OptionError
+
+__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
+
+# The order in which drafts are merged. A self-draft comes first, because the target can then reuse its
+# computation. Lookups come last, because tokens drawn from a distribution must be merged before them.
+DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
+# Drafters that use the target's own weights and cache. A method may name only one of them.
+SELF_DRAFTS = ("layerskip", "lowbit", "swift")
+_AUTOMATIC = ("model", "suffix")
+
+
+def parse_method(method: str) -> tuple[str, ...]:
+    """Return the drafters that a method names: for `auto` those it may use, for `none` none.
+
+    Raises:
+        OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two
+            drafters that need the target's cache.
+    """
+    if not isinstance(method, str):
+        raise OptionError(f"method {method!r} is not a string", "give a method such as 'model+ngram'")
+    if method == "none":
+        return ()
+    if method == "auto":
+        return _AUTOMATIC
+    names = tuple(method.split("+"))
+    for name in names:
+        if name not in DRAFTER_NAMES:
+            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise OptionError(
+                f"method {method!r} is unknown",
+                f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
+            )
+    if len(set(names)) < len(names):
+        raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")
+    self_drafts = [name for name in names if name in SELF_DRAFTS]
+    if len(self_drafts) > 1:
+        raise OptionError(
+            f"method {method!r} names {len(self_drafts)} drafters that need the target's own cache",
+            f"name one of {', '.join(self_drafts)}",
+        )
+    return names

@@ -1,0 +1,286 @@
+"""Kinds of option values: how each is read from text and checked when it comes from Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
+from edgespec.engine.sampling_params import SamplingParams
+from edgespec.errors import OptionError
+from edgespec.method_names import parse_method
+
+__all__ = [
+    "Branches",
+    "Choice",
+    "Flag",
+    "Integer",
+    "Kind",
+    "MethodList",
+    "MethodName",
+    "ModelName",
+    "Number",
+    "PathName",
+    "SamplingNumber",
+    "Share",
+    "Size",
+    "Text",
+    "TextList",
+    "TokenBiases",
+]
+
+_NO_LIMIT = (1 << 31) - 1
+_MAX_BRANCHES = 64  # leaves of a draft tree; chosen
+
+
+class Kind:
+    """One kind of value. A subclass overrides what differs from plain text.
+
+    Attributes:
+        metavar: What stands for the value in help texts.
+        repeatable: Whether the option may be written several times on the command line.
+    """
+
+    metavar = "TEXT"
+    repeatable = False
+
+    def parse(self, text: str) -> Any:
+        """Return the value that a text stands for. Raises ValueError with the reason."""
+        return text
+
+    def check(self, name: str, value: Any, /) -> Any:
+        """Return a value given in Python, in its usual form. Raises OptionError."""
+        return check_text(name, value, "one text")
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """A text whose form the backend checks. hint: examples for the error message."""
+
+    metavar: str = "TEXT"
+    hint: str = "one text"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_text(name, value, self.hint)
+
+
+class ModelName(Kind):
+    """A model reference: a path, `user/repo:quant`, or a name."""
+
+    metavar = "REF"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_text(name, value, "a path, user/repo:quant or a name such as demo")
+
+
+class MethodName(Kind):
+    """A method: `auto`, `none`, or drafters joined by `+`."""
+
+    metavar = "METHOD"
+
+    def check(self, _name: str, value: Any) -> str:
+        parse_method(value)
+        return str(value)
+
+
+class MethodList(Kind):
+    """Several methods."""
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise OptionError(f"{name} is {value!r}", 'give a list such as ["suffix", "model+ngram"]')
+        for method in value:
+            parse_method(method)
+        return tuple(value)
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of a few words."""
+
+    values: tuple[str, ...]
+
+    def parse(self, text: str) -> str:
+        if text not in self.values:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, self.values))}")
+        return text
+
+    def check(self, name: str, value: Any) -> str:
+        if value not in self.values:
+            raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(self.values)}")
+        return str(value)
+
+
+class Flag(Kind):
+    """True or False."""
+
+    def check(self, name: str, value: Any) -> bool:
+        return check_boolean(name, value)
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """A whole number within limits, both included. hint: an alternative for the error message."""
+
+    low: int
+    high: int = _NO_LIMIT
+    metavar: str = "N"
+    hint: str = ""
+
+    def parse(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = self.low - 1
+        if not self.low <= number <= self.high:
+            span = f"from {self.low} up" if self.high >= _NO_LIMIT else f"from {self.low} to {self.high}"
+            raise ValueError(f"{text!r} is not a whole number {span}")
+        return number
+
+    def check(self, name: str, value: Any) -> int:
+        return check_integer(name, value, self.low, self.high, self.hint)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number within limits, the upper one excluded if `below_high`. hint: for the error message."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    below_high: bool = False
+    metavar: str = "X"
+    hint: str = ""
+
+    def parse(self, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+
+    def check(self, name: str, value: Any) -> float:
+        allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
+        number = check_number(name, value, allowed)
+        if not self.low <= number <= self.high or (self.below_high and number == self.high):
+            hint = f" ({self.hint})" if self.hint else ""
+            raise OptionError(f"{name} is {value!r}", f"give a number {allowed}{hint}")
+        return number
+
+
+class Share(Kind):
+    """A part of a whole, from 0 to 1. As text, `2%` is the same as `0.02`."""
+
+    metavar = "SHARE"
+
+    def parse(self, text: str) -> float:
+        stripped = text.strip()
+        try:
+            number = float(stripped.removesuffix("%")) / (100.0 if stripped.endswith("%") else 1.0)
+        except ValueError:
+            number = -1.0
+        if not 0.0 <= number <= 1.0:
+            raise ValueError(f"{text!r} is not a share such as 2% or 0.02")
+        return number
+
+    def check(self, name: str, value: Any) -> float:
+        number = check_number(name, value, "such as 0.02")
+        if not 0.0 <= number <= 1.0:
+            raise OptionError(f"{name} is {value!r}", "give a share from 0 to 1, such as 0.02")
+        return number
+
+
+class Size(Kind):
+    """An amount of memory: `8GiB`, `800MB`, or a number of bytes."""
+
+    metavar = "SIZE"
+
+    def check(self, name: str, value: Any) -> int:
+        return parse_size(name, value)
+
+
+class PathName(Kind):
+    """A file or a folder. Whether it exists is checked where it is opened."""
+
+    metavar = "PATH"
+
+    def check(self, name: str, value: Any) -> str:
+        return check_path(name, value)
+
+
+class Branches(Kind):
+    """Children of each draft node at each depth, such as `3,2`; `auto` adapts the tree; empty is a chain."""
+
+    metavar = "auto|N,N,..."
+
+    def parse(self, text: str) -> Any:
+        if text == "auto":
+            return text
+        try:
+            return tuple(Integer(1).parse(part.strip()) for part in text.split(","))
+        except ValueError as error:
+            raise ValueError(f"{error}: write auto, or numbers such as 3,2") from error
+
+    def check(self, name: str, value: Any) -> Any:
+        if value == "auto":
+            return value
+        if not isinstance(value, tuple | list):
+            raise OptionError(f"{name} is {value!r}", "give auto, or numbers such as (3, 2)")
+        for count in value:
+            check_integer(name, count, 1, _MAX_BRANCHES)
+        if math.prod(value) > _MAX_BRANCHES:
+            raise OptionError(
+                f"{name} {tuple(value)!r} make {math.prod(value)} branches",
+                f"their product may be {_MAX_BRANCHES} at most",
+            )
+        return tuple(value)
+
+
+class TextList(Kind):
+    """One text or several, none of them empty."""
+
+    repeatable = True
+
+    def check(self, name: str, value: Any) -> tuple[str, ...]:
+        texts = (value,) if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise OptionError(f"{name} is {value!r}", "give texts of at least one character")
+        return tuple(texts)
+
+
+class TokenBiases(Kind):
+    """A number to add to the logit of each of some token ids. As text, one `ID=VALUE` each."""
+
+    metavar = "ID=VALUE"
+    repeatable = True
+
+    def parse(self, text: str) -> tuple[int, float]:
+        token, _, bias = text.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"{text!r} is not ID=VALUE, such as 1523=-2.5 or 1523=-inf") from None
+
+    def check(self, name: str, value: Any) -> Any:
+        settings: dict[str, Any] = {name: value}
+        SamplingParams(**settings)
+        return value
+
+
+@dataclass(frozen=True)
+class SamplingNumber(Kind):
+    """A number among the sampling settings, whose limits SamplingParams states."""
+
+    metavar: str = "X"
+    whole: bool = False
+
+    def parse(self, text: str) -> float:
+        try:
+            return int(text) if self.whole else float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a {'whole ' if self.whole else ''}number") from None
+
+    def check(self, name: str, value: Any) -> Any:
+        settings: dict[str, Any] = {name: value}
+        SamplingParams(**settings)
+        return value

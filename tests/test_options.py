@@ -1,0 +1,105 @@
+"""The declarations of options: complete, with valid defaults, and the same everywhere they are used."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import edgespec
+from edgespec import SamplingParams
+from edgespec.errors import OptionError
+from edgespec.method_names import DRAFTER_NAMES
+from edgespec.options import (
+    LOAD_OPTIONS,
+    MODEL_OPTIONS,
+    REPLY_OPTIONS,
+    SETTINGS,
+    LoadArguments,
+    ReplyArguments,
+    check_load_arguments,
+    documentation,
+    options_table,
+    unread_options,
+)
+
+ALL = {**MODEL_OPTIONS, **LOAD_OPTIONS, **REPLY_OPTIONS, **SETTINGS}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_declaration_is_complete(name: str) -> None:
+    option = ALL[name]
+    assert option.help.endswith(".")
+    assert not option.default_text.endswith(".")
+    assert set(option.read_by) <= set(DRAFTER_NAMES)
+    if option.default is not None:
+        assert option.check(name, option.default) == option.default
+
+
+def test_every_argument_is_declared() -> None:
+    assert LoadArguments.__annotations__.keys() == LOAD_OPTIONS.keys()
+    assert ReplyArguments.__annotations__.keys() == REPLY_OPTIONS.keys()
+
+
+def test_sampling_arguments_have_the_types_of_sampling_params() -> None:
+    declared, used = get_type_hints(ReplyArguments), get_type_hints(SamplingParams)
+    assert {name: declared[name] for name in SamplingParams.names()} == {
+        name: used[name] for name in SamplingParams.names()
+    }
+
+
+@pytest.mark.parametrize("function", [edgespec.load, edgespec.plan])
+def test_load_and_plan_repeat_no_option(function: Any) -> None:
+    assert list(inspect.signature(function).parameters) == ["target", "draft", "progress", "options"]
+
+
+def test_defaults_are_filled_in() -> None:
+    arguments = check_load_arguments({"context": 512})
+    assert arguments["context"] == 512
+    assert {**arguments, "context": None} == {name: each.default for name, each in LOAD_OPTIONS.items()}
+
+
+@pytest.mark.parametrize("function", [edgespec.load, edgespec.plan])
+def test_an_unknown_option_names_the_nearest(function: Any) -> None:
+    with pytest.raises(OptionError, match="option 'contxt' is unknown; did you mean 'context'"):
+        function(contxt=512)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"context": 0}, "context is 0; give a whole number from 1 to"),
+        ({"threads": 5000}, "threads is 5000; give a whole number from 1 to 1024"),
+        ({"memory": "lots"}, "memory is 'lots'; write a size such as 8GiB"),
+        ({"prefer": "both"}, "prefer is 'both'; choose one of speed, context"),
+        ({"mmap": "no"}, "mmap is 'no'; give True or False"),
+        ({"method": "modl"}, "did you mean 'model'"),
+        ({"methods": "suffix"}, "methods is 'suffix'; give a list"),
+        ({"draft_branches": (9, 9)}, "draft_branches \\(9, 9\\) make 81 branches"),
+        ({"max_loss": 2}, "max_loss is 2; give a share from 0 to 1"),
+        ({"method": "suffix", "draft_window": 9}, "draft_window is for model and lowbit, and method suffix"),
+    ],
+)
+def test_a_wrong_value_is_refused(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(OptionError, match=error):
+        check_load_arguments(options)
+
+
+def test_options_that_no_drafter_reads() -> None:
+    assert "corpus" not in unread_options(["suffix"])
+    assert "corpus" in unread_options(["model"])
+    assert unread_options(["auto", "layerskip"]) == []
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    """Write it with `python -c "import edgespec.options as o; print(o.documentation(), end='')"`."""
+    page = Path(edgespec.__file__).parent.parent / "docs" / "options.md"
+    assert page.read_text(encoding="utf-8") == documentation()
+
+
+def test_the_table_has_a_row_for_each_option() -> None:
+    rows = options_table(LOAD_OPTIONS).splitlines()
+    assert len(rows) == 2 + len(LOAD_OPTIONS)
+    assert rows[2].startswith("| `memory` | what is available | Memory that")
