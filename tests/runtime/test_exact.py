@@ -192,7 +192,7 @@ def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         said.clear()
         with edgespec.load("demo", "none", exact=True, context=512, progress=progress) as runtime:
             assert runtime.target.capabilities.exact
-        assert any("agree to the bit" in what for what in said) == bool(times)
+        assert any("bit-exact" in what for what in said) == bool(times)
 
 
 def test_what_was_found_of_other_ways_to_compute_is_not_believed(

@@ -177,7 +177,14 @@ class TestDeviceChain:
             build_processors(SamplingParams(presence_penalty=1.0), [1]),
             build_processors(SamplingParams(logit_bias={3: 1.0}), [1]),
         ],
-        ids=str,
+        ids=[
+            "typical-p",
+            "top-p before top-k",
+            "top-k twice",
+            "without temperature",
+            "penalties",
+            "logit bias",
+        ],
     )
     def test_other_chains_run_on_the_host(self, chain: tuple[LogitsProcessor, ...]) -> None:
         assert _device_chain(chain, Noise(1, 2)) is None
