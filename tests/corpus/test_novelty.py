@@ -48,7 +48,7 @@ def test_a_system_prompt_of_another_chat_is_known() -> None:
     seen.add(joined(system, first))
     (stretch,) = new(seen, joined(system, second))
     assert stretch[-40:] == second.tolist()
-    assert len(stretch) < 40 + 8, "up to a stride is told again"
+    assert len(stretch) < 40 + 8, "at most one stride of known text is returned again"
 
 
 def test_removing_a_part_makes_little_text_new() -> None:

@@ -227,7 +227,7 @@ def test_damage_loses_only_the_damaged_replies(
     hit = set(range((at - start) // size, (end - 1 - start) // size + 1))
     again = store(folder)
     found = [reply.tolist() for reply in again.load()]
-    # What was lost may have been zeros among zeros: a record that is hit may still be whole.
+    # Zeros may have been overwritten with zeros, so a damaged range may leave its record intact.
     assert [text for number, text in enumerate(texts) if number not in hit or text in found] == found
     again.add([50])
     assert kept(folder) == [*found, [50]]

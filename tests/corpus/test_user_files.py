@@ -26,7 +26,7 @@ class Counting(LetterVocabulary):
         self.tokenized: list[str] = []
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        assert not special, "what a file says is never a control token"
+        assert not special, "text of files must not be parsed as control tokens"
         self.tokenized.append(text)
         return super().tokenize(text, special=special, start=start)
 

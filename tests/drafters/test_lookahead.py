@@ -88,7 +88,7 @@ class TestJacobiWindow:
             tree = drafter.propose(sampler, Invariant(), 12)
             before = columns(drafter)
             ages += [0] * (window.columns - len(ages))
-            # Every column hangs below the guesses nearer than it, every candidate below the root.
+            # Each column follows the first tokens of the nearer columns; each candidate follows the root.
             paths = {path_of(tree, node) for node in range(tree.width)}
             expected_paths: set[tuple[int, ...]] = {()}
             for w, column in enumerate(before):
@@ -128,7 +128,7 @@ class TestJacobiWindow:
             ages = ages[len(emitted) - 1 :]
             long_rounds += len(emitted) > 1
         assert all(best(target, tokens[:i]) == tokens[i] for i in range(5, len(tokens)))
-        assert long_rounds, "nothing shifted by more than one: this shows nothing"
+        assert long_rounds, "no round emitted several tokens, so the test checks too little"
 
     def test_repeated_text_is_accepted_in_whole_ngrams(self) -> None:
         """In a model of order one, whole n-grams are accepted once every n-gram is in the pool."""

@@ -241,7 +241,7 @@ class _TokenSampler(ExactSampler):
     """Samples the most probable token for the window."""
 
     def token(self, logits: ExactLogits, row: int) -> int:
-        assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
+        assert tuple(self.history) == logits.paths[row], "the sampler is at another position"
         return self.ranked(logits, row, 1)[0]
 
 

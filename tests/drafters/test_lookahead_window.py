@@ -22,7 +22,7 @@ FLAT = CostCurve((1, 64), (1.0, 1.0))
 def test_rows_leaves_and_depth() -> None:
     window = LookaheadWindow(5, 4, 3)
     assert (window.levels, window.rows, window.leaves, window.depth) == (3, 25, 8, 7)
-    assert LookaheadWindow(5, 2, 3).leaves == 4, "one level is a chain"
+    assert LookaheadWindow(5, 2, 3).leaves == 4, "with one level, the columns form a chain"
     chain = LookaheadWindow(0, 4, 1)
     assert (chain.rows, chain.leaves, chain.depth) == (4, 1, 3)
 

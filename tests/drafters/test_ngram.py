@@ -23,7 +23,9 @@ def guess(tokens: Sequence[int], draft_length: int = 4, longest: int = 4, shorte
     return list(tree.tokens[1:])
 
 
-def by_searching(tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2) -> list[int]:
+def expected_draft(
+    tokens: Sequence[int], draft_length: int, longest: int = 4, shortest: int = 2
+) -> list[int]:
     """Return the draft by exhaustive search."""
     for length in range(longest, shortest - 1, -1):
         for at in range(len(tokens) - 1, length - 1, -1):
@@ -41,7 +43,7 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 @settings(max_examples=100, deadline=None)
 @given(texts, st.integers(1, 9))
 def test_drafts_match_an_exhaustive_search(tokens: list[int], draft_length: int) -> None:
-    assert guess(tokens, draft_length) == by_searching(tokens, draft_length)
+    assert guess(tokens, draft_length) == expected_draft(tokens, draft_length)
 
 
 @settings(max_examples=100, deadline=None)
@@ -84,7 +86,7 @@ def test_the_end_of_a_very_long_sequence_is_kept(
     assert grown.tokens.nbytes <= grown.max_bytes
     length, after = grown.longest_repeated_suffix(4)
     assert kept[after - length : after] == kept[len(kept) - length :]
-    assert (kept[after : after + 1] if length else []) == by_searching(kept, 1, shortest=1)
+    assert (kept[after : after + 1] if length else []) == expected_draft(kept, 1, shortest=1)
 
 
 def test_examples() -> None:
@@ -102,7 +104,7 @@ def test_cost_is_reported_and_memory_is_bounded() -> None:
     text = [*range(300_000), 7, 8]
     drafter.begin(text)
     tree = drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3)
-    assert tree.tokens == (8,), "only the end of a very long text is kept"
+    assert tree.tokens == (8,), "only the end of a very long sequence is searched"
     drafter.begin([1, *text[:100], 7, 8])
     assert drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3).tokens == (8, 9, 10, 11)
     drafter.commit((9, 10))

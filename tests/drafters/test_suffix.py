@@ -12,18 +12,18 @@ from edgespec.drafters.suffix import SuffixConfig
 from edgespec.drafters.suffix.scoring import ScoredDraft, grow_draft, merge_drafts
 from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
 from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS
-from tests.drafters.searching import (
+from tests.drafters.exhaustive_search import (
     Paths,
     Text,
-    by_searching,
-    growing,
+    automaton_of,
+    best_score,
+    count_continuations,
     index_of,
     never,
     places,
     probabilities,
     rules,
     texts,
-    what_follows,
 )
 
 
@@ -61,7 +61,7 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
     """Return the draft by exhaustive search over all match lengths and paths."""
 
     def following(pattern: tuple[int, ...]) -> tuple[int, list[tuple[int, int, int, tuple[int, ...]]]]:
-        branches = [(*found, (*pattern, found[2])) for found in what_follows(text, pattern)]
+        branches = [(*found, (*pattern, found[2])) for found in count_continuations(text, pattern)]
         return sum(branch[0] for branch in branches), branches
 
     best = ScoredDraft([text[-1]], [-1], [1.0])
@@ -81,7 +81,7 @@ class TestTrees:
     @settings(max_examples=100, deadline=None)
     @given(texts, rules, st.integers(1, 8))
     def test_probabilities_are_shares_of_counts(self, text: Text, rule: SuffixConfig, depth: int) -> None:
-        chat = growing(text)
+        chat = automaton_of(text)
         for length, state in chat.suffixes(*chat.longest_repeated_suffix()):
             nodes = rule.max_draft_tokens(length)
             guess = grow_draft(chat.continuations, state, text[-1], depth, nodes, rule, never)
@@ -98,7 +98,7 @@ class TestTrees:
     def test_no_match_length_scores_higher(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         guess = guess_of(text, depth, rule)
         if rule.can_branch:
-            assert guess.score == pytest.approx(by_searching([text], text, depth, rule))
+            assert guess.score == pytest.approx(best_score([text], text, depth, rule))
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
@@ -110,7 +110,7 @@ class TestTrees:
             for _ in range(2):
                 guess = source.propose(chat, text[-1], depth)
                 if rule.can_branch:
-                    assert guess.score == pytest.approx(by_searching(documents, text, depth, rule))
+                    assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
 
     @settings(max_examples=150, deadline=None)
     @given(texts, rules, st.integers(1, 8))
@@ -122,12 +122,12 @@ class TestTrees:
         assert guess.tokens == [2, 9]
 
     def test_ties_go_to_the_longest_match(self) -> None:
-        # After 1 2 came 7, after 2 alone 7 or 8: with one token to guess, both matches are tried.
+        # 1 2 was followed by 7, and 2 alone by 7 or 8. With one token to draft, both matches are tried.
         guess = guess_of([1, 2, 7, 2, 8, 1, 2], 1, SuffixConfig())
         assert paths_of(guess) == {(7,): 1.0}
 
     def test_ties_of_uncertain_scores_go_to_the_longest_match(self) -> None:
-        # After 1 2 came 7 or 8, after any 2 mostly 9: half of the time each.
+        # 1 2 was followed by 7 or 8, and any 2 mostly by 9, each half of the time.
         guess = guess_of([1, 2, 7, 1, 2, 8, 5, 2, 9, 6, 2, 9, 1, 2], 1, SuffixConfig(can_branch=False))
         assert paths_of(guess) == {(8,): 0.5}
 
@@ -195,7 +195,7 @@ class TestMerging:
         guesses = [source.propose(chat, text[-1], depth) for source in sources]
         merged = merge_drafts(guesses, rule)
         paths = paths_of(merged)
-        assert len(paths) == len(merged.tokens) - 1, "a path stands there twice"
+        assert len(paths) == len(merged.tokens) - 1, "a path occurs twice in the tree"
         assert len(paths) <= rule.max_tokens
         assert merged.score >= max(guess.score for guess in guesses) - 1e-9
         for path in paths:

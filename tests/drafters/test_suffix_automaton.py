@@ -11,13 +11,21 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixAutomaton, SuffixMatcher
 from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
-from tests.drafters.searching import Text, expected_matches, growing, letters, places, texts, what_follows
+from tests.drafters.exhaustive_search import (
+    Text,
+    automaton_of,
+    count_continuations,
+    expected_matches,
+    letters,
+    places,
+    texts,
+)
 
 
 def check_following(automaton: SuffixAutomaton, pattern: Text, state: int, depth: int) -> None:
     text = automaton.tokens.tolist()
     total, branches = automaton.continuations(state)
-    expected = what_follows(text, pattern)
+    expected = count_continuations(text, pattern)
     assert [branch[:3] for branch in branches] == expected
     assert total == sum(count for count, _, _ in expected)
     if depth:
@@ -33,7 +41,7 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
     for size in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         pattern = recent[len(recent) - size :]
         longer = [length for length in found if length >= size]
-        expected = what_follows(text, pattern)
+        expected = count_continuations(text, pattern)
         if longer:
             branches = automaton.continuations(found[min(longer)])[1]
             assert [branch[:3] for branch in branches] == expected
@@ -47,7 +55,7 @@ class TestOwnSequence:
     @settings(max_examples=150, deadline=None)
     @given(texts)
     def test_finds_all_repeated_suffixes(self, text: Text) -> None:
-        automaton = growing(text)
+        automaton = automaton_of(text)
         check_matches(automaton, text, *automaton.longest_repeated_suffix())
         found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
         assert sorted(found) == sorted(expected_matches([text], text))
@@ -89,7 +97,7 @@ class TestOwnSequence:
     @pytest.mark.parametrize("period", [1, 2, 3, 7])
     def test_counts_in_a_loop(self, period: int) -> None:
         text = [9, *(list(range(period)) * (1200 // period))]
-        automaton = growing(text)
+        automaton = automaton_of(text)
         state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
         matches = list(automaton.suffixes(state, length))
@@ -104,13 +112,13 @@ class TestOwnSequence:
         for cut in (100, 70, 60, 50, 74, 66):
             text += [*phrase[:cut], *random.integers(0, 9, 4).tolist()]
         text += phrase[: MAX_MATCH_TOKENS + 5]
-        automaton = growing(text)
+        automaton = automaton_of(text)
         state, length = automaton.longest_repeated_suffix()
         assert length == MAX_MATCH_TOKENS
         pattern = text[-MAX_MATCH_TOKENS:]
         for _ in range(MAX_CONTINUATION_TOKENS - 1):
             total, branches = automaton.continuations(state)
-            expected = what_follows(text, pattern)
+            expected = count_continuations(text, pattern)
             assert [branch[:3] for branch in branches] == expected
             assert total == sum(count for count, _, _ in expected)
             pattern, state = [*pattern, branches[0][2]], branches[0][3]
@@ -118,7 +126,7 @@ class TestOwnSequence:
     @settings(max_examples=30, deadline=None)
     @given(st.integers(0, 1000), st.sampled_from([0.05, 0.1, 0.3]))
     def test_no_frequent_continuation_is_missed_among_many(self, seed: int, rarest: float) -> None:
-        # After 0 come many tokens, and which are frequent changes.
+        # Many tokens follow 0, and the frequent ones change over time.
         random = np.random.default_rng(seed)
         automaton = SuffixAutomaton(rarest)
         text: Text = []
@@ -134,7 +142,7 @@ class TestOwnSequence:
                 match for match in automaton.suffixes(*automaton.longest_repeated_suffix()) if match[0] == 1
             ]
             total, branches = automaton.continuations(state)
-            expected = what_follows(text, [0])
+            expected = count_continuations(text, [0])
             assert total == sum(count for count, _, _ in expected)
             frequent = [branch for branch in expected if branch[0] >= rarest * total]
             assert [branch[:3] for branch in branches][: len(frequent)] == frequent
@@ -192,7 +200,7 @@ def test_size_bytes_is_close_to_the_real_size(letters: int) -> None:
     text = (np.random.default_rng(1).integers(0, letters, 10_000) + 1000).tolist()
     tracemalloc.start()
     try:
-        automaton = growing(text)
+        automaton = automaton_of(text)
         taken, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -16,7 +16,7 @@ from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from tests.drafters.searching import Text, index_of, letters
+from tests.drafters.exhaustive_search import Text, index_of, letters
 from tests.tables import VOCAB, table, with_drafter
 
 
@@ -134,7 +134,7 @@ def test_the_note_reports_cost_and_index_size() -> None:
     drafter.commit((4, 5))
     assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
     drafter.begin([1, 2, 3, 4, 5, 6])
-    assert drafter.prompt_cost.tokens == 4, "three and one: what is known is not read again"
+    assert drafter.prompt_cost.tokens == 4, "three tokens and one: indexed tokens are not indexed again"
     drafter.cost.seconds, drafter.prompt_cost.seconds = 2 * 37e-6, 4 * 3e-6
     assert drafter.note() == (
         "suffix takes 37 µs per token (3 µs per prompt token),"
@@ -173,7 +173,7 @@ def test_replies_are_identical(temperature: float, rule: dict[str, Any], branchi
                 got = runtime.generate(prompt, method="suffix", draft_length=6, raw=True, **options)
                 assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
                 drafted += got.stats.accepted_tokens
-    assert drafted > 50, "nothing was guessed right: this shows little"
+    assert drafted > 50, "too few drafted tokens, so the test checks too little"
 
 
 def test_after_reset_the_prompt_is_indexed_again() -> None:

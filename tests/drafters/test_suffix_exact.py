@@ -17,7 +17,7 @@ from edgespec.engine.stats import Stats
 from tests.engine.exact import AllChances, ExactModel, ExactSampler, Path, Table, assert_law, random_table
 
 ROOT = (0,)
-# After 0 come 1 0 0, 1 1 0, 0 1 1 and 2 0: branches at every level.
+# 0 is followed by 1 0 0, 1 1 0, 0 1 1 and 2 0, which gives branches at every level.
 KNOWN = ([0, 1, 0, 0], [2, 0, 1, 1, 0], [1, 0, 0, 1, 1], [1, 0, 2, 0])
 WIDE = SuffixConfig(length_factor=4.0, length_offset=3.0, min_probability=0.01)
 
@@ -71,7 +71,7 @@ def test_one_round(rule: SuffixConfig, block: bool, seed: int) -> None:
         target, lambda: suffix(rule, 3), block_verification=block, depth=3, max_tokens=3
     )
     assert_law(emitted, target, ROOT, 3)
-    assert drafted >= (5 if rule.can_branch else 2), "nothing worth a proof was guessed"
+    assert drafted >= (5 if rule.can_branch else 2), "the drafts are too small to prove anything"
 
 
 @pytest.mark.parametrize("seed", range(2))

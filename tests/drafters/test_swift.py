@@ -82,7 +82,7 @@ class TestSearch:
         assert found is not None
         assert set(found.layers) <= set(GOOD)
         assert len(found.layers) >= 4
-        assert target.left >= 8, "a quiet moment between two replies is a rest, too"
+        assert target.left >= 8, "idle work also runs between the two replies"
 
     @pytest.mark.parametrize("seed", range(5))
     def test_a_bayesian_step_beats_random_sets(self, seed: int) -> None:
@@ -155,7 +155,7 @@ class TestSearch:
             monkeypatch.setattr(SwiftSearch, "best", property(best))
             reply = runtime.generate(PROMPT, seed=1, max_tokens=30)
         assert reply.stats.target_passes > 4
-        assert len(asked) <= 2, "when the reply began, and for the note on it"
+        assert len(asked) <= 2, "once when the reply began and once for its note"
 
     @pytest.mark.parametrize(
         ("agreement", "cost", "expected", "length"),
@@ -276,4 +276,6 @@ class TestSaving:
             best = drafter._search.best
             rest(runtime, 1)
             assert best is not None
-            assert target.asked[MAX_SETS_PER_IDLE_PERIOD:] == [best.layers], "the text may have changed"
+            assert target.asked[MAX_SETS_PER_IDLE_PERIOD:] == [best.layers], (
+                "the best set is evaluated again, because the text may have changed"
+            )

@@ -106,13 +106,13 @@ def test_the_cache_holds_the_first_and_last_tokens(make: Callable[[], Any], roun
                 with pytest.raises(CancelledError):
                     model.prefill(how)
             model.interrupt(False)
-            # What was given up counts as done; nothing was run.
+            # Evicted tokens count as processed. Nothing was run.
             text = (text + how)[: model.length]
         elif what == "round":
             width, kept = how
             tree = TokenTree.chain(1, [(i * 7 + len(text)) % VOCAB for i in range(width - 1)])
             logits = model.verify(tree)
-            # Sinks and window were brought up to the text before the pass.
+            # Sinks and window were completed before the pass.
             seen = [*text, 1][-2:] if text else [0, 1]
             table_row = seen[0] * VOCAB + seen[1]
             np.testing.assert_array_equal(

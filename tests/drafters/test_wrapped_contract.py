@@ -19,7 +19,7 @@ from tests.backends.tiny_models import write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
 
 CONTEXT = 512
-# A table looks back two tokens, so that no window makes a difference to it; elsewhere it is never left.
+# A table model depends on two tokens only, so no window changes its logits.
 WINDOW = AttentionWindow(4, 300)
 WIDE = AttentionWindow(4, CONTEXT)
 

@@ -47,14 +47,14 @@ def test_a_copy_is_made_once_and_is_smaller(source: Path) -> None:
     assert find_lowbit(source, "Q4_0") is None
     check_prepared(made, source, full=True)
     loaded = llamacpp.load(str(lowbit_file(made)), "copy", LoadOptions(context_tokens=256))
-    # Known to a hundredth of a megabyte.
+    # llama.cpp reports sizes to a hundredth of a megabyte.
     assert abs(loaded.facts.weight_bytes - made.facts["weight_bytes"]) < 20_000
     assert loaded.facts.quantisation.startswith("Q2_K")
     loaded.close()
     written = lowbit_file(made).stat().st_mtime_ns
     assert prepare_lowbit(source, "Q2_K") == made
     assert lowbit_file(made).stat().st_mtime_ns == written
-    # Of several, the one made last.
+    # Of several copies, the newest is returned.
     other = prepare_lowbit(source, "Q4_0")
     assert find_lowbit(source) == other
 
@@ -184,7 +184,7 @@ def told(what, fraction):
     print(what, flush=True)
     return True
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
 prepare_lowbit(Path(sys.argv[1]), "Q3_K_M", progress=told)
 """
 
@@ -206,7 +206,7 @@ def test_a_killed_run_leaves_no_copy_and_no_process(source: Path, kind: signal.S
     run.wait(timeout=20)
     run.stdout.close()
     assert in_store() == []
-    # The quantiser's own process notices that nobody listens.
+    # The quantiser process ends when its parent is gone.
     deadline = time.monotonic() + 20
     while _group_lives(run.pid) and time.monotonic() < deadline:
         time.sleep(0.05)

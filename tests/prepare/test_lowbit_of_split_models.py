@@ -34,7 +34,7 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def halves(source: Path) -> PreparedModel:
+def split_model(source: Path) -> PreparedModel:
     return prepare_layerskip(source, 1)
 
 
@@ -65,30 +65,30 @@ def test_the_merged_file_equals_the_original(
     tmp_path: Path, write: Callable[[Path], Path], exit_layer: int
 ) -> None:
     source = write(tmp_path / "model.gguf")
-    halves = prepare_layerskip(source, exit_layer)
+    split_model = prepare_layerskip(source, exit_layer)
     path = tmp_path / "whole.gguf"
-    with merged_file(halves.folder, path):
+    with merged_file(split_model.folder, path):
         assert contents(path) == contents(source)
-    with merged_file(halves.folder, path, header_only=True):
+    with merged_file(split_model.folder, path, header_only=True):
         assert contents(path)[0] == contents(source)[0]
         assert path.stat().st_size >= source.stat().st_size
     assert not path.exists()
 
 
-def test_the_copy_equals_that_of_the_original(source: Path, halves: PreparedModel) -> None:
+def test_the_copy_equals_that_of_the_original(source: Path, split_model: PreparedModel) -> None:
     expected = prepare_lowbit(source, "Q2_K")
     bytes_of_it = contents(lowbit_file(expected))
     shutil.rmtree(expected.folder)
     source.unlink()
-    made = prepare_lowbit(halves.folder, "Q2_K")
+    made = prepare_lowbit(split_model.folder, "Q2_K")
     assert contents(lowbit_file(made)) == bytes_of_it
     assert (made.facts, made.settings) == (expected.facts, expected.settings)
-    assert made.source == halves.folder
+    assert made.source == split_model.folder
     assert [path.name for path in made.folder.iterdir() if path.suffix == ".gguf"] == ["copy.gguf"]
-    assert find_lowbit(halves.folder) == find_lowbit(halves.folder, "q2_k") == made
-    check_prepared(made, halves.folder, full=True)
-    assert prepare_lowbit(halves.folder, "Q2_K") == made
-    model = load_layerskip(str(halves.folder), "halves", LoadOptions(context_tokens=256))
+    assert find_lowbit(split_model.folder) == find_lowbit(split_model.folder, "q2_k") == made
+    check_prepared(made, split_model.folder, full=True)
+    assert prepare_lowbit(split_model.folder, "Q2_K") == made
+    model = load_layerskip(str(split_model.folder), "split_model", LoadOptions(context_tokens=256))
     model.prefill(tokens_for(model, 20))
     view = model.self_draft(LowBit(str(lowbit_file(made))))
     assert np.isfinite(step(view, 3)).all()
@@ -96,34 +96,34 @@ def test_the_copy_equals_that_of_the_original(source: Path, halves: PreparedMode
     model.close()
 
 
-def test_the_original_is_used_if_it_exists(source: Path, halves: PreparedModel) -> None:
-    made = prepare_lowbit(halves.folder)
+def test_the_original_is_used_if_it_exists(source: Path, split_model: PreparedModel) -> None:
+    made = prepare_lowbit(split_model.folder)
     assert made.source == source
     assert prepare_lowbit(source) == made
     source.unlink()
-    assert find_lowbit(halves.folder) == prepare_lowbit(halves.folder) == made
-    check_lowbit(made, halves.folder)
-    # As it was, and no longer is.
+    assert find_lowbit(split_model.folder) == prepare_lowbit(split_model.folder) == made
+    check_lowbit(made, split_model.folder)
+    # A damaged copy is made again.
     os.truncate(lowbit_file(made), 1000)
     with pytest.raises(ModelFileError, match="is damaged"):
-        check_lowbit(made, halves.folder)
-    again = prepare_lowbit(halves.folder)
-    assert again.source == halves.folder
-    assert find_lowbit(halves.folder) == again
+        check_lowbit(made, split_model.folder)
+    again = prepare_lowbit(split_model.folder)
+    assert again.source == split_model.folder
+    assert find_lowbit(split_model.folder) == again
 
 
-def test_a_copy_of_a_changed_original_is_not_used(source: Path, halves: PreparedModel) -> None:
+def test_a_copy_of_a_changed_original_is_not_used(source: Path, split_model: PreparedModel) -> None:
     data = source.read_bytes()
     source.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     prepare_lowbit(source)
-    assert find_lowbit(halves.folder) is None
-    made = prepare_lowbit(halves.folder)
-    assert made.source == halves.folder
-    assert find_lowbit(halves.folder) == made
+    assert find_lowbit(split_model.folder) is None
+    made = prepare_lowbit(split_model.folder)
+    assert made.source == split_model.folder
+    assert find_lowbit(split_model.folder) == made
 
 
 def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "halves"
+    folder = tmp_path / "split_model"
     prepare_layerskip(source, 1, to=folder)
     source.unlink()
     made = prepare_lowbit(folder)
@@ -135,11 +135,11 @@ def test_another_split_model_in_the_same_folder(source: Path, tmp_path: Path) ->
     check_lowbit(prepare_lowbit(folder), folder)
 
 
-def test_a_damaged_split_model_is_an_error(source: Path, halves: PreparedModel) -> None:
+def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedModel) -> None:
     source.unlink()
-    os.truncate(halves.path("upper.gguf"), 1000)
+    os.truncate(split_model.path("upper.gguf"), 1000)
     with pytest.raises(ModelFileError, match=r"upper\.gguf is damaged"):
-        prepare_lowbit(halves.folder)
+        prepare_lowbit(split_model.folder)
 
 
 def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("at", ["writing whole", "making a Q4_0"])
-def test_made_again_after_cancellation(source: Path, halves: PreparedModel, at: str) -> None:
+def test_made_again_after_cancellation(source: Path, split_model: PreparedModel, at: str) -> None:
     source.unlink()
     there: list[list[str]] = []
 
@@ -172,8 +172,8 @@ def test_made_again_after_cancellation(source: Path, halves: PreparedModel, at: 
         return False
 
     with pytest.raises(CancelledError, match=f"{at}.* was cancelled"):
-        prepare_lowbit(halves.folder, progress=stop)
+        prepare_lowbit(split_model.folder, progress=stop)
     assert there == [["whole.gguf"]]
     assert list((store_folder() / "lowbit").rglob("*.gguf")) == []
-    assert find_lowbit(halves.folder) is None
-    check_lowbit(prepare_lowbit(halves.folder), halves.folder)
+    assert find_lowbit(split_model.folder) is None
+    check_lowbit(prepare_lowbit(split_model.folder), split_model.folder)

@@ -192,7 +192,7 @@ def test_bit_exactness_is_probed_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
         said.clear()
         with edgespec.load("demo", "none", exact=True, context=512, progress=progress) as runtime:
             assert runtime.target.capabilities.exact
-        assert any("agree to the bit" in what for what in said) == bool(times)
+        assert any("bit-exact" in what for what in said) == bool(times)
 
 
 def test_probe_results_of_other_load_options_are_not_used(

@@ -83,7 +83,7 @@ class TestPieces:
     @pytest.mark.parametrize(
         ("draft", "share"),
         [
-            # 1,000 tokens and one that ends.
+            # 1,000 tokens and one end token.
             (range(6, 1000), "99 % of one's tokens"),
             (range(5, 1000), "all but 5 of one's tokens"),
             (range(999, -1, -1), "100 % of one's tokens"),
@@ -92,7 +92,7 @@ class TestPieces:
         ],
     )
     def test_the_share_is_never_rounded_to_all_or_none(self, draft: range, share: str) -> None:
-        # Tokens of the draft's own first, so that no id means the same in both.
+        # The draft's own tokens come first, so that no id means the same in both.
         others = [f"<{number}>" for number in range(1100)]
         found = compare_vocabularies(
             Pieces([*map(str, range(1000)), "!"]),

@@ -27,7 +27,8 @@ from tests.drafters.vocabularies.pieces import Pieces, speaking
 from tests.tables import runtime, with_drafter
 
 SMILE = "🙂".encode()
-# The target has bytes of a character as tokens, the draft the character; words are cut in other places.
+# The target has single bytes of a character as tokens, and the draft has the character. Words are split
+# differently.
 TARGET = Pieces(["a", "b", "c", "d", " ", "ab", " c", "abc", *(SMILE[i : i + 1] for i in range(4)), "<end>"])
 DRAFT = Pieces(["d", "c", "b", "a", " ", "bc", " d", " ca", "🙂", "<user>", "<stop>"], control=2)
 TRANSLATION = TokenTranslation(TARGET, DRAFT)
@@ -93,7 +94,7 @@ class TestInput:
             whole, unread = said[: len(said) - len(reading.incomplete_bytes)], reading.incomplete_bytes
             assert said.endswith(unread)
             assert not unread or (len(unread) < 4 and unread[0] >= 0xC0)
-            # No token of the draft has bytes that make no character.
+            # Every token of the draft holds complete characters.
             if all(_is_text(part) for part in whole.split(b"<end>")):
                 assert read == whole.replace(b"<end>", b"<stop>")
 
@@ -116,7 +117,7 @@ class TestInput:
             if number % every == 0:
                 unchanged = reading.take_unchanged()
                 assert reading.tokens[:unchanged] == before[:unchanged]
-                # No more is open than the end of the text.
+                # Only the end of the text is open.
                 assert len(before) - unchanged <= 256
                 before = list(reading.tokens)
 

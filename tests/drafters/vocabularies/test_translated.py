@@ -27,7 +27,7 @@ from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
 from tests.tables import runtime
 from tests.test_losslessness import PROMPTS
 
-# The target's tokens; those of the draft in another order, two of them missing and some more there.
+# The draft has the target's tokens in another order, without two of them, and some additional ones.
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])
 DRAFT = Pieces(["f", "e", "d", "c", "b", "a", "ab", "fe", "<stop>"])
 SPELT = [(5,), (4,), (3,), (2,), (1,), (0,), (6,), (3, 2, 1), (8,)]
@@ -225,7 +225,7 @@ class TestInARuntime:
     @pytest.mark.parametrize("branches", [(), (2, 2)])
     def test_replies_are_identical(self, temperature: float, branches: tuple[int, ...]) -> None:
         target = speaking(TARGET, 1)
-        target._table[:, 7] -= 2.0  # the draft cannot say this one
+        target._table[:, 7] -= 2.0  # the draft lacks this token
         draft = translated(conditioned(target, DRAFT, spell=SPELT))
         options: dict[str, Any] = {"max_tokens": 80, "seed": 4, "temperature": temperature}
         with runtime(target, draft, branches=branches) as pair:
@@ -277,7 +277,7 @@ class TestInARuntime:
             str(write_llama(tmp_path / "draft.gguf", words=words)), "draft", LoadOptions(context_tokens=256)
         )
         translation = TokenTranslation(target.vocabulary, inner.vocabulary)
-        # Bytes that are words too are there twice, and the tokenizer uses one of them.
+        # Bytes that are also words have two ids, and the tokenizer produces one of them.
         twice = [3 + ord(" "), 3 + ord("s")]
         assert translation.target_ids.tolist() == [
             i for i in range(target.facts.vocab_size) if i not in twice

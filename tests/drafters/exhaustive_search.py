@@ -30,7 +30,7 @@ def never(token: int) -> bool:
     return False
 
 
-def growing(text: Sequence[int]) -> SuffixAutomaton:
+def automaton_of(text: Sequence[int]) -> SuffixAutomaton:
     grown = SuffixAutomaton()
     grown.set_tokens(text)
     return grown
@@ -51,7 +51,7 @@ def places(documents: Sequence[Text], recent: Text, length: int) -> list[Text]:
     ]
 
 
-def what_follows(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
+def count_continuations(text: Sequence[int], pattern: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return (count, last position, token) of each continuation of a pattern, by exhaustive search."""
     size = len(pattern)
     ends = [at + 1 for at in range(size, len(text)) if list(text[at - size : at]) == list(pattern)]
@@ -73,7 +73,7 @@ def probabilities(following: Sequence[Text], depth: int) -> Paths:
     return paths
 
 
-def by_searching(documents: Sequence[Text], recent: Text, depth: int, rule: SuffixConfig) -> float:
+def best_score(documents: Sequence[Text], recent: Text, depth: int, rule: SuffixConfig) -> float:
     """Return the highest score over all match lengths."""
     best = 0.0
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
@@ -92,7 +92,7 @@ def expected_matches(documents: Sequence[Text], recent: Text) -> dict[int, list[
     for length in range(1, min(len(recent), MAX_MATCH_TOKENS) + 1):
         following = sorted(places(documents, recent, length))
         if following:
-            # Of lengths with the same occurrences the longest stands for all.
+            # Of several lengths with the same occurrences, only the longest is expected.
             found = {known: those for known, those in found.items() if len(those) > len(following)}
             found[length] = following
     return found
