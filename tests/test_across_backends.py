@@ -172,7 +172,7 @@ def test_the_same_tokens_come_out(pair: Pair, every: int) -> None:
     assert 0 < largest_error <= LARGEST_ERROR
 
 
-def test_the_noise_decides_and_is_shared(pair: Pair) -> None:
+def test_both_backends_share_the_gumbel_noise(pair: Pair) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[6])
     one, other = (
         [reply_to(runtime, tokens, SETTINGS[2], seed).tokens for runtime in pair] for seed in (1, 2)
@@ -181,7 +181,7 @@ def test_the_noise_decides_and_is_shared(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda params: str(params.temperature))
-def test_a_wrong_token_is_no_near_tie(pair: Pair, params: SamplingParams) -> None:
+def test_a_wrong_token_is_not_a_near_tie(pair: Pair, params: SamplingParams) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[0])
     right = list(reply_to(pair.llama, tokens, params).tokens)
     order = np.argsort(row_after(pair.llama, tokens))

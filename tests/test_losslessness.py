@@ -356,7 +356,7 @@ class TestOptions:
             {"prompts": [PROMPTS[0], PROMPTS[0]]},
         ],
     )
-    def test_nonsense_is_refused(self, pair: Runtime, options: dict[str, Any]) -> None:
+    def test_wrong_options_are_refused(self, pair: Runtime, options: dict[str, Any]) -> None:
         with pytest.raises(OptionError):
             prove(pair, **options)
 

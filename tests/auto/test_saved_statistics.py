@@ -100,7 +100,7 @@ def test_patience_is_what_it_was() -> None:
     assert other.gain == pytest.approx(-0.3)
 
 
-def test_nonsense_is_refused() -> None:
+def test_wrong_options_are_refused() -> None:
     tally = AcceptanceCounts(np.ones(2), np.full(2, 2.0))
     for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
         with pytest.raises(ValueError, match="acceptance counts"):
