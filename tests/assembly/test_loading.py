@@ -87,7 +87,7 @@ def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, .
 
 
 def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="an adapter goes on an MLX model, and demo is a GGUF") as caught:
+    with pytest.raises(OptionError, match="an adapter needs an MLX model, and demo is not one") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
@@ -102,11 +102,11 @@ def test_a_missing_adapter_is_refused(loaded: list[tuple[str, Any]], tmp_path: P
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": ["suffix"]}, r"method is \['suffix'\]"),
-        ({"method": 3}, "method is 3"),
+        ({"method": ["suffix"]}, r"method \['suffix'\] is not a string"),
+        ({"method": 3}, "method 3 is not a string"),
         ({"methods": "suffix"}, "methods is 'suffix'"),
         ({"methods": None}, "methods is None"),
-        ({"methods": [None]}, "method is None"),
+        ({"methods": [None]}, "method None is not a string"),
         ({"draft_branches": 3}, "draft_branches is 3"),
         ({"draft_branches": None}, "draft_branches is None"),
     ],
@@ -157,7 +157,7 @@ def test_options_of_llama_cpp_reach_only_the_gguf_model_of_a_pair() -> None:
         ("target", b"demo", "name such as demo"),
         ("draft", 3, "auto, none"),
         ("kv_type", 3, "auto, f16"),
-        ("flash_attention", 3, "auto, on or off"),
+        ("flash_attention", 3, "auto, on, off"),
         ("corpus", 3, "one path, as a string"),
         ("corpus", b"x", "one path, as a string"),
         ("corpus", ["x"], "one path, as a string"),
@@ -178,7 +178,7 @@ def test_a_wrong_type_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(OptionError) as caught:
         edgespec.load(**{"draft": "none", option: value})
-    assert str(caught.value).startswith(f"{option} is {value!r}; give ")
+    assert str(caught.value).startswith(f"{option} is {value!r}; ")
     assert advice in caught.value.next_step
     assert not loaded
 

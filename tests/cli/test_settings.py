@@ -263,7 +263,7 @@ def test_help_and_other_commands_work_beside_a_broken_file(run: Run, file: Path)
     doctor = json_of(run("doctor", "--json"))
     check = next(check for check in doctor["checks"] if check["name"] == "settings")
     assert not check["ok"]
-    assert f"{file}, line 1" in check["says"]
+    assert f"{file}, line 1" in check["finding"]
     assert check["next_step"]
     file.write_text("")
     assert _settings().ok
