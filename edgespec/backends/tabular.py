@@ -118,7 +118,9 @@ class TabularModel(BaseModel):
         self._check(tree.width)
         capabilities = self.facts.capabilities
         if (tree.width > 1 and not capabilities.rollback) or not (tree.is_chain or capabilities.tree):
-            raise CapabilityError(f"a tree of width {tree.width} cannot be verified", capabilities.reason)
+            raise CapabilityError(
+                f"this model cannot verify a tree of width {tree.width}", capabilities.reason
+            )
         self._round = known
         rows = []
         for node in range(first, tree.width):

@@ -26,7 +26,7 @@ def hub_cache_folder() -> Path:
 
 
 def hub_models() -> Iterator[StoredModel]:
-    """Yield every complete GGUF and MLX model in the cache."""
+    """Yield every complete GGUF and MLX model in the Hugging Face cache."""
     try:
         folders = sorted(path for path in hub_cache_folder().iterdir() if path.name.startswith(_PREFIX))
     except OSError:
@@ -47,7 +47,7 @@ def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterato
     models = [
         m
         for m in group_gguf_files([HubFile(path.relative_to(snapshot).as_posix()) for path in paths])
-        if m.whole
+        if m.is_complete
     ]
     for model in models:
         first = model.files[0]

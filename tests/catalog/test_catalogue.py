@@ -1,4 +1,4 @@
-"""The catalogue file is whole, and what it embeds is shipped and described."""
+"""Tests that the catalogue is complete, and that its embedded models are shipped and documented."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from edgespec.catalog import ModelEntry, load_catalogue, recommended_drafts
+from edgespec.catalog import ModelEntry, load_catalogue
 from edgespec.catalog.catalogue import Catalogue, models_folder
 from edgespec.catalog.hub_files import HubFile, choose_files, is_quantisation
 from edgespec.errors import ModelNotFoundError
@@ -32,13 +32,13 @@ def test_every_entry_is_complete(entry: ModelEntry) -> None:
         assert entry.embedded_path.exists()
         assert entry.notice
     else:
-        # Between 1.5 bits a parameter and 16: catches a slipped digit in either figure.
+        # Between 1.5 and 16 bits per weight, which catches a typing error in either number.
         assert 0.19 < entry.approximate_file_bytes / entry.parameters < 2.0
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
-    for name in recommended_drafts(entry):
+    for name in entry.drafts:
         found = load_catalogue().find(name)
         assert found is not None
         assert found[0].parameters * 2 <= entry.parameters

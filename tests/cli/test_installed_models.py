@@ -133,7 +133,7 @@ class TestNamesOfOnesOwn:
         assert "did you mean demo?" in one_line_error(run("models", "pair", "dmo", "--remove"), 1)
         run("models", "pair", "demo", "--remove")
         assert json_of(run("models", "show", "demo", "--json"))["auto_draft"]["draft"] == "demo-draft"
-        assert "give a DRAFT, or --remove" in one_line_error(run("models", "pair", "demo"), 2)
+        assert "give either a DRAFT or --remove" in one_line_error(run("models", "pair", "demo"), 2)
         assert "there is no model named dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
         assert "is not a valid pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
 
