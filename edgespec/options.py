@@ -492,7 +492,7 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType(
             " models list`).",
         ),
         "draft": Option(
-            kind=ModelName(),
+            kind=ModelName("REF|auto|none", "auto, none, "),
             group="model",
             default="auto",
             help="The draft model, a small model that makes the other one faster. auto: the best one on this"

@@ -115,7 +115,7 @@ def show_rows(
             ("loss limit", f"wrong guesses cost at most {percent(stats.worst_case_loss)} of a reply's time")
         )
     rows += [
-        ("wrong guesses", runtime.target.rollback or "–"),
+        ("cache rollback", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
         ("system prompt", chat.system or "none"),
@@ -138,7 +138,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     rows = [
         ("model files", format_bytes(use.weight_bytes)),
         ("KV caches", format_bytes(use.kv_bytes)),
-        ("all in all", format_bytes(use.resident_bytes)),
+        ("whole program", format_bytes(use.resident_bytes)),
         *_current_rows(use),
         *_plan_rows(use.plan),
         ("earlier chats", _prefix_cache(cache)),

@@ -90,8 +90,8 @@ def test_the_draft_sees_a_window_where_that_is_enough() -> None:
     options = replace(_OPTIONS, context_tokens=1 << 16)
     whole = DraftingOptions.of(method="auto", draft_window=0)
     windowed = DraftingOptions.of(method="auto", draft_window=1024)
-    assert _total(how=whole, options=options) > _total(how=windowed, options=options)
-    assert _total(options=options) < _total(how=whole, options=options)  # it was trained for 1,024
+    assert _total(drafting=whole, options=options) > _total(drafting=windowed, options=options)
+    assert _total(options=options) < _total(drafting=whole, options=options)  # it was trained for 1,024
 
 
 class TestCopies:

@@ -109,7 +109,7 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("can_branch", [True, False])
 @pytest.mark.parametrize(("cost", "rise"), [(0.05, 0.15), (0.3, 0.05)])
-def test_it_is_hardly_ever_slower_than_the_better_half(
+def test_combination_is_about_as_fast_as_the_better_drafter(
     kind: str, can_branch: bool, cost: float, rise: float
 ) -> None:
     """Within 3 % once it has seen a reply, whatever the text is like and whatever drafts and rows cost."""
@@ -127,7 +127,7 @@ def test_it_is_hardly_ever_slower_than_the_better_half(
     assert np.exp(np.mean(np.log(ratios))) < 1.03, ratios
 
 
-def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
+def test_model_is_not_asked_where_the_lookup_is_reliable() -> None:
     text = list(range(WORDS)) * 8
     simulation = Simulation(text, assumed_cost)
     asked: list[int] = []
@@ -145,7 +145,7 @@ def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
     assert len([at for at in asked if at > 130]) <= 2
 
 
-def test_a_guess_of_each_is_verified_in_one_pass() -> None:
+def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
     """Where a row costs little and nothing is known of either."""
     drafters = [Saying(lambda tokens, length: [1, 2]), lookup_of([1, 3])]
     both = CombinedDrafter(drafters, True, v=lambda rows: 1.0 + 0.001 * rows)
@@ -164,9 +164,7 @@ def lookup_of(guess: list[int]) -> Saying:
 class TestSameTokens:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("tree", [True, False])
-    def test_whatever_is_combined_the_reply_is_that_of_plain_decoding(
-        self, temperature: float, tree: bool
-    ) -> None:
+    def test_combinations_emit_the_tokens_of_plain_decoding(self, temperature: float, tree: bool) -> None:
         for seed in range(4):
             target = table(seed, tree=tree)
             limits = PassLimits(9, 3 if tree else 1)
@@ -191,7 +189,7 @@ class Lookup(FixedGuess):
     is_lookup = True
 
 
-class TestExactLaws:
+class TestExactDistributions:
     """Whether a guess is asked for or dropped must not depend on the luck of its own draw."""
 
     @pytest.mark.parametrize("rule", RULES)
@@ -212,7 +210,7 @@ class TestExactLaws:
 
     @pytest.mark.parametrize("right", [True, False])
     @pytest.mark.parametrize("seed", range(2))
-    def test_after_it_has_learnt_whether_the_lookup_is_right(self, right: bool, seed: int) -> None:
+    def test_with_statistics_about_the_lookup(self, right: bool, seed: int) -> None:
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
 
         def both() -> CombinedDrafter:
